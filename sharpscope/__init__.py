@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from sharpscope.config import register_shaping as register_shaping
+    from sharpscope import integrations as integrations
     from sharpscope.config import register_token_weight as register_token_weight
     from sharpscope.forks import fork as fork
     from sharpscope.forks import rotate as rotate
+    from sharpscope.integrations.trl import record as record
     from sharpscope.probes import attribute as attribute
     from sharpscope.probes import curvature as curvature
     from sharpscope.probes import score_norms as score_norms
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from sharpscope.traces import load_runs as load_runs
 
 _MODULES = {
+    "record": "sharpscope.integrations.trl",
     "load_run": "sharpscope.traces",
     "load_runs": "sharpscope.traces",
     "fork": "sharpscope.forks",
@@ -33,7 +35,6 @@ _MODULES = {
     "sharpness": "sharpscope.probes",
     "rotate": "sharpscope.forks",
     "register_task": "sharpscope.tasks",
-    "register_shaping": "sharpscope.config",
     "register_token_weight": "sharpscope.config",
 }
 
@@ -43,6 +44,8 @@ __all__ = ["__version__", *sorted(_MODULES)]  # noqa: PLE0604 - the names are st
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)
+    if name == "integrations":
+        return import_module("sharpscope.integrations")
     raise AttributeError(f"module 'sharpscope' has no attribute '{name}'")
 
 

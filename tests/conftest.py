@@ -64,7 +64,7 @@ def toy_config(tiny_policy: Path, tmp_path: Path):
     from sharpscope.config import build_config
 
     def make(**changes):
-        values = {**TOY, "policy.model": str(tiny_policy), "out": str(tmp_path), "name": "run"}
+        values = {**TOY, "policy.model": str(tiny_policy), "out": str(tmp_path / changes.pop("name", "run"))}
         return build_config(values=values | {path.replace("__", "."): value for path, value in changes.items()})
 
     return make

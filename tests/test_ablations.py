@@ -11,13 +11,12 @@ from sharpscope.config import RunConfig
 from sharpscope.objective import (
     calibrate,
     method_names,
-    passes_of,
     policy_loss,
     prepare,
     token_normalizer,
     token_weight_kinds,
 )
-from sharpscope.sweeps.plan import plan_sweep, read_sweep
+from sharpscope.sweeps import plan_sweep, read_sweep
 from sharpscope.traces import load_run
 from sharpscope.training import train
 from tests.objective.data import LIMIT, make_case
@@ -29,7 +28,7 @@ FILES = sorted(FOLDER.glob("*.yaml"))
 def methods_of(file: Path, smoke: bool = False) -> dict:
     """Run name → method, of the first seed."""
     spec = read_sweep(file).model_copy(update={"seeds": (0,)})
-    return {run.config.run_name: run.config.method for run in plan_sweep(spec, smoke)}
+    return {run.name: run.config.method for run in plan_sweep(spec, smoke)}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
@@ -76,7 +75,7 @@ def trained() -> list:
     for file in FILES:
         runs = plan_sweep(read_sweep(file).model_copy(update={"seeds": (0,)}), smoke=True)
         chosen = runs if file.stem == "neighbours" else runs[-1:]
-        params += [pytest.param(run.config, id=f"{file.stem}:{run.config.run_name}") for run in chosen]
+        params += [pytest.param(run.config, id=f"{file.stem}:{run.name}") for run in chosen]
     return params
 
 
@@ -94,5 +93,5 @@ def test_the_smoke_size_trains(config: RunConfig, tiny_policy: Path, tmp_path: P
     run = load_run(outcome.run_dir)
     assert len(run.steps) == 1
     assert float(run.steps["grad_norm"].iloc[0]) > 0
-    assert run.steps["updates"].iloc[0] == 2 * passes_of(config.method)
+    assert run.steps["updates"].iloc[0] == 2 * config.method.pass_count
     assert bool((run.tokens()["weight"] >= 0).all())

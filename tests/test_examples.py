@@ -11,13 +11,13 @@ import sharpscope
 import sharpscope.config
 import sharpscope.tasks.custom
 
-ALIASES = {"__version__", "register_shaping"}
+ALIASES = {"__version__", "register_token_weight"}
 
 
 @pytest.fixture
 def unregistered(monkeypatch):
     """Forgets the tasks and weights that an example registers."""
-    for module in (sharpscope.config.custom_weights, sharpscope.tasks.custom):
+    for module in (sharpscope.config.token_weights, sharpscope.tasks.custom):
         monkeypatch.setattr(module, "_REGISTRY", dict(module._REGISTRY))
 
 

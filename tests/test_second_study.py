@@ -29,7 +29,7 @@ def runs():
 
 
 def test_kept_runs_are_those_of_the_declaration_and_began_after_it(runs):
-    planned = {run.config.run_name: run.config for run in plan_sweep(read_sweep(STUDY / "study.yaml"))}
+    planned = {run.name: run.config for run in plan_sweep(read_sweep(STUDY / "study.yaml"))}
     declared = json.loads((STUDY / "study.declared.json").read_text())
     primary = ("C7", "C4", "C10")
     for state in declared:  # what was changed before the analysis leaves the primary claims alone

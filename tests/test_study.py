@@ -55,7 +55,7 @@ def test_the_repository_stays_small():
 
 
 def test_kept_runs_are_those_of_the_declared_study():
-    planned = {run.config.run_name: run.config for run in plan_sweep(read_sweep(FIRST / "study.yaml"))}
+    planned = {run.name: run.config for run in plan_sweep(read_sweep(FIRST / "study.yaml"))}
     kept = [*load_runs(REFERENCE), *load_runs(TUNING)]
     assert len(kept) >= 18
     for run in kept:

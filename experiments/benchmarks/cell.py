@@ -163,8 +163,7 @@ def measure_cell(shape: str, steps: int = 3, prompt_tokens: int = 256, overrides
         write_model(Path(folder) / "model", shape)
         values = CELL | {
             "policy.model": f"{folder}/model",
-            "out": folder,
-            "name": "cell",
+            "out": f"{folder}/cell",
             "steps": steps + 1,
             "recording.token_gradients_every": steps + 1,
             "task.kind": "custom",

@@ -130,7 +130,7 @@ def main() -> None:
 
 def trained(folder: Path, policy: str, seed: int) -> None:
     """Train a run of GRPO with checkpoints in the middle and at the end, or continue it."""
-    config = configured(policy, {"seed": seed, "out": str(folder.parent), "name": folder.name})
+    config = configured(policy, {"seed": seed, "out": str(folder)})
     if not (folder / "run.json").exists():
         train(config)
     elif sharpscope.load_run(folder).status != "finished":

@@ -14,15 +14,15 @@ from sharpscope import __version__
 from sharpscope.cli import (
     describe,
     diagnosing,
+    evaluating,
     exporting,
     forking,
     importing,
     inspecting,
     probing,
     rotating,
+    running,
     studying,
-    sweeping,
-    training,
 )
 from sharpscope.cli.console import printable
 from sharpscope.errors import UserError
@@ -33,29 +33,54 @@ from sharpscope.quiet import silence
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
-# The sections of --help, and the order of their commands.
-_PANELS = {
-    "Start here": ("demo", "run", "show", "diagnose", "spikes", "report"),
-    "Train and evaluate": ("sweep", "eval", "watch"),
-    "Understand a run": ("tokens", "compare", "analyze"),
-    "Measure a model or a method": ("probe", "rotate", "fork", "weights"),
-    "Study": ("claims", "figures", "power", "study"),
-    "Exchange traces": ("import", "export"),
-    "Look up": ("methods", "tasks", "config", "schema"),
+PANELS = {
+    "Start here": ("demo", "run", "show"),
+    "Understand runs": ("tokens", "analyze", "diagnose"),
+    "Measure a model or a method": ("probe", "rotate", "fork", "eval"),
+    "Study": ("study",),
+    "Exchange": ("import", "export"),
+    "Look up": ("methods", "config"),
 }
+"""Sections of --help, and the order of their commands."""
+
+REPLACED = {
+    "watch": "sharpscope show RUN --watch",
+    "spikes": "sharpscope tokens RUN --spikes",
+    "compare": "sharpscope show RUN RUN",
+    "report": "sharpscope analyze RUNS",
+    "figures": "sharpscope analyze RUNS",
+    "claims": "sharpscope study claims RUNS",
+    "power": "sharpscope study plan RUNS",
+    "reduce": "sharpscope export RUNS --to reduced",
+    "pack": "sharpscope export RUNS --to packed",
+    "unpack": "sharpscope export RUNS --to runs",
+    "sweep": "sharpscope run FILE, or sharpscope run --methods grpo,grpo-sg --seeds 0,1",
+    "weights": "sharpscope rotate --plot",
+    "shapings": "sharpscope rotate --plot",
+    "tasks": "sharpscope config tasks",
+    "schema": "sharpscope config columns",
+    "warm-start": "python -m sharpscope.warm_start",
+}
+"""Command of version 0.2 -> what replaced it."""
 
 
-class _Grouped(TyperGroup):
-    """Lists the commands in the order of _PANELS."""
+class _Commands(TyperGroup):
+    """Lists the commands in the order of PANELS, and says what replaced the commands of version 0.2."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        order = [name for names in _PANELS.values() for name in names]
+        order = [name for names in PANELS.values() for name in names]
         return sorted(super().list_commands(ctx), key=lambda name: order.index(name) if name in order else len(order))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is None and cmd_name in REPLACED:
+            raise UserError(f"sharpscope {cmd_name}: removed in 0.3; use: {REPLACED[cmd_name]}")
+        return command
 
 
 app = typer.Typer(
     name="sharpscope",
-    cls=_Grouped,
+    cls=_Commands,
     help="Sharpness diagnostics for RL fine-tuning of language models.",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -63,12 +88,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for module in (
-    training,
+    running,
+    evaluating,
     inspecting,
-    sweeping,
+    diagnosing,
     studying,
     describe,
-    diagnosing,
     exporting,
     importing,
     probing,
@@ -76,12 +101,12 @@ for module in (
     forking,
 ):
     module.register(app)
-_panel_of = {name: panel for panel, names in _PANELS.items() for name in names}
+_panel_of = {name: panel for panel, names in PANELS.items() for name in names}
 for command in app.registered_commands:
     command.rich_help_panel = _panel_of.get(str(command.name), "Other")
 for group in app.registered_groups:
-    own = group.typer_instance.info.name if group.typer_instance else None
-    group.rich_help_panel = _panel_of.get(str(group.name), _panel_of.get(str(own), "Other"))
+    shown = group.typer_instance.info.name if group.typer_instance else None
+    group.rich_help_panel = _panel_of.get(str(group.name), _panel_of.get(str(shown), "Other"))
 
 _options = {"debug": False}
 
@@ -106,27 +131,38 @@ def _common(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line. Errors are one line on stderr, or a traceback with --debug.
 
-    The exit code is 2 for user errors and for paths that cannot be read or written, and 1 for failed runs and unexpected
-    errors.
+    The exit code is 2 for user errors and for paths that cannot be read or written, 130 after Ctrl-C, and 1 for failed runs
+    and unexpected errors.
 
     Args:
         arguments: Command line arguments; None: `sys.argv[1:]`.
     """
     _options["debug"] = False
     try:
-        app(args=None if arguments is None else list(arguments))
+        code = app(args=None if arguments is None else list(arguments), standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except (typer.Abort, KeyboardInterrupt):
+        sys.stderr.write("interrupted\n")
+        sys.exit(130)
     except Exception as error:
-        if _options["debug"]:
+        if _options["debug"] and not isinstance(error, _USAGE):
             raise
         # Without markup: the message may contain text of a file or a model.
         sys.stderr.write(f"error: {printable(_message(error))}\n")
-        sys.exit(2 if isinstance(error, UserError | OSError) else 1)
+        sys.exit(2 if isinstance(error, (UserError, OSError, _USAGE)) else 1)
 
 
-def _message(error: Exception) -> str:
+_USAGE: type[Exception] = typer.BadParameter.__mro__[1]  # click's UsageError: a wrong or missing option or argument
+
+
+def _message(error: Any) -> str:
+    if isinstance(error, _USAGE):
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "sharpscope"
+        return f"{error.format_message()} (see: {command} --help)"  # type: ignore[attr-defined]
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:

@@ -23,7 +23,9 @@ def check_empty(out: Path) -> None:
         UserError: it holds something, or is a file.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out}: is not empty, or not a folder; nothing is overwritten, choose another")
+        from sharpscope.traces import free_name
+
+        raise UserError(f"--out {out}: is not empty; nothing is overwritten, use --out {free_name(out)}")
 
 
 @contextmanager

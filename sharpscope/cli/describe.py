@@ -1,26 +1,56 @@
-"""`methods`, `weights`, `tasks`, `config`, `schema`: list and explain what is available."""
+"""`methods` and `config`: list and explain what is available."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from sharpscope.config import Setting
+
+BASIC = (
+    "out",
+    "seed",
+    "steps",
+    "task",
+    "policy.model",
+    "policy.dtype",
+    "policy.lora",
+    "rollout.prompts_per_step",
+    "rollout.group_size",
+    "rollout.temperature",
+    "rollout.max_new_tokens",
+    "method.name",
+    "method.weight",
+    "method.clip",
+    "method.kl.coef",
+    "optimizer.lr",
+    "optimizer.schedule",
+    "update.mini_batches",
+    "update.microbatch_tokens",
+    "evaluation.every",
+    "evaluation.prompts",
+    "evaluation.temperatures",
+    "recording.token_gradients_every",
+    "probes.preset",
+    "checkpoint.every",
+)
+"""Settings that `sharpscope config` lists."""
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
     app.command("methods")(methods)
-    app.command("weights")(weights)
-    app.command("shapings", hidden=True)(weights)  # the name in 0.1
-    app.command("tasks")(tasks)
     app.command("config")(config)
-    app.command("schema")(schema)
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="Method to explain, with equation, constants and source.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Method, control or module:function to explain, with loss, constants, source.")
+    ] = None,
 ) -> None:
     """List the methods, or explain one.
 
@@ -33,152 +63,117 @@ def methods(
     from rich.markup import escape
     from rich.table import Table
 
-    from sharpscope.config import describe, method_names, method_rotation_bound, same_at_one_update
+    from sharpscope.config import constants, describe, method_names, method_rotation_bound, same_at_one_update
 
     console = Console()
     if name is not None:
         note = describe(name)
-        same = same_at_one_update(note.method)
-        console.print(f"[bold]{escape(name)}[/]  {escape(note.differs)}", highlight=False)
-        for title, text in (("equation", note.equation), ("constants", note.constants), ("source", note.source)):
-            console.print(f"[bold]{title}[/]  {escape(text)}", highlight=False)
-        if note.ours:
-            console.print(f"[bold]choices of this project[/]  {escape(note.ours)}", highlight=False)
-        bound = method_rotation_bound(note.method.at(0.0))
-        if bound:
-            console.print(
-                f"[bold]largest rotation[/]  {bound:.1f}° of the gradient by the weights, if tokens' gradients are orthogonal",
-                highlight=False,
-            )
-        if same is not None:
-            console.print(
-                f"[bold]with one update per step[/]  the gradient of {same}: every ratio is 1", highlight=False
-            )
+        same, bound = same_at_one_update(note.method), method_rotation_bound(note.method.at(0.0))
+        angle = f"{bound:.1f}° of the gradient by the weights, if tokens' gradients are orthogonal" if bound else ""
+        rows = {
+            name: note.differs,
+            "loss": note.loss,
+            "constants": constants(note.method),
+            "source": note.source,
+            "choices of this project": note.choices,
+            "largest rotation": angle,
+            "with one update per step": f"the gradient of {same}: every ratio is 1" if same else "",
+        }
+        for title, text in rows.items():
+            if text:
+                console.print(f"[bold]{escape(title)}[/]  {escape(text)}", highlight=False)
         return
     table = Table("method", "what differs from GRPO", "at one update", "bound", "source")
-    for method in method_names():
-        note = describe(method)
-        same = same_at_one_update(note.method)
-        bound = method_rotation_bound(note.method.at(0.0))
-        angle = f"{bound:.1f}°" if bound else ""
-        table.add_row(method, escape(note.differs), "" if same is None else f"as {same}", angle, escape(note.source))
+    for each in method_names():
+        note = describe(each)
+        same, bound = same_at_one_update(note.method), method_rotation_bound(note.method.at(0.0))
+        cells = (f"as {same}" if same else "", f"{bound:.1f}°" if bound else "", escape(note.source))
+        table.add_row(each, escape(note.differs), *cells)
     console.print(table)
     console.print(
         "at one update: the method with the same gradient if a step makes one update (update.mini_batches=1); the default is two.\n"
         "bound: the largest rotation of the gradient by weights alone if tokens' gradients are orthogonal; see `sharpscope rotate`.\n"
         "Controls: append -reverse, -shuffled, -constant, -mean-one or -entropy to a weighted method (grpo-sg-shuffled).\n"
+        "Token weights of your own: module:function, wherever a method is named.\n"
         "Details: sharpscope methods NAME. Usage: sharpscope run --method NAME",
         highlight=False,
     )
 
 
-def weights(
-    names: Annotated[list[str] | None, typer.Argument(help="Methods to plot; default: the main ones.")] = None,
-    run: Annotated[Path | None, typer.Option(help="Folder of a run: also plot the weights of its tokens.")] = None,
-    step: Annotated[int, typer.Option(help="Step of the run.")] = 1,
-    out: Annotated[Path, typer.Option(help="Image file, .png or .svg.")] = Path("weights.png"),
+def config(
+    topic: Annotated[
+        str | None,
+        typer.Argument(help="tasks; columns (of traces); a part such as method.weight; or a YAML file."),
+    ] = None,
+    table: Annotated[list[str] | None, typer.Argument(help="With columns: tables; default: all.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="List all settings.")] = False,
+    yaml: Annotated[
+        bool, typer.Option("--yaml", help="Print the configuration that `run` would use, as YAML.")
+    ] = False,
+    method: Annotated[str | None, typer.Option("--method", "-m", help="With --yaml: name of a method.")] = None,
+    task: Annotated[str | None, typer.Option(help="With --yaml: kind of a task.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="With --yaml: path=value. Repeatable.")] = None,
 ) -> None:
-    """Plot token weights as functions of logit and probability, and the weights of a run's tokens.
-
-    With a run, also print the share of weights at each bound and, if the weight multiplies the ratio inside the clip, the
-    share of tokens whose gradient the clip removes.
+    """List the settings with values, defaults and meaning: the common ones, a part, or all; or the columns of traces.
 
     Examples:
-      sharpscope weights grpo-sg ar
+      sharpscope config
 
-      sharpscope weights grpo-sg tr-grpo --run runs/first --step 1
+      sharpscope config method.weight
+
+      sharpscope config tasks
+
+      sharpscope config columns steps tokens
+
+      sharpscope config --yaml --method grpo-sg > mine.yaml
     """
-    from rich.console import Console
-    from rich.table import Table
+    from sharpscope.config import RunConfig, build_config, settings_of, to_yaml
+    from sharpscope.errors import UserError, nearest
 
-    from sharpscope.analysis.figures import styled, weight_functions
-    from sharpscope.cli.weight_curves import DEFAULT, function_curves, observed
-    from sharpscope.config import named_method
-    from sharpscope.errors import UserError
-    from sharpscope.traces import load_run
+    if topic == "columns":
+        from sharpscope.traces import TABLES, schema_markdown
 
-    if out.suffix not in (".png", ".svg"):
-        raise UserError(f"--out {out}: must end in .png or .svg")
-    methods = [named_method(name) for name in names or DEFAULT]
-    on_tokens = None
-    if run is not None:
-        on_tokens, shares = observed(methods, load_run(run), step)
-        table = Table(*shares.columns, title=f"weights of step {step}, calibrated on it")
-        for row in shares.to_dict("records"):
-            table.add_row(
-                row.pop("method"),
-                *("–" if value is None or math.isnan(value) else f"{value:.3f}" for value in row.values()),
-            )
-        Console().print(table)
-    with styled():
-        weight_functions(function_curves(methods), on_tokens).savefig(out)
-    typer.echo(f"Written: {out}")
+        for name in table or []:
+            if name not in TABLES:
+                raise UserError(f"table '{name}': unknown{nearest(name, TABLES)}")
+        typer.echo(schema_markdown(table or None), nl=False)
+        return
+    if yaml or method or task or set_:
+        from sharpscope.cli.running import command_values
+
+        values = command_values(method=method, task=task)
+        typer.echo(to_yaml(build_config(None if topic is None else Path(topic), set_ or (), values)), nl=False)
+        return
+    rows = list(settings_of(RunConfig))
+    if topic is None:
+        chosen = rows if every else [row for row in rows if row.path in BASIC]
+    else:
+        part = "task" if topic == "tasks" else topic
+        chosen = [row for row in rows if row.path == part or row.path.startswith(f"{part}.")]
+        if not chosen:
+            tops = {"tasks", "columns"} | {row.path for row in rows}
+            raise UserError(f"config {topic}: no such setting or topic{nearest(topic, tops)}")
+    _print(chosen)
+    if topic is None and not every:
+        typer.echo(
+            f"\n{len(chosen)} of {len(rows)} settings; --all lists all, `sharpscope config PART` those of a part (rollout, method.clip).\n"
+            "Set one with --set path=value, or nested in a YAML file: sharpscope run FILE"
+        )
 
 
-def tasks() -> None:
-    """List the tasks and their fields.
-
-    Example:
-      sharpscope tasks
-    """
+def _print(rows: Iterable[Setting]) -> None:
+    """Print settings, below a line with the kind that has them."""
     from rich.console import Console
     from rich.markup import escape
 
-    from sharpscope.tasks import task_specs
-
-    console = Console()
-    for kind, spec in task_specs.items():
-        console.print(
-            f"[bold]{escape(kind)}[/]  {escape((spec.__doc__ or '').strip().splitlines()[0])}", highlight=False
-        )
-        for field, info in spec.model_fields.items():
-            if field == "kind":
-                continue
-            value = "(required)" if info.is_required() else repr(info.get_default(call_default_factory=True))
-            console.print(f"    task.{field} = {value}", markup=False, highlight=False)
-            console.print(f"        {info.description}", markup=False, highlight=False, style="dim")
-    console.print("Usage: sharpscope run --task KIND --set task.FIELD=VALUE", highlight=False)
-
-
-def config(
-    file: Annotated[Path | None, typer.Argument(help="YAML file; default: the default configuration.")] = None,
-    method: Annotated[str | None, typer.Option("--method", "-m", help="Name of a method.")] = None,
-    task: Annotated[str | None, typer.Option(help="Kind of a task.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Set a field, as path=value. Repeatable.")] = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="List all fields with range, unit and description.")
-    ] = False,
-) -> None:
-    """Print the configuration that `run` would use, or explain all fields.
-
-    Examples:
-      sharpscope config --method grpo-sg > mine.yaml
-
-      sharpscope config --explain
-    """
-    from sharpscope.cli.training import command_values
-    from sharpscope.config import build_config, explain_fields, to_yaml
-
-    settings = build_config(file, set_ or (), command_values(method=method, task=task))
-    if explain:
-        for line in explain_fields(settings):
-            typer.echo(line)
-    else:
-        typer.echo(to_yaml(settings), nl=False)
-
-
-def schema(
-    table: Annotated[list[str] | None, typer.Argument(help="Tables to print; default: all.")] = None,
-) -> None:
-    """Print the tables and columns of traces with types, units and definitions, in Markdown.
-
-    Example:
-      sharpscope schema steps tokens
-    """
-    from sharpscope.errors import UserError, nearest
-    from sharpscope.traces import TABLES, schema_markdown
-
-    for name in table or []:
-        if name not in TABLES:
-            raise UserError(f"table '{name}': unknown{nearest(name, TABLES)}")
-    typer.echo(schema_markdown(table or None), nl=False)
+    console, kind = Console(), ""
+    for row in rows:
+        if row.kind != kind:
+            kind = row.kind
+            if kind:
+                console.print(f"  [dim]of kind[/] [bold]{escape(kind)}[/]", highlight=False)
+        default = f" = {row.default}" if row.default else ""
+        values = f"  [{row.values}]" if row.values else ""
+        console.print(f"[bold]{escape(row.path)}[/]{escape(default)}{escape(values)}", highlight=False)
+        if row.description:
+            console.print(f"      {row.description}", markup=False, highlight=False, style="dim")

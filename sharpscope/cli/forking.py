@@ -74,12 +74,13 @@ def fork(
 
       sharpscope fork runs/first --methods grpo,low=grpo+tokens.kind=probability,high=grpo+tokens.kind=probability+tokens.side=high
     """
-    from sharpscope.config import ForkSpec, explain_part, parse_overrides
+    from sharpscope.config import ForkSpec, parse_overrides, settings_of
     from sharpscope.errors import UserError
     from sharpscope.forks import fork as run_fork
 
     if explain:
-        typer.echo("\n".join(explain_part(ForkSpec(), "fork.")))
+        rows = settings_of(ForkSpec, "fork.")
+        typer.echo("\n".join(f"{row.path} = {row.default}  [{row.values}]  {row.description}" for row in rows))
         return
     own = [text for text in set_ or [] if text.startswith("fork.")]
     settings: dict[str, Any] = parse_overrides(own).get("fork", {})

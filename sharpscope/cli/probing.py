@@ -196,7 +196,7 @@ def _checkpoints(
     folder: Path, spec: ProbesSpec, seed: int, every: bool, threads: int | None, options: dict[str, Any], fixed: bool
 ) -> Found:
     """Probe a run's checkpoints on its probe set, at the run's radius unless one is `fixed`."""
-    from sharpscope.config import build_config
+    from sharpscope.config import read_recorded
     from sharpscope.errors import UserError
     from sharpscope.policy import load_policy
     from sharpscope.probes import Radius, probe_set_batches, run
@@ -212,7 +212,7 @@ def _checkpoints(
     saved = checkpoints(folder)
     if not saved:
         raise UserError(f"run '{folder}' has no checkpoint to probe")
-    config = build_config(folder / "config.yaml", values={"out": str(folder.parent), "name": folder.name})
+    config = read_recorded(folder)
     set_threads(config.threads if threads is None else threads, config.policy.model)
     task = make_task(config.task)
     probe_set = run_probe_set(config, task)

@@ -75,7 +75,7 @@ def power(
         for run in plan_sweep(sweep):
             config = run.config.model_dump(mode="json")
             config["method"]["name"] = method_label(run.config.method)  # as in the run's folder
-            configs[run.config.run_name] = config
+            configs[run.name] = config
         for line in outlook(configs, terms, *methods, powers):
             if line.claim in names:
                 typer.echo(printable(line.line()))

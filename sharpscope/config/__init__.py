@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from sharpscope.config.base import Spec
+from sharpscope.config.base import Schedule, Setting, Spec, check_keys, settings_of, validate
 from sharpscope.config.claims import ClaimsSpec
-from sharpscope.config.custom_weights import find_token_weight, register_shaping, register_token_weight
-from sharpscope.config.forks import Comparison, ForkSpec, arm_method, arm_name
-from sharpscope.config.method import Method, passes_of
-from sharpscope.config.named_methods import (
+from sharpscope.config.forks import Comparison, ForkSpec
+from sharpscope.config.method import Method
+from sharpscope.config.methods import (
+    arm_name,
+    constants,
     control_label,
     control_names,
     describe,
     method_label,
     method_names,
     named_method,
+    parse_method,
+    parse_methods,
 )
 from sharpscope.config.policy import PolicySpec, RolloutSpec, SamplingSpec
 from sharpscope.config.probes import ProbesSpec
+from sharpscope.config.reading import merge, parse_override, parse_overrides, read_yaml, to_yaml
 from sharpscope.config.reference import (
     method_rotation_bound,
     reference_method,
@@ -24,26 +28,10 @@ from sharpscope.config.reference import (
     same_at_one_update,
     weight_rotation_bound,
 )
-from sharpscope.config.run import (
-    RunConfig,
-    build_config,
-    check_keys,
-    default_preset,
-    explain_fields,
-    explain_part,
-    kinds_of,
-    merge,
-    parse_override,
-    parse_overrides,
-    part_model,
-    read_yaml,
-    resolve_method,
-    to_yaml,
-    type_text,
-    validate,
-)
+from sharpscope.config.removed import without_none_kinds
+from sharpscope.config.run import RunConfig, arm_method, build_config, config_data, make_config, read_recorded
 from sharpscope.config.tasks import KnightsKnavesSpec, TaskSpec
-from sharpscope.config.token_weights import Schedule, TokenWeight, token_weight_kinds
+from sharpscope.config.token_weights import TokenWeight, find_token_weight, register_token_weight, token_weight_kinds
 
 __all__ = [
     "ClaimsSpec",
@@ -57,6 +45,7 @@ __all__ = [
     "RunConfig",
     "SamplingSpec",
     "Schedule",
+    "Setting",
     "Spec",
     "TaskSpec",
     "TokenWeight",
@@ -64,33 +53,32 @@ __all__ = [
     "arm_name",
     "build_config",
     "check_keys",
+    "config_data",
+    "constants",
     "control_label",
     "control_names",
-    "default_preset",
     "describe",
-    "explain_fields",
-    "explain_part",
     "find_token_weight",
-    "kinds_of",
+    "make_config",
     "merge",
     "method_label",
     "method_names",
     "method_rotation_bound",
     "named_method",
+    "parse_method",
+    "parse_methods",
     "parse_override",
     "parse_overrides",
-    "part_model",
-    "passes_of",
+    "read_recorded",
     "read_yaml",
     "reference_method",
-    "register_shaping",
     "register_token_weight",
-    "resolve_method",
     "rotation_bound",
     "same_at_one_update",
+    "settings_of",
     "to_yaml",
     "token_weight_kinds",
-    "type_text",
     "validate",
     "weight_rotation_bound",
+    "without_none_kinds",
 ]

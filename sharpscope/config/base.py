@@ -1,12 +1,19 @@
-"""Base class of the configuration models."""
+"""Base class of the configuration models, and functions that validate and describe any of them."""
 
 from __future__ import annotations
 
+import json
+import math
+import reprlib
+import types
 import typing
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from sharpscope.errors import UserError, nearest
 
 
 class Spec(BaseModel):
@@ -27,8 +34,47 @@ class Spec(BaseModel):
         return data
 
 
+class Schedule(Spec):
+    """A constant that changes over training: a function of progress (0 at the first step, 1 at the last)."""
+
+    kind: Literal["linear", "cosine"] = Field(
+        "linear", description="linear: start + (end − start)·progress; cosine: half a cosine from start to end."
+    )
+    start: float = Field(description="Value at progress 0, in the unit of the field.")
+    end: float = Field(description="Value at progress 1.")
+
+    def value(self, progress: float) -> float:
+        """The constant at `progress` in [0, 1]."""
+        share = progress if self.kind == "linear" else (1 - math.cos(math.pi * progress)) / 2
+        return self.start + (self.end - self.start) * share
+
+
+class Part(Spec):
+    """A part of a method; fields that accept a `Schedule` become numbers by `at(progress)`."""
+
+    def at(self, progress: float) -> Self:
+        """The same part with every schedule, also in nested parts, replaced by its value at `progress` in [0, 1]."""
+        changed: dict[str, Any] = {}
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, Schedule):
+                changed[name] = value.value(progress)
+            elif isinstance(value, Part) and (resolved := value.at(progress)) is not value:
+                changed[name] = resolved
+        return self.replace(**changed) if changed else self
+
+    def replace(self, **changes: Any) -> Self:
+        """The same part with other values, validated."""
+        return type(self).model_validate({name: getattr(self, name) for name in type(self).model_fields} | changes)
+
+
+Positive = Annotated[float, Field(gt=0)] | Schedule
+NonNegative = Annotated[float, Field(ge=0)] | Schedule
+Real = float | Schedule
+Share = Annotated[float, Field(ge=0, le=1)] | Schedule
+
+
 def _takes_numbers_only(annotation: Any) -> bool:
-    """Whether an annotation allows a number but no bool."""
     parts = set(plain_types(annotation))
     return bool(parts & {int, float}) and not parts & {bool, Any}
 
@@ -43,3 +89,177 @@ def plain_types(annotation: Any) -> typing.Iterator[Any]:
             yield from plain_types(argument)
     else:
         yield annotation
+
+
+def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
+    """The models of a union by `kind`; empty for other types."""
+    models = [model for model in _models(annotation) if "kind" in model.model_fields]
+    return {kind: model for model in models for kind in typing.get_args(model.model_fields["kind"].annotation)}
+
+
+def part_model(annotation: Any, value: Mapping[str, Any]) -> type[BaseModel] | None:
+    """The model in a union that `value` selects by its `kind`, or the only model."""
+    kinds, members = kinds_of(annotation), list(_models(annotation))
+    kind = value.get("kind")
+    if isinstance(kind, str) and kind in kinds:
+        return kinds[kind]
+    return members[0] if len(members) == 1 else None
+
+
+def _models(annotation: Any) -> typing.Iterator[type[BaseModel]]:
+    """The models in a union, not those inside a list or mapping."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        yield from _models(arguments[0])
+    elif origin in (typing.Union, types.UnionType):
+        for member in arguments:
+            yield from _models(member)
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+
+
+def check_keys(model: type[BaseModel], data: Mapping[str, Any], prefix: str = "") -> None:
+    """Check that `model` and its parts have all keys of `data`.
+
+    Raises:
+        UserError: A key is unknown; the message suggests the nearest valid name.
+    """
+    fields = model.model_fields
+    for key, value in data.items():
+        path = f"{prefix}.{key}" if prefix else str(key)
+        if key not in fields:
+            raise UserError(f"{path}: unknown field{nearest(str(key), fields)}")
+        if isinstance(value, Mapping):
+            part = part_model(fields[key].annotation, value)
+            kinds = kinds_of(fields[key].annotation)
+            if part is not None:
+                check_keys(part, value, path)
+            elif kinds:
+                given = f" = {short(value['kind'])}: unknown" if "kind" in value else ": missing"
+                raise UserError(f"{path}.kind{given}{nearest(str(value.get('kind', '')), kinds)}")
+
+
+def fill_kinds(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the default `kind` to parts without one, so that `--set task.people=4` needs no `--set task.kind=…`."""
+    filled = dict(data)
+    for name, info in model.model_fields.items():
+        value = filled.get(name)
+        if not isinstance(value, Mapping):
+            continue
+        default = info.get_default(call_default_factory=True)
+        kind = getattr(default, "kind", None)
+        if "kind" not in value and kind is not None:
+            value = {"kind": kind, **value}
+        part = part_model(info.annotation, value)
+        filled[name] = value if part is None else fill_kinds(part, value)
+    return filled
+
+
+def validate(model: type[typing.Any], data: Mapping[str, Any]) -> typing.Any:
+    """Validate `data` with `model.model_validate`.
+
+    Raises:
+        UserError: The data is invalid; one line with up to three of pydantic's errors.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        lines: dict[str, str] = {}
+        for details in error.errors():
+            path = ".".join(str(part) for part in _field_path(details["loc"], data)) or "config"
+            value = "" if isinstance(details["input"], Mapping) else f" = {short(details['input'])}"
+            message = details["msg"].removeprefix("Value error, ")
+            lines.setdefault(path, f"{path}{value}: {message[0].lower() + message[1:]}")
+        more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
+        raise UserError("; ".join(list(lines.values())[:3]) + more) from None
+
+
+def _field_path(location: tuple[int | str, ...], data: Any) -> list[int | str]:
+    """Pydantic's error location without the names of union members."""
+    path: list[int | str] = []
+    for index, part in enumerate(location):
+        if not isinstance(data, Mapping | list | tuple):
+            break
+        if isinstance(data, Mapping) and part not in data and index + 1 < len(location):
+            continue
+        path.append(part)
+        if isinstance(data, Mapping):
+            data = data.get(part)
+        elif isinstance(part, int) and part < len(data):
+            data = data[part]
+    return path
+
+
+def short(value: Any) -> str:
+    """`repr` of a value in at most 60 characters."""
+    text = reprlib.repr(value)  # bounded for large values
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of a configuration: its path, the kind of part that has it (empty: any), default, values and description."""
+
+    path: str
+    kind: str
+    default: str
+    values: str
+    description: str
+
+
+def settings_of(model: type[BaseModel], prefix: str = "", kind: str = "") -> typing.Iterator[Setting]:
+    """Every field of a model and of its parts, for each kind that a part may have."""
+    yield from _settings(model, prefix, kind, ())
+
+
+def _settings(
+    model: type[BaseModel], prefix: str, kind: str, parents: tuple[type[BaseModel], ...]
+) -> typing.Iterator[Setting]:
+    for name, info in model.model_fields.items():
+        if name == "kind" and kind:
+            continue
+        path, types_ = f"{prefix}{name}", set(plain_types(info.annotation))
+        default = "required" if info.is_required() else info.get_default(call_default_factory=True)
+        kinds = {} if types_ & {int, float} else kinds_of(info.annotation)
+        parts = list(kinds.items()) or [("", part) for part in _models(info.annotation) if not types_ & {int, float}]
+        if isinstance(default, BaseModel):
+            shown = str(getattr(default, "kind", ""))
+        else:
+            shown = default if info.is_required() else json.dumps(default, ensure_ascii=False)  # also valid YAML
+        values = " | ".join([*kinds, *(["null"] if type(None) in types_ else [])]) if parts else ""
+        text = info.description or ""
+        yield Setting(path, kind, shown, values if parts else type_text(info.annotation, info.metadata), text)
+        for each, part in parts:
+            if part not in (*parents, model) and not set(kinds.values()) & set(parents):
+                yield from _settings(part, f"{path}.", each or kind, (*parents, model, part))
+
+
+def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """A type and its limits for users, such as `int, >= 2, <= 7 | null`."""
+    arguments = typing.get_args(annotation)
+    match typing.get_origin(annotation):
+        case typing.Annotated:
+            return type_text(arguments[0], (*arguments[1:], *metadata))
+        case typing.Literal:
+            text = " | ".join(json.dumps(value) for value in arguments)
+        case typing.Union | types.UnionType:
+            text = " | ".join(type_text(member) for member in arguments)
+        case builtin if builtin in (tuple, list):
+            member = type_text(arguments[0])
+            text = f"list of {f'({member})' if ' ' in member else member}"
+        case builtin if builtin in (dict, Mapping):
+            text = "mapping"
+        case _:
+            text = "null" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))
+            text = "a schedule {kind, start, end}" if annotation is Schedule else text
+    return ", ".join([text, *_limits(metadata)])
+
+
+def _limits(metadata: Sequence[Any]) -> typing.Iterator[str]:
+    """Numeric and length limits among the metadata of a type."""
+    for limit in metadata:
+        yield from _limits(getattr(limit, "metadata", ()))
+        for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"), ("min_length", "length >=")):
+            bound = getattr(limit, name, None)
+            if bound is not None:
+                yield f"{sign} {bound}"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 from pydantic import Field, field_validator
 
 from sharpscope.config.base import Spec
-from sharpscope.config.method import Method
-from sharpscope.config.run import RunConfig, check_keys, expand_method, merge, parse_overrides, resolve_method, validate
-from sharpscope.errors import UserError
+from sharpscope.config.methods import arm_name
 
 Comparison = Literal["step", "norm", "kl"]
 OutcomeGroup = Literal["failure", "nll", "entropy", "sharpness", "fresh"]
@@ -67,42 +64,3 @@ class ForkSpec(Spec):
         if twice is not None:
             raise ValueError(f"two arms are called {twice!r}; give one a name: name=method")
         return value
-
-
-_CHANGE = re.compile(r"\+(?=[A-Za-z_][A-Za-z0-9_.]*=)")
-
-
-def arm_name(text: str) -> str:
-    """The name of an arm written as in `ForkSpec.methods`: the given one, else the text itself."""
-    head, _, _ = _parts(text)
-    return head
-
-
-def arm_method(text: str, config: RunConfig) -> Method:
-    """The method of an arm; fields are those of a run's `method`.
-
-    Args:
-        text: `[name=]method[+field=value…]`.
-        config: of the run, which decides what the preset `auto` of a token weight is.
-
-    Raises:
-        UserError: the method or a field is unknown, or a value is invalid.
-    """
-    _, base, changes = _parts(text)
-    data = merge({"method": {"name": base}}, parse_overrides(f"method.{change}" for change in changes))
-    try:
-        data = expand_method(data)
-        check_keys(RunConfig, data)
-        method = validate(RunConfig, data).method
-    except UserError as error:
-        raise UserError(f"--methods {text}: {error}") from None
-    return resolve_method(config.model_copy(update={"method": method})).method
-
-
-def _parts(text: str) -> tuple[str, str, list[str]]:
-    """Name, method and changes of an arm."""
-    head, *changes = _CHANGE.split(text.strip())
-    name, sign, method = head.rpartition("=")
-    if not method or (sign and not name):
-        raise UserError(f"--methods {text!r}: must have the form [name=]method[+field=value…]")
-    return (name or text.strip()), method, changes

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from sharpscope.config.token_weights import NonNegative, Part, Real, TokenWeight, UniformWeight
+from sharpscope.config.base import NonNegative, Part, Real
+from sharpscope.config.token_weights import TokenWeight, UniformWeight
+
+
+class _Band(Part):
+    """A part with `low` below `high`."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        low, high = getattr(self, "low"), getattr(self, "high")  # noqa: B009 - fields of every subclass
+        if low >= high:
+            raise ValueError(f"low = {low} must be below high = {high}")
+        return self
 
 
 class GroupAdvantage(Part):
-    """A_i = (R_i − mean R)/(std + epsilon), the mean within the group of one prompt; 0 if all rewards of the group are equal."""
+    """A_i = (R_i − mean R)/(std + 1e-4) within the group of one prompt, std with n − 1; 0 if the group's rewards are all equal."""
 
     kind: Literal["group"] = "group"
     scale: Literal["group", "batch", "none"] = Field(
-        default="group",
+        "group",
         description="group: divide by the std of the group's rewards; batch: by that of all rewards of the step "
         "(arXiv 2508.08221); none: no division (Dr. GRPO, arXiv 2503.20783).",
-    )
-    ddof: Literal[0, 1] = Field(
-        default=1, description="The std divides by n − ddof; 1 as in TRL, 0 for the population std."
-    )
-    epsilon: Annotated[float, Field(ge=0)] = Field(
-        default=1e-4, description="Added to the std, in units of reward; published 1e-4."
     )
 
 
@@ -36,22 +41,17 @@ class LeaveOneOutAdvantage(Part):
 class WhitenedAdvantage(Part):
     """Returns minus their mean, divided by their std over all loss tokens of the step (REINFORCE++, arXiv 2501.03262).
 
-    A_t = (G_t − mean G)/√(var G + epsilon), G_t = gamma^n·R_i, n the number of loss tokens after t; with `kl.place=reward` the
+    A_t = (G_t − mean G)/√(var G + 1e-8), G_t = gamma^n·R_i, n the number of loss tokens after t; with `kl.place=reward` the
     divergence at and after t, discounted to t, is subtracted from G_t (without a baseline; otherwise from R_i). Long completions count
     more often in mean and var (divided by n − 1, as in verl). With `baseline=group`, R_i − mean R replaces R_i.
     """
 
     kind: Literal["whitened"] = "whitened"
     baseline: Literal["none", "group"] = Field(
-        default="none",
+        "none",
         description="none: REINFORCE++; group: subtract the group's mean reward first (its baseline form).",
     )
-    gamma: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=1.0, description="Discount per loss token, in (0, 1]; 1 as in verl and OpenRLHF."
-    )
-    epsilon: Annotated[float, Field(ge=0)] = Field(
-        default=1e-8, description="Added to the variance, in squared units of reward; 1e-8 as in verl."
-    )
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount per loss token, in (0, 1]; 1 as in verl and OpenRLHF.")
 
 
 class LengthBaselineAdvantage(Part):
@@ -61,37 +61,29 @@ class LengthBaselineAdvantage(Part):
 
 
 class TokenBaselineAdvantage(Part):
-    """Optimal token baseline: A_t = R_i − Σ_j R_j·V_jt / (Σ_j V_jt + epsilon) over the group (arXiv 2602.07078).
+    """Optimal token baseline: A_t = R_i − Σ_j R_j·V_jt / (Σ_j V_jt + 1e-8) over the group (arXiv 2602.07078).
 
     V_jt = Σ_{s ≤ t} ‖p_s − e_y‖² = Σ_{s ≤ t} (1 − 2·π_s + Σ_v π_v²), under the policy at the start of the step. The sum over
-    j has the completions with a t-th loss token; text of the environment does not count as a place. With `kl.place=reward`,
+    j has the completions with a t-th loss token; where one is left, A_t = R_i as in verl. With `kl.place=reward`,
     R is R less the divergence at and after t.
     """
 
     kind: Literal["token_baseline"] = "token_baseline"
-    tail: Literal["reward", "zero"] = Field(
-        default="reward",
-        description="Tokens where one completion of the group is left: reward: A_t = R_i, as in verl; zero: A_t = 0, the "
-        "formula's value.",
-    )
-    epsilon: Annotated[float, Field(ge=0)] = Field(default=1e-8, description="Added to Σ V; 1e-8 as in verl.")
 
 
 class DecoupledAdvantage(Part):
     """Each part of the reward normalized within its group, then the weighted sum over the step (GDPO, arXiv 2601.05242).
 
-    S_i = Σ_k weight_k·(R_ik − mean R_k)/(std R_k + epsilon) within the group, A_i = (S_i − mean S)/(std S + epsilon) over all
+    S_i = Σ_k weight_k·(R_ik − mean R_k)/(std R_k + 1e-4) within the group, A_i = (S_i − mean S)/(std S + 1e-4) over all
     completions of the step; 0 if all weighted parts are equal within the group.
     """
 
     kind: Literal["decoupled"] = "decoupled"
     weights: dict[str, float] = Field(
-        default={"answer": 1.0, "format": 1.0},
+        {"answer": 1.0, "format": 1.0},
         description="Weight of each part of the reward by its name in the task; a part that is not named or has weight 0 "
         "does not count.",
     )
-    ddof: Literal[0, 1] = Field(default=1, description="Both stds divide by n − ddof; 1 as in TRL.")
-    epsilon: Annotated[float, Field(ge=0)] = Field(default=1e-4, description="Added to both stds; 1e-4 as in TRL.")
 
     @model_validator(mode="after")
     def _has_a_part(self) -> Self:
@@ -108,7 +100,7 @@ class MeanScaledAdvantage(Part):
 
     kind: Literal["mean_scaled"] = "mean_scaled"
     of: Literal["correct", "reward"] = Field(
-        default="correct",
+        "correct",
         description="correct: R is 1 for a correct answer, else 0, as in the paper; reward: R is the reward, which should not "
         "be negative.",
     )
@@ -142,35 +134,28 @@ class HolderRatio(Part):
     """s_i = (mean_t r_t^p)^(1/p), the same for all tokens (HölderPO, arXiv 2605.12058); p = 1: arithmetic, p → 0: GSPO."""
 
     kind: Literal["holder"] = "holder"
-    p: Real = Field(default=1.0, description="Power of the mean, any real number; a schedule anneals it.")
+    p: Real = Field(1.0, description="Power of the mean, any real number; a schedule anneals it.")
 
 
 Ratio = Annotated[TokenRatio | SequenceRatio | HolderRatio, Field(discriminator="kind")]
-
-
-class NoClip(Part):
-    """Objective r·A without a clip."""
-
-    kind: Literal["none"] = "none"
 
 
 class PpoClip(Part):
     """Objective min(r·A, clip(r, 1 − low, 1 + high)·A)."""
 
     kind: Literal["ppo"] = "ppo"
-    low: Annotated[float, Field(gt=0, le=1)] = Field(default=0.2, description="ε below 1, in (0, 1]; published 0.2.")
-    high: Annotated[float, Field(gt=0)] = Field(default=0.2, description="ε above 1, > 0; GRPO 0.2, DAPO 0.28.")
+    low: float = Field(0.2, gt=0, le=1, description="ε below 1, in (0, 1]; published 0.2.")
+    high: float = Field(0.2, gt=0, description="ε above 1, > 0; GRPO 0.2, DAPO 0.28.")
 
 
 class CispoClip(Part):
     """Objective sg[clip(r, 1 − low, 1 + high)]·A·ln π: the clipped ratio is constant, so every token has a gradient."""
 
     kind: Literal["cispo"] = "cispo"
-    low: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=1.0, description="ε below 1, in (0, 1]; 1: no lower bound, as in MiniMax-M1."
-    )
-    high: Annotated[float, Field(gt=0)] = Field(
-        default=4.0,
+    low: float = Field(1.0, gt=0, le=1, description="ε below 1, in (0, 1]; 1: no lower bound, as in MiniMax-M1.")
+    high: float = Field(
+        4.0,
+        gt=0,
         description="ε above 1, > 0; MiniMax-M1 (arXiv 2506.13585) gives no number, "
         "ScaleRL (arXiv 2510.13786) bounds r by 5.",
     )
@@ -183,10 +168,10 @@ class DualClip(Part):
     """
 
     kind: Literal["dual"] = "dual"
-    low: Annotated[float, Field(gt=0, le=1)] = Field(default=0.2, description="ε below 1, in (0, 1]; published 0.2.")
-    high: Annotated[float, Field(gt=0)] = Field(default=0.2, description="ε above 1, > 0; published 0.2.")
-    bound: Annotated[float, Field(gt=1)] = Field(
-        default=3.0, description="Largest ratio of a token with A < 0 that has a gradient, > 1 + high; published 3."
+    low: float = Field(0.2, gt=0, le=1, description="ε below 1, in (0, 1]; published 0.2.")
+    high: float = Field(0.2, gt=0, description="ε above 1, > 0; published 0.2.")
+    bound: float = Field(
+        3.0, gt=1, description="Largest ratio of a token with A < 0 that has a gradient, > 1 + high; published 3."
     )
 
     @model_validator(mode="after")
@@ -200,16 +185,16 @@ class SapoClip(Part):
     """Objective (4/τ)·sigmoid(τ·(r − 1))·A: a smooth gate instead of a clip (SAPO, arXiv 2511.20347)."""
 
     kind: Literal["sapo"] = "sapo"
-    tau_positive: Annotated[float, Field(gt=0)] = Field(default=1.0, description="τ where A > 0, > 0; published 1.")
-    tau_negative: Annotated[float, Field(gt=0)] = Field(default=1.05, description="τ elsewhere, > 0; published 1.05.")
+    tau_positive: float = Field(1.0, gt=0, description="τ where A > 0, > 0; published 1.")
+    tau_negative: float = Field(1.05, gt=0, description="τ elsewhere, > 0; published 1.05.")
 
 
 class GmpoClip(Part):
     """Objective exp(mean_t x_t)·A, x_t = min(ln r_t, high) for A > 0 and max(ln r_t, −low) for A < 0 (GMPO, arXiv 2507.20673)."""
 
     kind: Literal["gmpo"] = "gmpo"
-    low: Annotated[float, Field(gt=0)] = Field(default=0.4, description="Bound of −ln r, > 0 [nats]; published 0.4.")
-    high: Annotated[float, Field(gt=0)] = Field(default=0.4, description="Bound of ln r, > 0 [nats]; published 0.4.")
+    low: float = Field(0.4, gt=0, description="Bound of −ln r, > 0 [nats]; published 0.4.")
+    high: float = Field(0.4, gt=0, description="Bound of ln r, > 0 [nats]; published 0.4.")
 
 
 class DppoMask(Part):
@@ -221,34 +206,22 @@ class DppoMask(Part):
 
     kind: Literal["dppo"] = "dppo"
     divergence: Literal["tv", "kl"] = Field(
-        default="tv",
+        "tv",
         description="D, on the sampled token: tv: difference of probabilities; kl: binary KL(π_old‖π) [nats].",
     )
-    low: Annotated[float, Field(gt=0)] = Field(
-        default=0.15, description="Largest D where A < 0, > 0; published 0.15 for tv, 0.05 for kl."
-    )
-    high: Annotated[float, Field(gt=0)] = Field(
-        default=0.15, description="Largest D where A > 0, > 0; published 0.15 for tv, 0.05 for kl."
-    )
-    bound: Annotated[float, Field(ge=1)] = Field(
-        default=20.0, description="Largest factor r, ≥ 1; 20 as in the implementations of verl and TRL."
-    )
+    low: float = Field(0.15, gt=0, description="Largest D where A < 0, > 0; published 0.15 for tv, 0.05 for kl.")
+    high: float = Field(0.15, gt=0, description="Largest D where A > 0, > 0; published 0.15 for tv, 0.05 for kl.")
+    bound: float = Field(20.0, ge=1, description="Largest factor r, ≥ 1; 20 as in the implementations of verl and TRL.")
 
 
 class VespoGate(Part):
     """Objective φ(W)·A·ln π, φ(W) = sg[W^k·exp(λ·(1 − W))], W = Π_t r_t in [1e-8, e^20] (VESPO, arXiv 2602.10693)."""
 
     kind: Literal["vespo"] = "vespo"
-    k_positive: Annotated[float, Field(ge=0)] = Field(default=2.0, description="k where A ≥ 0, ≥ 0; 2 as in TRL.")
-    lambda_positive: Annotated[float, Field(gt=0)] = Field(default=3.0, description="λ where A ≥ 0, > 0; 3 as in TRL.")
-    k_negative: Annotated[float, Field(ge=0)] = Field(default=3.0, description="k where A < 0, ≥ 0; 3 as in TRL.")
-    lambda_negative: Annotated[float, Field(gt=0)] = Field(default=2.0, description="λ where A < 0, > 0; 2 as in TRL.")
-
-
-class NoCorrection(Part):
-    """No correction: the surrogate does not depend on the sampler's log-probabilities."""
-
-    kind: Literal["none"] = "none"
+    k_positive: float = Field(2.0, ge=0, description="k where A ≥ 0, ≥ 0; 2 as in TRL.")
+    lambda_positive: float = Field(3.0, gt=0, description="λ where A ≥ 0, > 0; 3 as in TRL.")
+    k_negative: float = Field(3.0, ge=0, description="k where A < 0, ≥ 0; 3 as in TRL.")
+    lambda_negative: float = Field(2.0, gt=0, description="λ where A < 0, > 0; 2 as in TRL.")
 
 
 class TruncatedCorrection(Part):
@@ -256,54 +229,34 @@ class TruncatedCorrection(Part):
 
     kind: Literal["truncate"] = "truncate"
     level: Literal["token", "sequence"] = Field(
-        default="token", description="token: ρ of each token; sequence: their product over the completion."
+        "token", description="token: ρ of each token; sequence: their product over the completion."
     )
-    high: Annotated[float, Field(gt=0)] = Field(default=2.0, description="Largest factor, > 0; 2 as in verl and slime.")
+    high: float = Field(2.0, gt=0, description="Largest factor, > 0; 2 as in verl and slime.")
 
 
-class MaskedCorrection(Part):
+class MaskedCorrection(_Band):
     """Multiply the surrogate by ρ = π_old/μ where low ≤ ρ ≤ high, else by 0: IcePop; with low 0, MIS."""
 
     kind: Literal["mask"] = "mask"
     level: Literal["token", "sequence"] = Field(
-        default="token", description="token: ρ of each token; sequence: their product over the completion."
+        "token", description="token: ρ of each token; sequence: their product over the completion."
     )
-    low: Annotated[float, Field(ge=0)] = Field(default=0.5, description="Smallest ρ kept, ≥ 0; IcePop 0.5, MIS 0.")
-    high: Annotated[float, Field(gt=0)] = Field(
-        default=5.0, description="Largest ρ kept, > low; IcePop 5 (TRL's masks: 3)."
-    )
-
-    @model_validator(mode="after")
-    def _band(self) -> Self:
-        if self.low >= self.high:
-            raise ValueError(f"correction low = {self.low} must be below high = {self.high}")
-        return self
+    low: float = Field(0.5, ge=0, description="Smallest ρ kept, ≥ 0; IcePop 0.5, MIS 0.")
+    high: float = Field(5.0, gt=0, description="Largest ρ kept, > low; IcePop 5 (TRL's masks: 3).")
 
 
-class GeometricCorrection(Part):
+class GeometricCorrection(_Band):
     """Leave a completion out of the surrogate unless low ≤ exp(mean_t ln ρ_t) ≤ high, ρ = π_old/μ; no other factor."""
 
     kind: Literal["geometric"] = "geometric"
-    low: Annotated[float, Field(gt=0)] = Field(
-        default=0.99, description="Smallest geometric mean kept, > 0; 0.99 as in SkyRL."
-    )
-    high: Annotated[float, Field(gt=0)] = Field(
-        default=1.01, description="Largest geometric mean kept, > low; 1.01 as in SkyRL."
-    )
-
-    @model_validator(mode="after")
-    def _band(self) -> Self:
-        if self.low >= self.high:
-            raise ValueError(f"correction low = {self.low} must be below high = {self.high}")
-        return self
+    low: float = Field(0.99, gt=0, description="Smallest geometric mean kept, > 0; 0.99 as in SkyRL.")
+    high: float = Field(1.01, gt=0, description="Largest geometric mean kept, > low; 1.01 as in SkyRL.")
 
 
-Correction = Annotated[
-    NoCorrection | TruncatedCorrection | MaskedCorrection | GeometricCorrection, Field(discriminator="kind")
-]
+Correction = Annotated[TruncatedCorrection | MaskedCorrection | GeometricCorrection, Field(discriminator="kind")]
 
 Clip = Annotated[
-    NoClip | PpoClip | CispoClip | DualClip | SapoClip | GmpoClip | DppoMask | VespoGate, Field(discriminator="kind")
+    PpoClip | CispoClip | DualClip | SapoClip | GmpoClip | DppoMask | VespoGate, Field(discriminator="kind")
 ]
 
 
@@ -313,23 +266,23 @@ class OffPolicyMask(Part):
     μ is the sampler's policy, or π_old where the sampler's log-probabilities are not known, as in TRL.
     """
 
-    threshold: Annotated[float, Field(ge=0)] = Field(
-        default=0.5, description="Largest mean, ≥ 0 [nats]; 0.5 as in TRL's documentation (the paper gives none)."
+    threshold: float = Field(
+        0.5, ge=0, description="Largest mean, ≥ 0 [nats]; 0.5 as in TRL's documentation (the paper gives none)."
     )
 
 
 class Kl(Part):
     """β·k per token, in the loss or in the reward; k estimates KL(π‖π_ref), with d = ln π − ln π_ref."""
 
-    coef: Annotated[float, Field(ge=0)] = Field(default=0.0, description="β, ≥ 0; 0 needs no reference model.")
+    coef: float = Field(0.0, ge=0, description="β, ≥ 0; 0 needs no reference model.")
     estimator: Literal["k1", "k2", "k3", "k3_corrected"] = Field(
-        default="k3",
+        "k3",
         description="k1: d, whose gradient is zero on average at ratio 1; k2: d²/2; k3: exp(−d) − 1 + d; k3_corrected: r·k3 "
         "with gradient r·d, unbiased off policy (arXiv 2512.02556; r as in `ratio`).",
     )
-    weighted: bool = Field(default=False, description="Whether to multiply the term by the token's weight (TR-GRPO).")
+    weighted: bool = Field(False, description="Whether to multiply the term by the token's weight (TR-GRPO).")
     place: Literal["loss", "reward"] = Field(
-        default="loss",
+        "loss",
         description="loss: added to the loss; reward: subtracted from the token's reward, with π_old in place of π, before "
         "the advantages. Estimators of an advantage for each completion take the sum over the completion.",
     )
@@ -341,12 +294,6 @@ class Kl(Part):
         return self
 
 
-class NoEntropyBonus(Part):
-    """No entropy bonus."""
-
-    kind: Literal["none"] = "none"
-
-
 class FixedEntropyBonus(Part):
     """Subtract coef·(mean entropy of the update's loss tokens) from the loss.
 
@@ -354,12 +301,10 @@ class FixedEntropyBonus(Part):
     """
 
     kind: Literal["fixed"] = "fixed"
-    coef: NonNegative = Field(
-        default=0.001, description="Weight of the mean entropy, ≥ 0 [loss per nat]; ours, tune it."
-    )
+    coef: NonNegative = Field(0.001, description="Weight of the mean entropy, ≥ 0 [loss per nat]; ours, tune it.")
 
 
-class AdaptiveEntropyBonus(Part):
+class AdaptiveEntropyBonus(_Band):
     """A bonus as in `fixed` whose coefficient holds the entropy at a target (Skywork-OR1, arXiv 2505.22312).
 
     After an update whose tokens had mean entropy H, coef ← min(coef + step, high) if H ≤ target, else max(coef − step, low).
@@ -367,57 +312,37 @@ class AdaptiveEntropyBonus(Part):
     """
 
     kind: Literal["adaptive"] = "adaptive"
-    target: Annotated[float, Field(gt=0)] = Field(default=0.2, description="Target of H, > 0 [nats]; 0.2 as in TRL.")
-    initial: Annotated[float, Field(ge=0)] = Field(
-        default=0.0, description="First coefficient, ≥ 0 [loss per nat]; 0 as in TRL."
+    target: float = Field(0.2, gt=0, description="Target of H, > 0 [nats]; 0.2 as in TRL.")
+    initial: float = Field(0.0, ge=0, description="First coefficient, ≥ 0 [loss per nat]; 0 as in TRL.")
+    step: float = Field(
+        0.005, gt=0, description="Change of the coefficient per update, > 0 [loss per nat]; 0.005 as in TRL."
     )
-    step: Annotated[float, Field(gt=0)] = Field(
-        default=0.005, description="Change of the coefficient per update, > 0 [loss per nat]; 0.005 as in TRL."
-    )
-    low: Annotated[float, Field(ge=0)] = Field(default=0.0, description="Smallest coefficient, ≥ 0; 0 as in TRL.")
-    high: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Largest coefficient, > low; 1 as in TRL.")
-
-    @model_validator(mode="after")
-    def _range(self) -> Self:
-        if self.low >= self.high:
-            raise ValueError(f"entropy low = {self.low} must be below high = {self.high}")
-        return self
+    low: float = Field(0.0, ge=0, description="Smallest coefficient, ≥ 0; 0 as in TRL.")
+    high: float = Field(1.0, gt=0, description="Largest coefficient, > low; 1 as in TRL.")
 
 
-EntropyBonus = Annotated[NoEntropyBonus | FixedEntropyBonus | AdaptiveEntropyBonus, Field(discriminator="kind")]
-
-
-class AllTokens(Part):
-    """All loss tokens are in the surrogate."""
-
-    kind: Literal["all"] = "all"
+EntropyBonus = Annotated[FixedEntropyBonus | AdaptiveEntropyBonus, Field(discriminator="kind")]
 
 
 class HighEntropyTokens(Part):
     """Only the `share` of the step's loss tokens with the highest entropy, with ties, is in the surrogate (arXiv 2506.01939)."""
 
     kind: Literal["high_entropy"] = "high_entropy"
-    share: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.2, description="Share of tokens kept, in (0, 1]; published 0.2."
-    )
+    share: float = Field(0.2, gt=0, le=1, description="Share of tokens kept, in (0, 1]; published 0.2.")
 
 
-class ClipCovTokens(Part):
+class ClipCovTokens(_Band):
     """Leave random tokens with covariance in (low, high) out of the surrogate (Clip-Cov, arXiv 2505.22617)."""
 
     kind: Literal["clip_cov"] = "clip_cov"
-    share: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=2e-4,
+    share: float = Field(
+        2e-4,
+        gt=0,
+        le=1,
         description="Share of the step's loss tokens to leave out, in (0, 1], at least one token; published 2e-4.",
     )
-    low: float = Field(default=1.0, description="Lower bound of the covariance [nats × advantage]; published 1.")
-    high: float = Field(default=5.0, description="Upper bound of the covariance, > low; published 5.")
-
-    @model_validator(mode="after")
-    def _band(self) -> Self:
-        if self.low >= self.high:
-            raise ValueError(f"clip_cov low = {self.low} must be below high = {self.high}")
-        return self
+    low: float = Field(1.0, description="Lower bound of the covariance [nats × advantage]; published 1.")
+    high: float = Field(5.0, description="Upper bound of the covariance, > low; published 5.")
 
 
 class ProbabilityTokens(Part):
@@ -427,17 +352,15 @@ class ProbabilityTokens(Part):
     """
 
     kind: Literal["probability"] = "probability"
-    side: Literal["low", "high"] = Field(default="low", description="Which tokens are kept.")
-    threshold: Annotated[float, Field(gt=0, lt=1)] = Field(
-        default=0.5, description="Probability that separates both sides, in (0, 1); ours."
-    )
+    side: Literal["low", "high"] = Field("low", description="Which tokens are kept.")
+    threshold: float = Field(0.5, gt=0, lt=1, description="Probability that separates both sides, in (0, 1); ours.")
 
 
 class AdvantageTokens(Part):
     """Only tokens with a positive or only those with a negative advantage are in the surrogate; both divide by the full count."""
 
     kind: Literal["advantage"] = "advantage"
-    sign: Literal["positive", "negative"] = Field(default="positive", description="Which tokens are kept.")
+    sign: Literal["positive", "negative"] = Field("positive", description="Which tokens are kept.")
 
 
 class SpuriousTokens(Part):
@@ -447,45 +370,39 @@ class SpuriousTokens(Part):
     """
 
     kind: Literal["stapo"] = "stapo"
-    probability: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.002, description="Probability below which a token is rare, in (0, 1]; published 0.002."
+    probability: float = Field(
+        0.002, gt=0, le=1, description="Probability below which a token is rare, in (0, 1]; published 0.002."
     )
-    quantile: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.75,
+    quantile: float = Field(
+        0.75,
+        ge=0,
+        le=1,
         description="Quantile of the entropy, in [0, 1]; published 0.75 over rare, 0.8 over all (earlier version).",
     )
     over: Literal["rare", "all"] = Field(
-        default="rare",
+        "rare",
         description="Tokens of the quantile. rare: loss tokens with A > 0 and π < probability (the paper's later version); "
         "all: all loss tokens (its first version).",
     )
 
 
 Tokens = Annotated[
-    AllTokens | HighEntropyTokens | ClipCovTokens | ProbabilityTokens | AdvantageTokens | SpuriousTokens,
+    HighEntropyTokens | ClipCovTokens | ProbabilityTokens | AdvantageTokens | SpuriousTokens,
     Field(discriminator="kind"),
 ]
 
 
-class NoPenalty(Part):
-    """No penalty."""
-
-    kind: Literal["none"] = "none"
-
-
 class KlCovPenalty(Part):
-    """Add coef·D(π_old‖π) on the `share` of tokens with the largest covariance (KL-Cov, arXiv 2505.22617)."""
+    """Add coef·|ln r|, an estimate of D(π_old‖π), on the `share` of tokens with the largest covariance (KL-Cov, arXiv 2505.22617)."""
 
     kind: Literal["kl_cov"] = "kl_cov"
-    share: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=2e-4,
+    share: float = Field(
+        2e-4,
+        gt=0,
+        le=1,
         description="Share of the step's loss tokens, in (0, 1], at least one token; published 2e-4 (7 B model: 2e-3).",
     )
-    coef: NonNegative = Field(default=1.0, description="Weight of the term, ≥ 0; published 1.")
-    estimator: Literal["abs", "k3"] = Field(
-        default="abs",
-        description="abs: |ln r| as in the authors' code; k3: r − 1 − ln r, unbiased for D(π_old‖π) (ours).",
-    )
+    coef: NonNegative = Field(1.0, description="Weight of the term, ≥ 0; published 1.")
 
 
 class LpRegPenalty(Part):
@@ -497,25 +414,23 @@ class LpRegPenalty(Part):
     """
 
     kind: Literal["lp_reg"] = "lp_reg"
-    share: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.01,
+    share: float = Field(
+        0.01,
+        gt=0,
+        le=1,
         description="Share of the step's loss tokens with A < 0, in (0, 1], at least one token; published 0.01 (32 B model: "
         "0.005).",
     )
-    coef: NonNegative = Field(default=1.0, description="Weight of the term, ≥ 0; 1 as in the authors' scripts.")
-    min_p: Annotated[float, Field(gt=0, lt=1)] = Field(
-        default=0.02,
+    coef: NonNegative = Field(1.0, description="Weight of the term, ≥ 0; 1 as in the authors' scripts.")
+    min_p: float = Field(
+        0.02,
+        gt=0,
+        lt=1,
         description="Smallest probability that q keeps, in units of the largest at the position, in (0, 1); published 0.02.",
     )
 
 
-Penalty = Annotated[NoPenalty | KlCovPenalty | LpRegPenalty, Field(discriminator="kind")]
-
-
-class BehaviorProximal(Part):
-    """Center the clip on the behavior policy, which sampled the completions."""
-
-    kind: Literal["behavior"] = "behavior"
+Penalty = Annotated[KlCovPenalty | LpRegPenalty, Field(discriminator="kind")]
 
 
 class EwmaProximal(Part):
@@ -526,20 +441,13 @@ class EwmaProximal(Part):
     """
 
     kind: Literal["ewma"] = "ewma"
-    decay: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.889,
+    decay: float = Field(
+        0.889,
+        ge=0,
+        lt=1,
         description="β of the average, applied after every update, in [0, 1); after many updates the mean age is "
         "β/(1 − β) updates, 8 by default; ours.",
     )
-
-
-Proximal = Annotated[BehaviorProximal | EwmaProximal, Field(discriminator="kind")]
-
-
-class SinglePass(Part):
-    """One optimizer pass over all tokens."""
-
-    kind: Literal["single"] = "single"
 
 
 class LoptiPasses(Part):
@@ -549,27 +457,20 @@ class LoptiPasses(Part):
     """
 
     kind: Literal["lopti"] = "lopti"
-    eta: Annotated[float, Field(ge=-1, le=1)] = Field(
-        default=0.4,
+    eta: float = Field(
+        0.4,
+        ge=-1,
+        le=1,
         description="Probability threshold, in [−1, 1]; published 0.4, with advantage reweighting 0.5.",
     )
-
-
-Passes = Annotated[SinglePass | LoptiPasses, Field(discriminator="kind")]
-
-
-class NoSharpness(Part):
-    """The gradient at the current weights."""
-
-    kind: Literal["none"] = "none"
 
 
 class Sam(Part):
     """The gradient at θ + rho·g/‖g‖₂, g = ∇L(θ) (SAM, arXiv 2010.01412); applied at θ."""
 
     kind: Literal["sam"] = "sam"
-    rho: Annotated[float, Field(gt=0)] = Field(
-        default=0.05, description="Length of the ascent step, > 0 [parameters' L2 norm]; 0.05 as in SAM, tune it."
+    rho: float = Field(
+        0.05, gt=0, description="Length of the ascent step, > 0 [parameters' L2 norm]; 0.05 as in SAM, tune it."
     )
 
 
@@ -580,138 +481,116 @@ class GradientNormPenalty(Part):
     """
 
     kind: Literal["gradient_norm_penalty"] = "gradient_norm_penalty"
-    penalty: Annotated[float, Field(ge=0)] = Field(
-        default=0.04, description="λ, ≥ 0 [loss per gradient norm]; tune it (κ = 0.8 by default, ours)."
+    penalty: float = Field(
+        0.04, ge=0, description="λ, ≥ 0 [loss per gradient norm]; tune it (κ = 0.8 by default, ours)."
     )
-    radius: Annotated[float, Field(gt=0)] = Field(
-        default=0.05, description="Length of the finite difference, > 0 [parameters' L2 norm]."
-    )
+    radius: float = Field(0.05, gt=0, description="Length of the finite difference, > 0 [parameters' L2 norm].")
 
 
-Sharpness = Annotated[NoSharpness | Sam | GradientNormPenalty, Field(discriminator="kind")]
+Sharpness = Annotated[Sam | GradientNormPenalty, Field(discriminator="kind")]
 
 
 class Overlong(Part):
     """DAPO's soft penalty on the reward of completions close to the length limit (arXiv 2503.14476)."""
 
-    buffer: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.2,
+    buffer: float = Field(
+        0.2,
+        gt=0,
+        le=1,
         description="Share of the completion limit over which the penalty grows, in (0, 1]; published 4096/20480.",
     )
-    scale: Annotated[float, Field(ge=0)] = Field(
-        default=1.0, description="Penalty at the limit, ≥ 0, in units of reward; published 1."
-    )
+    scale: float = Field(1.0, ge=0, description="Penalty at the limit, ≥ 0, in units of reward; published 1.")
 
 
 class Sampling(Part):
     """Resampling and reward shaping of a step's completions."""
 
     dynamic: bool = Field(
-        default=False,
+        False,
         description="Whether to replace groups whose answers are all correct or all wrong by groups of new prompts (DAPO).",
     )
-    max_redraws: Annotated[int, Field(ge=1, le=1000)] = Field(
-        default=10,
+    max_redraws: int = Field(
+        10,
+        ge=1,
+        le=1000,
         description="Maximum number of resampling rounds per step, ≥ 1; ours (DAPO resamples until the batch is full).",
     )
-    overlong: Overlong | None = Field(default=None, description="Soft penalty on overlong completions; empty: none.")
+    overlong: Overlong | None = Field(None, description="Soft penalty on overlong completions; empty: none.")
 
 
 class Method(Part):
     """An objective as data: a named method is a value of this type, an ablation is the same value with one field replaced."""
 
     name: str = Field(description="Name of the method in runs, traces and plots.")
+    label: str | None = Field(None, description="Name in tables and legends; null: the name and what was changed.")
     advantage: Advantage = Field(
         default_factory=GroupAdvantage, description="How advantages are computed from rewards."
     )
-    ratio: Ratio = Field(
-        default_factory=TokenRatio,
-        description="Importance ratio that is clipped: per token, per sequence, or a power mean.",
-    )
+    ratio: Ratio = Field(default_factory=TokenRatio, description="Importance ratio that is clipped.")
     weight: TokenWeight = Field(
         default_factory=UniformWeight, description="Token weight w; no gradient flows through it."
     )
     weight_on: Literal["surrogate", "ratio"] = Field(
-        default="surrogate",
-        description="surrogate: w·(clipped objective); ratio: w multiplies the ratio inside the clip (TR-GRPO).",
+        "surrogate", description="surrogate: w·(clipped objective); ratio: w multiplies the ratio inside the clip."
     )
-    clip: Clip = Field(default_factory=PpoClip, description="Clip of the ratio in the surrogate.")
+    clip: Clip | None = Field(default_factory=PpoClip, description="Clip of the ratio; null: r·A without a clip.")
     aggregate: Literal["sequence_mean", "token_mean", "constant", "sequence_sum", "kept_mean"] = Field(
-        default="sequence_mean",
+        "sequence_mean",
         description="sequence_mean: mean over a completion's tokens, then over completions; token_mean: mean over all "
         "tokens; constant: sum divided by completions × completion limit; sequence_sum: sum over a completion's tokens, "
         "mean over completions; kept_mean: sum divided by the tokens that `tokens` leaves in the surrogate.",
     )
     truncated: Literal["keep", "mask"] = Field(
-        default="keep",
+        "keep",
         description="mask: completions that the token limit ended have no loss tokens; they count in their group's "
         "statistics and as completions, their tokens not in the token count (as TRL's mask_truncated_completions).",
     )
-    correction: Correction = Field(
-        default_factory=NoCorrection,
-        description="Factor of the surrogate for the difference between the sampler's policy and π_old.",
+    correction: Correction | None = Field(
+        None, description="Factor of the surrogate for the difference between the sampler's policy and π_old."
     )
     off_policy: OffPolicyMask | None = Field(
-        default=None, description="Mask of completions that the policy has moved away from; empty: none."
+        None, description="Mask of completions that the policy has moved away from."
     )
     kl: Kl = Field(default_factory=Kl, description="Divergence from the reference policy.")
-    entropy: EntropyBonus = Field(
-        default_factory=NoEntropyBonus, description="Bonus for the policy's entropy, a term of its own in the loss."
+    entropy: EntropyBonus | None = Field(None, description="Bonus for the policy's entropy, another term of the loss.")
+    tokens: Tokens | None = Field(None, description="Loss tokens in the surrogate; null: all.")
+    penalty: Penalty | None = Field(None, description="Additional loss term on selected tokens.")
+    proximal: EwmaProximal | None = Field(
+        None, description="Policy on which the clip is centered; null: the behavior policy."
     )
-    tokens: Tokens = Field(default_factory=AllTokens, description="Loss tokens in the surrogate.")
-    penalty: Penalty = Field(default_factory=NoPenalty, description="Additional loss term on selected tokens.")
-    proximal: Proximal = Field(default_factory=BehaviorProximal, description="Policy on which the clip is centered.")
-    passes: Passes = Field(default_factory=SinglePass, description="Optimizer passes over the tokens of a mini-batch.")
-    sharpness: Sharpness = Field(
-        default_factory=NoSharpness, description="Sharpness-aware gradient of the optimizer step."
-    )
+    passes: LoptiPasses | None = Field(None, description="Optimizer passes over a mini-batch; null: one.")
+    sharpness: Sharpness | None = Field(None, description="Sharpness-aware gradient of the optimizer step.")
     sampling: Sampling = Field(
         default_factory=Sampling, description="Resampling and reward shaping before the advantages."
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _advantage_has_a_kind(cls, data: Any) -> Any:
-        """Version 0.1 wrote advantages without a `kind`."""
-        given = data.get("advantage") if isinstance(data, Mapping) else None
-        if isinstance(given, Mapping) and "kind" not in given:
-            return {**data, "advantage": {"kind": "group", **given}}
-        return data
-
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if isinstance(self.passes, LoptiPasses) and not isinstance(self.ratio, TokenRatio):
-            raise ValueError(
-                "passes.kind=lopti needs ratio.kind=token: a sequence ratio couples the tokens of both passes"
-            )
-        clip, ratio = self.clip, self.ratio
-        needed = {"gmpo": SequenceRatio, "dppo": TokenRatio, "vespo": TokenRatio}.get(clip.kind)
-        if needed is not None and not isinstance(ratio, needed):
-            raise ValueError(f"clip.kind={clip.kind} needs ratio.kind={needed().kind}, not {ratio.kind}")
-        plain = isinstance(clip, NoClip | PpoClip | CispoClip)
+        clip, ratio, advantage = self.clip, self.ratio, self.advantage
+        if self.passes is not None and not isinstance(ratio, TokenRatio):
+            raise ValueError("passes needs ratio.kind=token: a sequence ratio couples the tokens of both passes")
+        kind = "null" if clip is None else clip.kind
+        needed = {"gmpo": "sequence", "dppo": "token", "vespo": "token"}.get(kind, ratio.kind)
+        if needed != ratio.kind:
+            raise ValueError(f"clip.kind={kind} needs ratio.kind={needed}, not {ratio.kind}")
+        plain = clip is None or isinstance(clip, PpoClip | CispoClip)
         if self.weight_on == "ratio" and not plain:
+            raise ValueError(f"weight_on=ratio needs clip null, ppo or cispo, not {kind}; set weight_on=surrogate")
+        if kind == "vespo" and self.correction is not None and getattr(self.correction, "level", "") != "token":
             raise ValueError(
-                f"weight_on=ratio needs clip.kind none, ppo or cispo, not {clip.kind}; set weight_on=surrogate"
-            )
-        level = getattr(self.correction, "level", "sequence")
-        if clip.kind == "vespo" and not isinstance(self.correction, NoCorrection) and level != "token":
-            raise ValueError(
-                "clip.kind=vespo needs correction.kind none, or truncate or mask with correction.level=token: "
+                "clip.kind=vespo needs correction null, or truncate or mask with correction.level=token: "
                 "the factors enter its product of ratios"
             )
-        if self.kl.coef > 0 and self.kl.estimator == "k3_corrected" and self.needs_proximal:
-            raise ValueError("kl.estimator=k3_corrected needs proximal.kind=behavior: its ratio is π/π_old")
-        advantage = self.advantage
-        if self.kl_in_reward and (
-            isinstance(advantage, DecoupledAdvantage)
-            or (isinstance(advantage, MeanScaledAdvantage) and advantage.of == "correct")
-        ):
+        if self.kl.coef > 0 and self.kl.estimator == "k3_corrected" and self.proximal is not None:
+            raise ValueError("kl.estimator=k3_corrected needs proximal=null: its ratio is π/π_old")
+        blind = isinstance(advantage, DecoupledAdvantage) or getattr(advantage, "of", "") == "correct"
+        if self.kl_in_reward and blind:
             raise ValueError(
                 f"kl.place=reward has no effect with advantage.kind={advantage.kind}, which does not see the total reward; "
                 "set kl.place=loss"
             )
-        if self.needs_proximal and not (plain or isinstance(clip, DualClip)):
-            raise ValueError(f"proximal.kind=ewma needs clip.kind none, ppo, cispo or dual, not {clip.kind}")
+        if self.proximal is not None and not (plain or isinstance(clip, DualClip)):
+            raise ValueError(f"proximal.kind=ewma needs clip null, ppo, cispo or dual, not {kind}")
         if self.at(0.0) is not self:
             self.at(1.0)  # schedules are monotone, so valid endpoints make all values valid
         return self
@@ -732,30 +611,25 @@ class Method(Part):
         return self.penalty.min_p if isinstance(self.penalty, LpRegPenalty) else None
 
     @property
-    def needs_entropy(self) -> bool:
-        """Whether the loss has a term in the policy's entropy."""
-        return not isinstance(self.entropy, NoEntropyBonus)
-
-    @property
     def needs_statistics(self) -> bool:
         """Whether the advantages depend on token statistics of the policy at the start of the step."""
         return isinstance(self.advantage, TokenBaselineAdvantage) or self.kl_in_reward
 
     @property
-    def needs_proximal(self) -> bool:
-        """Whether the loss uses log-probabilities under an average of past weights."""
-        return isinstance(self.proximal, EwmaProximal)
-
-    @property
     def pointwise(self) -> bool:
         """Whether `prepare` gives the same rows for any subset of the batch: no batch statistics, no randomness."""
-        return self.weight.pointwise and isinstance(self.tokens, AllTokens) and isinstance(self.penalty, NoPenalty)
+        return self.weight.pointwise and self.tokens is None and self.penalty is None
+
+    @property
+    def pass_count(self) -> int:
+        """Number of optimizer passes over each mini-batch."""
+        return 1 if self.passes is None else 2
+
+    @property
+    def unlabeled(self) -> Self:
+        """The method without its label, to compare two methods by what they do."""
+        return self.model_copy(update={"label": None})
 
     def with_preset(self, old: str, new: str) -> Self:
         """The same method with preset `new` of the token weight, also inside controls, where it has preset `old`."""
         return self.model_copy(update={"weight": self.weight.with_preset(old, new)})
-
-
-def passes_of(method: Method) -> int:
-    """Number of optimizer passes over each mini-batch."""
-    return 2 if isinstance(method.passes, LoptiPasses) else 1

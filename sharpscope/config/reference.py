@@ -6,23 +6,15 @@ import math
 from typing import Any
 
 from sharpscope.config.method import (
-    AllTokens,
-    BehaviorProximal,
     LpRegPenalty,
     Method,
-    NoCorrection,
-    NoEntropyBonus,
-    NoPenalty,
-    NoSharpness,
     PpoClip,
-    SinglePass,
     TokenBaselineAdvantage,
     TokenRatio,
     VespoGate,
     WhitenedAdvantage,
-    passes_of,
 )
-from sharpscope.config.named_methods import method_names, named_method
+from sharpscope.config.methods import METHODS
 from sharpscope.config.token_weights import (
     ConstantWeight,
     Control,
@@ -42,23 +34,14 @@ def reference_method(method: Method) -> Method:
     term.
     """
     kl = method.kl.model_copy(update={"weighted": False})
-    removed: dict[str, Any] = {
-        "weight": UniformWeight(),
-        "weight_on": "surrogate",
-        "tokens": AllTokens(),
-        "truncated": "keep",
-        "correction": NoCorrection(),
-        "off_policy": None,
-        "penalty": NoPenalty(),
-        "entropy": NoEntropyBonus(),
-        "passes": SinglePass(),
-        "sharpness": NoSharpness(),
-        "kl": kl,
-    }
+    removed: dict[str, Any] = dict.fromkeys(
+        ("tokens", "correction", "off_policy", "penalty", "entropy", "passes", "sharpness", "label")
+    )
+    removed |= {"weight": UniformWeight(), "weight_on": "surrogate", "truncated": "keep", "kl": kl}
     unweighted = method.model_copy(update=removed)
-    if unweighted != method:
+    if unweighted != method.unlabeled:
         return unweighted
-    return named_method("grpo").model_copy(update={"kl": kl})
+    return METHODS["grpo"].model_copy(update={"kl": kl})
 
 
 def same_at_one_update(method: Method) -> str | None:
@@ -68,11 +51,11 @@ def same_at_one_update(method: Method) -> str | None:
     KL-Cov's divergence has none. What is left of the method is compared with the named methods, with its own KL term. With
     `proximal.kind=ewma` this holds of the tokens that the clip around the average policy does not stop.
     """
+    method = method.unlabeled
     plain = _at_ratio_one(method)
-    if plain == method or passes_of(method) > 1:
+    if plain == method or method.passes is not None:
         return None
-    for name in method_names():
-        other = named_method(name)
+    for name, other in METHODS.items():
         if _at_ratio_one(other) == other and other.model_copy(update={"name": method.name, "kl": method.kl}) == plain:
             return name
     return None
@@ -80,21 +63,21 @@ def same_at_one_update(method: Method) -> str | None:
 
 def _at_ratio_one(method: Method) -> Method:
     """The method with GRPO's ratio, clip and penalty where its own have the same gradient at ratio 1."""
-    uniform = isinstance(method.weight, UniformWeight)
+    uniform, by_token = isinstance(method.weight, UniformWeight), isinstance(method.ratio, TokenRatio)
     in_ratio = method.weight_on == "ratio" and not uniform  # weights move the clipped ratio away from 1
-    corrected = isinstance(method.clip, VespoGate) and not isinstance(method.correction, NoCorrection)
+    corrected = isinstance(method.clip, VespoGate) and method.correction is not None
     # A sequence's ratio gives each of its tokens the mean of all their terms, which differ by weight, mask and advantage.
-    alike = uniform and isinstance(method.tokens, AllTokens)
+    alike = uniform and method.tokens is None
     alike = alike and not isinstance(method.advantage, TokenBaselineAdvantage | WhitenedAdvantage)
     alike = alike and not (method.kl.coef > 0 and method.kl.estimator == "k3_corrected")  # r·k3
-    if in_ratio or corrected or not (alike or isinstance(method.ratio, TokenRatio)):
+    if in_ratio or corrected or not (alike or by_token):
         return method
     changed: dict[str, Any] = {"ratio": TokenRatio(), "clip": PpoClip(), "weight_on": "surrogate"}
-    if not method.needs_proximal:
+    if method.proximal is None:
         if not isinstance(method.penalty, LpRegPenalty):  # its divergence is from another policy than π_old
-            changed["penalty"] = NoPenalty()
-    elif isinstance(method.ratio, TokenRatio) and isinstance(method.penalty, NoPenalty):
-        changed["proximal"] = BehaviorProximal()
+            changed["penalty"] = None
+    elif by_token and method.penalty is None:
+        changed["proximal"] = None
     else:
         return method
     return method.model_copy(update=changed)
@@ -132,8 +115,8 @@ def method_rotation_bound(method: Method) -> float | None:
     None for methods without weights, with masks, passes or other terms, with weights inside the clip, and where the weights have
     no bound. Schedules must be resolved (`at`).
     """
-    unweighted = method.model_copy(update={"weight": UniformWeight()})
-    if unweighted == method or reference_method(method) != unweighted:
+    unweighted = method.model_copy(update={"weight": UniformWeight(), "label": None})
+    if isinstance(method.weight, UniformWeight) or reference_method(method) != unweighted:
         return None
     return weight_rotation_bound(method.weight)
 
@@ -149,8 +132,7 @@ def weight_rotation_bound(weight: Weighting) -> float | None:
         case MeanOneWeight():
             return weight_rotation_bound(weight.inner)  # the common factor cancels
         case PolarityWeight():
-            alpha = weight.alpha
-            assert isinstance(alpha, float | int)
+            alpha = float(weight.alpha)  # type: ignore[arg-type]  # schedules are resolved
             return rotation_bound(1 - alpha, 1 + alpha)
         case Control() if not weight.bounded:
             return weight_rotation_bound(weight.inner)

@@ -1,102 +1,139 @@
-"""Token weights as data: every weighting, the controls around one, and schedules of constants.
+"""Token weights: every weighting with its constants, bounds, formula and calibration, and the controls around one.
 
-A weight that depends on one statistic of a token is evaluated here for NumPy arrays and torch tensors alike (`xp` is the
-array namespace); the others are in `sharpscope.objective.token_weights`.
+Importing this module does not import torch: formulas get the array namespace `xp`, which is `torch` in training and may be
+a NumPy namespace with `exp`, `log`, `expm1` and `sigmoid` where a curve is drawn.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
-from typing import Annotated, Any, Literal, Protocol, Self, get_args
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from sharpscope.config.base import Spec
-from sharpscope.config.custom_weights import find_token_weight
+from sharpscope.config.base import NonNegative, Part, Positive, Real, Schedule, Share
+from sharpscope.errors import NonFiniteError, UserError, nearest
 
-
-class Schedule(Spec):
-    """A constant that changes over training: a function of progress (0 at the first step, 1 at the last)."""
-
-    kind: Literal["linear", "cosine", "constant"] = Field(
-        default="linear",
-        description="linear: start + (end − start)·progress; cosine: half a cosine from start to end; constant: start.",
-    )
-    start: float = Field(
-        allow_inf_nan=False, description="Value at progress 0, in the unit of the field it stands for."
-    )
-    end: float | None = Field(
-        default=None, allow_inf_nan=False, description="Value at progress 1; not given for `constant`."
-    )
-
-    @model_validator(mode="after")
-    def _has_end(self) -> Self:
-        if (self.end is None) != (self.kind == "constant"):
-            raise ValueError(
-                f"schedule kind {self.kind!r} needs " + ("no `end`" if self.end is not None else "an `end`")
-            )
-        return self
-
-    def value(self, progress: float) -> float:
-        """The constant at `progress` in [0, 1]."""
-        if self.end is None:
-            return self.start
-        share = progress if self.kind == "linear" else (1 - math.cos(math.pi * progress)) / 2
-        return self.start + (self.end - self.start) * share
-
-
-class Part(Spec):
-    """A part of a method; fields that accept a `Schedule` become numbers by `at(progress)`."""
-
-    def at(self, progress: float) -> Self:
-        """The same part with every schedule, also in nested parts, replaced by its value at `progress` in [0, 1]."""
-        changed: dict[str, Any] = {}
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            if isinstance(value, Schedule):
-                changed[name] = value.value(progress)
-            elif isinstance(value, Part) and (resolved := value.at(progress)) is not value:
-                changed[name] = resolved
-        if not changed:
-            return self
-        return type(self).model_validate({n: getattr(self, n) for n in type(self).model_fields} | changed)
-
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)] | Schedule
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)] | Schedule
-Real = Annotated[float, Field(allow_inf_nan=False)] | Schedule
-Share = Annotated[float, Field(ge=0, le=1)] | Schedule
-Offset = Annotated[float, Field(le=1, allow_inf_nan=False)] | Schedule
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
 
 #: Constants published for GRPO-SG (arXiv 2511.00066): w = clip(alpha·[sigmoid(u/tau) − mu], L, U).
 PAPER_SIGMOID: dict[str, float] = {"alpha": 2.0, "tau": 9.0, "mu": 0.25, "L": 1.0, "U": 1.4, "u0": 0.0}
+SMALLEST_COMPLEMENT = 2.0**-24
+"""Smallest 1 − π that log-odds resolve: the resolution of float32 log-probabilities."""
 
+Offset = Annotated[float, Field(le=1)] | Schedule
 Counted = Literal["tokens", "gradient"]
 COUNTED = "tokens: every loss token counts once; gradient: by the gradient it carries, |A|·(its coefficient in the mean)·‖p − e_y‖"
 
 
-class Statistics(Protocol):
-    """Statistics of sampled tokens that pointwise weights read; arrays of one shape."""
+# -- functions of the user's own ---------------------------------------------------------------------------------------
 
-    @property
-    def logp(self) -> Any:
-        """Ln π of the token [nats]."""
-
-    @property
-    def logit(self) -> Any:
-        """Its logit z, before division by the temperature."""
-
-    @property
-    def entropy(self) -> Any:
-        """Entropy of the distribution that the token was sampled from [nats]."""
+WeightFunction = Callable[..., "Tensor"]
 
 
-SMALLEST_COMPLEMENT = 2.0**-24
-"""Smallest 1 − π that log-odds resolve: the resolution of float32 log-probabilities."""
+@dataclass(frozen=True)
+class Registered:
+    """A function (StepTensors, **arguments) → weights (N, T), and its declared properties."""
+
+    function: WeightFunction
+    pointwise: bool = False
+    bounds: tuple[float, float] | None = None
+
+
+_REGISTRY: dict[str, Registered] = {}
+
+
+def register_token_weight(
+    name: str, *, pointwise: bool = False, bounds: tuple[float, float] | None = None
+) -> Callable[[WeightFunction], WeightFunction]:
+    """Decorator that makes `function(step, **arguments) -> weights (N, T)` available as `{kind: custom, function: name}`.
+
+    Args:
+        name: without a colon.
+        pointwise: a token's weight depends on the statistics of that token only (no batch statistics, no randomness).
+        bounds: (L, U) with L ≤ w ≤ U; checked. The control `reverse` and the saturation need them.
+
+    Raises:
+        UserError: the name holds a colon or is taken by another function, or the bounds are not 0 ≤ L < U.
+
+    Examples:
+        >>> import torch
+        >>> import sharpscope
+        >>> @sharpscope.register_token_weight("one_minus_p", pointwise=True)
+        ... def one_minus_p(step):
+        ...     return 1 - step.logp.exp()
+        >>> from types import SimpleNamespace
+        >>> one_minus_p(SimpleNamespace(logp=torch.tensor([[0.5, 0.25]]).log()))
+        tensor([[0.5000, 0.7500]])
+    """
+    if ":" in name:
+        raise UserError(f"register_token_weight name {name!r}: leave out the colon, it marks an import path")
+    if bounds is not None and not 0 <= bounds[0] < bounds[1]:
+        raise UserError(f"register_token_weight {name!r}: bounds {bounds} must satisfy 0 <= L < U")
+
+    def decorate(function: WeightFunction) -> WeightFunction:
+        known = _REGISTRY.get(name)
+        if known is not None and _origin(known.function) != _origin(function):
+            taken = ":".join(_origin(known.function))
+            raise UserError(f"register_token_weight {name!r}: already taken by {taken}; choose another name")
+        _REGISTRY[name] = Registered(function, pointwise, bounds)
+        return function
+
+    return decorate
+
+
+def _origin(function: Any) -> tuple[str, str]:
+    return (getattr(function, "__module__", "?"), getattr(function, "__qualname__", repr(function)))
+
+
+def find_token_weight(name: str) -> Registered:
+    """The registered function called `name`, or the one at the import path `package.module:function`.
+
+    The module is looked for as Python does, and then in the working directory.
+
+    Raises:
+        UserError: no such name, module or function, or it cannot be called.
+    """
+    if name in _REGISTRY:
+        return _REGISTRY[name]
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not module_name or not attribute:
+        known = nearest(name, _REGISTRY) if _REGISTRY else ""
+        raise UserError(f"weight function {name!r}: neither registered nor `package.module:function`{known}")
+    function = getattr(_module(name, module_name), attribute, None)
+    if not callable(function):
+        raise UserError(f"weight function {name!r}: module {module_name!r} has no function {attribute!r}")
+    # A decorated function that is named by its path keeps what the decorator declares.
+    return next((known for known in _REGISTRY.values() if known.function is function), Registered(function))
+
+
+def _module(name: str, module_name: str) -> ModuleType:
+    here = str(Path.cwd())
+    added = here not in sys.path
+    if added:  # an installed console script does not look where it is started
+        sys.path.append(here)
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:  # whatever a user's module raises while it is imported
+        text = f"importing {module_name!r} failed with {type(error).__name__}: {error}; check the path and the module"
+        raise UserError(f"weight function {name!r}: {text}") from error
+    finally:
+        if added:
+            sys.path.remove(here)
+
+
+# -- base --------------------------------------------------------------------------------------------------------------
 
 
 class Weighting(Part):
-    """Base of the token weights."""
+    """Base of the token weights. A subclass has a `kind`, and `at_statistic` or `weights`."""
 
     @property
     def statistic(self) -> str | None:
@@ -116,10 +153,7 @@ class Weighting(Part):
     @property
     def bounds(self) -> tuple[float, float] | None:
         """[L, U] that contains every weight, or None. Schedules must be resolved (`at`)."""
-        if not self.bounded:
-            return None
-        low, high = (_number(self._published(name)) for name in ("L", "U"))
-        return low, high
+        return (_number(self._published("L")), _number(self._published("U"))) if self.bounded else None
 
     @property
     def needs_calibration(self) -> bool:
@@ -138,14 +172,40 @@ class Weighting(Part):
     def at_statistic(self, u: Any, xp: Any) -> Any:
         """Weights at values `u` of the statistic, in its shape.
 
-        Args:
-            u: array.
-            xp: `torch`, or a namespace with exp, log, expm1 and sigmoid for the arrays given.
-
         Raises:
             ValueError: the weight is not a function of one statistic, or a constant is not a number yet.
         """
         raise ValueError(f"{type(self).__name__} is not a function of one statistic of a token")
+
+    def calibrated(self, step: Any, xp: Any) -> Self:
+        """The weighting with every constant filled in from a step (`StepTensors`); given constants are kept."""
+        return self
+
+    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+        """Weights (N, T) of a step (`StepTensors`), anything outside the loss tokens; schedules must be resolved."""
+        return self.at_statistic(statistic_values(self, step, xp), xp)
+
+    def evaluate(self, step: Any, xp: Any, generator: Generator | None = None) -> Tensor:
+        """`weights`, checked, in the dtype of `step.logp`; 0 outside the loss tokens.
+
+        Raises:
+            UserError: a weight is negative, or a custom function fails.
+            NonFiniteError: a weight is not finite.
+        """
+        mask = step.mask.bool()
+        weight = self.weights(step, xp, generator) if bool(mask.any()) else xp.zeros_like(step.logp)
+        inside = weight[mask]
+        if not bool(xp.isfinite(inside).all()):
+            raise NonFiniteError(f"method.weight: {self.title} gives weights that are not finite; check its constants")
+        if bool((inside < 0).any()):
+            least = float(inside.min())
+            raise UserError(f"method.weight: {self.title} gives negative weights ({least:.4g}); weights must be ≥ 0")
+        return xp.where(mask, weight, 0.0).to(step.logp.dtype)
+
+    @property
+    def title(self) -> str:
+        """Name in messages."""
+        return f"weighting {getattr(self, 'kind', type(self).__name__)!r}"
 
     def _published(self, name: str) -> Any:
         value = getattr(self, name)
@@ -160,8 +220,8 @@ class Weighting(Part):
         return self
 
 
-def statistic_values(weight: Weighting, tokens: Statistics, xp: Any) -> Any:
-    """The statistic that `weight` is a function of, in the tokens' shape.
+def statistic_values(weight: Weighting, tokens: Any, xp: Any) -> Any:
+    """The statistic that `weight` is a function of, in the shape of `tokens.logp`, `.logit` and `.entropy`.
 
     Raises:
         ValueError: it is not a function of one statistic.
@@ -177,10 +237,120 @@ def statistic_values(weight: Weighting, tokens: Statistics, xp: Any) -> Any:
             return getattr(tokens, name)
 
 
+def percentile(value: Tensor, mask: Tensor, q: float, mass: Tensor | None = None) -> float:
+    """The `q`-th percentile (0..100) of `value` (N, T) over the mask, computed in float64.
+
+    Without `mass` values are interpolated linearly. With `mass` (N, T) ≥ 0 it is the smallest value whose tokens, with
+    those below it, have at least q % of the mass.
+    """
+    if mass is None:
+        import numpy as np
+
+        return float(np.percentile(value[mask].detach().double().cpu().numpy(), q))
+    values, order = value[mask].detach().double().sort()
+    below = mass[mask].detach().double()[order].cumsum(0)
+    index = int((below < below[-1] * (q / 100)).sum())
+    return float(values[min(index, len(values) - 1)])
+
+
 def _number(value: object) -> float:
     if not isinstance(value, int | float):
         raise ValueError(f"a constant is still {value!r}: call calibrate() and .at(progress) first")
     return float(value)
+
+
+# -- weightings --------------------------------------------------------------------------------------------------------
+
+
+class UniformWeight(Weighting):
+    """w = 1: plain GRPO."""
+
+    kind: Literal["uniform"] = "uniform"
+
+    @property
+    def pointwise(self) -> bool:
+        """True."""
+        return True
+
+    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+        """Ones."""
+        return xp.ones_like(step.logp)  # type: ignore[no-any-return]
+
+
+class _Sigmoid(Weighting):
+    """w = clip(alpha·[sigmoid((±u − u0)/tau) − mu], L, U), with tau and u0 from the first step where they are empty."""
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether one of the six constants is empty."""
+        return any(getattr(self, name) is None for name in PAPER_SIGMOID)
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether tau or u0 come from percentiles over the gradient."""
+        return self.percentiles == "gradient" and not {"tau", "u0"} <= set(self.constants())  # type: ignore[attr-defined]
+
+    def constants(self) -> dict[str, float | Schedule]:
+        """alpha, tau, mu, L, U, u0 as far as they are known before a calibration."""
+        return {name: value for name in PAPER_SIGMOID if (value := getattr(self, name)) is not None}
+
+    def signed(self, u: Any) -> Any:
+        """The statistic with the sign in which it raises the weight."""
+        return u
+
+    def at_statistic(self, u: Any, xp: Any) -> Any:
+        """clip(alpha·[sigmoid((±u − u0)/tau) − mu], L, U)."""
+        known = self.constants()
+        alpha, tau, mu, low, high, u0 = (_number(known.get(name)) for name in ("alpha", "tau", "mu", "L", "U", "u0"))
+        return (alpha * (xp.sigmoid((self.signed(u) - u0) / tau) - mu)).clip(low, high)
+
+    def calibrated(self, step: Any, xp: Any) -> Self:
+        """Tau and u0 such that the 10th and 90th percentile of ±u land on L and U.
+
+        With a = logit(L/alpha + mu) and b = logit(U/alpha + mu): tau = (u90 − u10)/(b − a), u0 = u10 − a·tau.
+
+        Raises:
+            UserError: u90 equals u10, the bounds lie outside the sigmoid's reach, or no token carries a gradient.
+        """
+        known = self.constants()
+        if not {"tau", "u0"} <= set(known):
+            known = self._location(known, step, xp) | known
+        return self.replace(**known)
+
+    def _location(self, known: dict[str, Any], step: Any, xp: Any) -> dict[str, float]:
+        mask = step.mask.bool()
+        if not bool(mask.any()):
+            raise UserError("method.weight: the first step has no loss tokens to calibrate on; set tau and u0")
+        u = self.signed(statistic_values(self, step, xp))
+        mass = step.mass if self.percentiles == "gradient" else None  # type: ignore[attr-defined]
+        if mass is not None and not bool((mass[mask] > 0).any()):
+            raise UserError(
+                "method.weight.percentiles = gradient: no token of the first step carries a gradient; set tau and u0, or "
+                "percentiles to tokens"
+            )
+        u10, u90 = percentile(u, mask, 10, mass), percentile(u, mask, 90, mass)
+        now = {
+            name: value.value(step.progress) if isinstance(value, Schedule) else value for name, value in known.items()
+        }
+        a, b = (_logit(now[name] / now["alpha"] + now["mu"], name, now[name]) for name in ("L", "U"))
+        tau = now.get("tau")
+        if tau is None:
+            if not (math.isfinite(u90 - u10) and u90 > u10):
+                raise UserError(
+                    f"method.weight: the first step's 10th and 90th percentile over {self.percentiles} are {u10:.6g} and "  # type: ignore[attr-defined]
+                    f"{u90:.6g}, nothing to calibrate on; set tau and u0, or raise rollout.prompts_per_step"
+                )
+            tau = (u90 - u10) / (b - a)
+        return {"tau": tau, "u0": u10 - a * tau}
+
+
+def _logit(share: float, name: str, bound: float) -> float:
+    if not 0 < share < 1:
+        raise UserError(
+            f"method.weight.{name}: {bound} is out of the sigmoid's reach, {name}/alpha + mu = {share:.4g} must be in "
+            f"(0, 1); set tau and u0, or change {name}, alpha or mu"
+        )
+    return math.log(share) - math.log1p(-share)
 
 
 def fitted_gain(low: float, high: float) -> tuple[float, float]:
@@ -192,53 +362,32 @@ def fitted_gain(low: float, high: float) -> tuple[float, float]:
     return alpha, PAPER_SIGMOID["L"] / PAPER_SIGMOID["alpha"] + PAPER_SIGMOID["mu"] - low / alpha
 
 
-def _sigmoid(constants: dict[str, Any], u: Any, xp: Any) -> Any:
-    alpha, tau, mu, low, high, u0 = (_number(constants.get(name)) for name in ("alpha", "tau", "mu", "L", "U", "u0"))
-    return (alpha * (xp.sigmoid((u - u0) / tau) - mu)).clip(low, high)
-
-
-class UniformWeight(Weighting):
-    """w = 1: plain GRPO."""
-
-    kind: Literal["uniform"] = "uniform"
-
-    @property
-    def pointwise(self) -> bool:
-        """See `Weighting`."""
-        return True
-
-
-class SigmoidWeight(Weighting):
+class SigmoidWeight(_Sigmoid):
     """w = clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U), GRPO-SG's shape (arXiv 2511.00066).
 
-    A constant left empty is the preset's; one that is given overrides it. Preset `paper`: alpha 2, tau 9, mu 0.25, L 1,
-    U 1.4, u0 0. Preset `calibrated`: L and U as published, tau and u0 such that the 10th and the 90th percentile of u in
-    the first step land on L and U (tau = (u90 − u10)/1.846, u0 = u10 − 1.099·tau). With other bounds, alpha and mu that
-    are left empty follow them (`fitted_gain`), so that the percentiles still land on L and U.
+    A constant left empty is the preset's. Preset `paper`: alpha 2, tau 9, mu 0.25, L 1, U 1.4, u0 0. Preset `calibrated`:
+    L and U as published, tau and u0 such that the 10th and the 90th percentile of u in the first step land on L and U
+    (tau = (u90 − u10)/1.846, u0 = u10 − 1.099·tau). With other bounds, empty alpha and mu follow them (`fitted_gain`).
     """
 
     kind: Literal["sigmoid"] = "sigmoid"
     preset: Literal["auto", "paper", "calibrated"] = Field(
-        default="auto",
-        description="auto: calibrated, or paper where the policy is not an embedded one (the configuration decides).",
+        "auto", description="auto: calibrated on an embedded policy, else paper."
     )
-    percentiles: Counted = Field(default="tokens", description=f"What the calibration's percentiles count. {COUNTED}.")
+    percentiles: Counted = Field("tokens", description=f"What the calibration's percentiles count. {COUNTED}.")
     input: Literal["logit", "log_odds", "logp", "prob"] = Field(
-        default="logit",
+        "logit",
         description="u, of the sampled token: logit (undivided, no shift invariance), log_odds ln π/(1 − π) [nats], "
         "logp ln π [nats], prob π. The published constants only do something with the logit (our reading).",
     )
-    alpha: Positive | None = Field(
-        default=None, description="Gain, > 0; published 2.0. Empty: (U − L)/0.2, unless mu is given."
-    )
-    tau: Positive | None = Field(default=None, description="Width of the sigmoid, > 0, unit of u; published 9.0.")
+    alpha: Positive | None = Field(None, description="Gain; published 2.0. Empty: (U − L)/0.2, unless mu is given.")
+    tau: Positive | None = Field(None, description="Width of the sigmoid, unit of u; published 9.0.")
     mu: Offset | None = Field(
-        default=None,
-        description="Offset subtracted from the sigmoid, ≤ 1; published 0.25. Empty: 0.75 − L/alpha, unless alpha is given.",
+        None, description="Subtracted from the sigmoid; published 0.25. Empty: 0.75 − L/alpha, unless alpha is given."
     )
-    L: NonNegative | None = Field(default=None, description="Smallest weight, ≥ 0; published 1.0.")
-    U: Positive | None = Field(default=None, description="Largest weight, > L; published 1.4.")
-    u0: Real | None = Field(default=None, description="Location of the sigmoid, unit of u; published 0.")
+    L: NonNegative | None = Field(None, description="Smallest weight; published 1.0.")
+    U: Positive | None = Field(None, description="Largest weight, > L; published 1.4.")
+    u0: Real | None = Field(None, description="Location of the sigmoid, unit of u; published 0.")
 
     @model_validator(mode="after")
     def _bounds_have_a_gain(self) -> Self:
@@ -247,96 +396,60 @@ class SigmoidWeight(Weighting):
         return self
 
     def constants(self) -> dict[str, float | Schedule]:
-        """alpha, tau, mu, L, U, u0 as far as they are known before a calibration: given ones, else the preset's."""
+        """The given constants, else the preset's; calibrated tau and u0 are missing."""
         known: dict[str, float | Schedule] = dict(PAPER_SIGMOID)
         if self.preset != "paper":
             del known["tau"], known["u0"]
-        known |= {name: value for name in PAPER_SIGMOID if (value := getattr(self, name)) is not None}
+        known |= super().constants()
         if self.alpha is None and self.mu is None:
             known["alpha"], known["mu"] = fitted_gain(_number(known["L"]), _number(known["U"]))
         return known
 
     @property
     def statistic(self) -> str:
-        """See `Weighting`."""
+        """`input`."""
         return self.input
-
-    @property
-    def needs_calibration(self) -> bool:
-        """See `Weighting`."""
-        return any(getattr(self, name) is None for name in PAPER_SIGMOID)
-
-    @property
-    def needs_gradient(self) -> bool:
-        """See `Weighting`."""
-        return self.percentiles == "gradient" and not {"tau", "u0"} <= set(self.constants())
 
     def with_preset(self, old: str, new: str) -> Self:
         """See `Weighting`."""
-        return type(self).model_validate(dict(self) | {"preset": new}) if self.preset == old else self
+        return self.replace(preset=new) if self.preset == old else self
 
-    def at_statistic(self, u: Any, xp: Any) -> Any:
-        """clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U)."""
-        return _sigmoid(self.constants(), u, xp)
+    def calibrated(self, step: Any, xp: Any) -> Self:
+        """See `_Sigmoid`; preset `auto` becomes `calibrated`."""
+        return super(SigmoidWeight, self.with_preset("auto", "calibrated")).calibrated(step, xp)
 
 
-class EntropyWeight(Weighting):
+class EntropyWeight(_Sigmoid):
     """The sigmoid of the entropy H at the position instead of the sampled token: u = −H (`low`) or H (`high`) [nats].
 
-    The control that separates the token's probability from the certainty of the policy at that position. The form is ours; tau and u0
-    are calibrated on the first step as in `SigmoidWeight` unless given.
+    The control that separates the token's probability from the certainty of the policy at that position. The form is ours.
     """
 
     kind: Literal["entropy"] = "entropy"
-    direction: Literal["low", "high"] = Field(default="low", description="Which entropy is weighted most.")
-    percentiles: Counted = Field(default="tokens", description=f"What the calibration's percentiles count. {COUNTED}.")
-    alpha: Positive = Field(default=2.0, description="Gain, > 0.")
-    mu: Offset = Field(default=0.25, description="Offset subtracted from the sigmoid, ≤ 1.")
-    L: NonNegative = Field(default=1.0, description="Smallest weight, ≥ 0.")
-    U: Positive = Field(default=1.4, description="Largest weight, > L.")
-    tau: Positive | None = Field(
-        default=None, description="Width of the sigmoid, > 0, nats; empty: calibrated on the first step."
-    )
-    u0: Real | None = Field(
-        default=None, description="Location of the sigmoid, nats; empty: calibrated on the first step."
-    )
-
-    def constants(self) -> dict[str, float | Schedule]:
-        """alpha, mu, L, U, and tau and u0 if they are given."""
-        given = {name: getattr(self, name) for name in PAPER_SIGMOID}
-        return {name: value for name, value in given.items() if value is not None}
+    direction: Literal["low", "high"] = Field("low", description="Which entropy is weighted most.")
+    percentiles: Counted = Field("tokens", description=f"What the calibration's percentiles count. {COUNTED}.")
+    alpha: Positive = Field(2.0, description="Gain.")
+    mu: Offset = Field(0.25, description="Subtracted from the sigmoid.")
+    L: NonNegative = Field(1.0, description="Smallest weight.")
+    U: Positive = Field(1.4, description="Largest weight, > L.")
+    tau: Positive | None = Field(None, description="Width of the sigmoid [nats]; empty: from the first step.")
+    u0: Real | None = Field(None, description="Location of the sigmoid [nats]; empty: from the first step.")
 
     @property
     def statistic(self) -> str:
-        """See `Weighting`."""
+        """The entropy."""
         return "entropy"
-
-    @property
-    def needs_calibration(self) -> bool:
-        """See `Weighting`."""
-        return self.tau is None or self.u0 is None
-
-    @property
-    def needs_gradient(self) -> bool:
-        """See `Weighting`."""
-        return self.percentiles == "gradient" and self.needs_calibration
 
     def signed(self, u: Any) -> Any:
         """−u where low entropy has the largest weight, else u."""
         return -u if self.direction == "low" else u
-
-    def at_statistic(self, u: Any, xp: Any) -> Any:
-        """clip(alpha·[sigmoid((±u − u0)/tau) − mu], L, U)."""
-        return _sigmoid(self.constants(), self.signed(u), xp)
 
 
 class LinearWeight(Weighting):
     """w = alpha·π + 1 − alpha: advantage reweighting (AR, arXiv 2505.12929). alpha 0 is GRPO."""
 
     kind: Literal["linear"] = "linear"
-    alpha: Share = Field(
-        default=0.2, description="Share of the weight that follows π, in [0, 1]; published 0.2, with Lopti 0.3."
-    )
+    alpha: Share = Field(0.2, description="Share of the weight that follows π; published 0.2, with Lopti 0.3.")
 
     @property
     def bounded(self) -> bool:
@@ -350,7 +463,7 @@ class LinearWeight(Weighting):
 
     @property
     def statistic(self) -> str:
-        """See `Weighting`."""
+        """π."""
         return "prob"
 
     def at_statistic(self, u: Any, xp: Any) -> Any:
@@ -359,19 +472,16 @@ class LinearWeight(Weighting):
 
 
 class PowerWeight(Weighting):
-    """w = clip(π^gamma, L, U).
-
-    The form is ours; gamma > 0 favors likely tokens, < 0 unlikely ones, 0 is GRPO (if L ≤ 1 ≤ U).
-    """
+    """w = clip(π^gamma, L, U); gamma > 0 favors likely tokens, < 0 unlikely ones. The form is ours."""
 
     kind: Literal["power"] = "power"
-    gamma: Real = Field(default=1.0, description="Exponent of π, any real number.")
-    L: NonNegative = Field(default=0.0, description="Smallest weight, ≥ 0.")
-    U: Positive = Field(default=1.0, description="Largest weight, > L.")
+    gamma: Real = Field(1.0, description="Exponent of π.")
+    L: NonNegative = Field(0.0, description="Smallest weight.")
+    U: Positive = Field(1.0, description="Largest weight, > L.")
 
     @property
     def statistic(self) -> str:
-        """See `Weighting`."""
+        """Ln π."""
         return "logp"
 
     def at_statistic(self, u: Any, xp: Any) -> Any:
@@ -380,41 +490,73 @@ class PowerWeight(Weighting):
 
 
 class CovarianceGaussianWeight(Weighting):
-    """w = exp(−(c − mean c)²/(2 std(c)²)), c_t = (ln π_t − mean ln π)(A_t − mean A).
+    """w = exp(−(c − mean c)²/(2 std(c)²)), c_t = (ln π_t − mean ln π)(A_t − mean A) (covariance-aware GRPO, arXiv 2605.11538).
 
-    Covariance-aware GRPO (arXiv 2605.11538).
-
-    The means in c_t run over all loss tokens of the step. The kernel on the per-token covariance is published; the tokens
-    over which it is normalized are not, so there are two readings (`over`). w = 1 where std(c) = 0 (population std).
+    The means in c_t run over all loss tokens of the step. The kernel is published; the tokens over which c is normalized are
+    not, so there are two readings (`over`). w = 1 where std(c) = 0 (population std).
     """
 
     kind: Literal["covariance_gaussian"] = "covariance_gaussian"
     over: Literal["step", "completion"] = Field(
-        default="step",
-        description="Tokens of the mean and std of c. step: all loss tokens of the step; completion: those of the token's "
-        "completion. With one advantage for each completion the latter is exp(−z²/2), z the standardized ln π of the "
-        "completion: the advantage cancels.",
+        "step",
+        description="Tokens of the mean and std of c: all loss tokens of the step, or those of the token's completion "
+        "(with one advantage for each completion: exp(−z²/2), z the standardized ln π of the completion).",
     )
+
+    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+        """See the class."""
+        mask, covariance = step.mask.bool(), step.covariance
+        if self.over == "completion":
+            count = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1)
+            mean = covariance.sum(1, keepdim=True) / count  # c is 0 outside the mask
+            std = (xp.where(mask, covariance - mean, 0.0).square().sum(1, keepdim=True) / count).sqrt()
+            varies = std > 1e-12 * covariance.abs().amax(
+                1, keepdim=True
+            )  # equal values differ from their mean by rounding
+        else:
+            inside = covariance[mask]
+            mean, std = inside.mean(), inside.std(correction=0)
+            varies = std > 0
+        scaled = (covariance - mean) / xp.where(varies, std, 1.0)
+        weight: Tensor = xp.where(varies, xp.exp(-(scaled**2) / 2), 1.0)
+        return weight.to(step.logp.dtype)
 
 
 class PolarityWeight(Weighting):
-    """w = 1 + alpha·phase·sign(ΔH_t) with ΔH_t = −A_t·polarity_t and phase = clip((H* − H̄)/H*, −1, 1).
+    """w = 1 + alpha·phase·sign(ΔH_t), ΔH_t = −A_t·polarity_t, phase = clip((H* − H̄)/H*, −1, 1) (arXiv 2605.11775).
 
-    Polarity-aware policy optimization (arXiv 2605.11775) reweights advantages by polarity with the entropy trajectory
-    as the phase signal; this formula is ours. H̄ is the mean entropy of the step's loss tokens, H* `target`. Below the
-    target, tokens that raise the entropy weigh more; above it, those that lower it; no branch is dropped (alpha < 1).
+    H̄ is the mean entropy of the step's loss tokens, H* `target`. Below the target, tokens that raise the entropy weigh
+    more; above it, those that lower it. The paper has the entropy as phase signal; this formula is ours.
     """
 
     kind: Literal["polarity"] = "polarity"
-    alpha: Annotated[float, Field(ge=0, lt=1)] | Schedule = Field(default=0.5, description="Strength, in [0, 1); ours.")
-    target: Positive | None = Field(
-        default=None, description="H*, > 0, nats; empty: the mean entropy of the first step (filled in by calibration)."
-    )
+    alpha: Annotated[float, Field(ge=0, lt=1)] | Schedule = Field(0.5, description="Strength, in [0, 1); ours.")
+    target: Positive | None = Field(None, description="H* [nats]; empty: the mean entropy of the first step.")
 
     @property
     def needs_calibration(self) -> bool:
-        """See `Weighting`."""
+        """Whether the target is empty."""
         return self.target is None
+
+    def calibrated(self, step: Any, xp: Any) -> Self:
+        """The target is the step's mean entropy.
+
+        Raises:
+            UserError: it is 0.
+        """
+        if self.target is not None:
+            return self
+        target = float(step.entropy[step.mask.bool()].double().mean())
+        if not target > 0:
+            raise UserError(f"method.weight.target: the first step's mean entropy is {target:.4g} nats; set the target")
+        return self.replace(target=target)
+
+    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+        """See the class."""
+        alpha, target = _number(self.alpha), _number(self.target)
+        entropy = float(step.entropy[step.mask.bool()].double().mean())
+        phase = max(-1.0, min(1.0, (target - entropy) / target))
+        return 1 + alpha * phase * xp.sign(-step.token_advantage * step.polarity)  # type: ignore[no-any-return]
 
 
 class CustomWeight(Weighting):
@@ -446,6 +588,45 @@ class CustomWeight(Weighting):
         """Whether the function is registered as pointwise."""
         return find_token_weight(self.function).pointwise
 
+    @property
+    def title(self) -> str:
+        """Name in messages."""
+        return f"custom weighting {self.function!r}"
+
+    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+        """What the function returns.
+
+        Raises:
+            UserError: it raises, or returns another type, shape, dtype or range than declared.
+        """
+        registered, shape = find_token_weight(self.function), tuple(step.mask.shape)
+        try:
+            weight = registered.function(step, **self.arguments)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"method.weight: {self.title} raised {type(error).__name__}: {error}") from error
+        problem = ""
+        if not isinstance(weight, xp.Tensor):
+            problem = f"{type(weight).__name__}; return a tensor of shape {shape}"
+        elif tuple(weight.shape) != shape:
+            problem = f"shape {tuple(weight.shape)}; it must be (N, T) = {shape}"
+        elif not weight.is_floating_point():
+            problem = f"{weight.dtype}; return floating-point weights"
+        if problem:
+            raise UserError(f"method.weight: {self.title} returned {problem}")
+        inside = weight[step.mask.bool()]
+        if registered.bounds is not None and bool(xp.isfinite(inside).all()):
+            low, high = registered.bounds
+            if bool((inside < low - 1e-6).any()) or bool((inside > high + 1e-6).any()):
+                least, most = float(inside.min()), float(inside.max())
+                declared = f"declares weights in [{low}, {high}] but returned [{least:.4g}, {most:.4g}]"
+                raise UserError(f"method.weight: {self.title} {declared}")
+        return weight.to(device=step.logp.device, dtype=step.logp.dtype)
+
+
+# -- controls ----------------------------------------------------------------------------------------------------------
+
 
 class Control(Weighting):
     """Base of the controls, which change the weights of another weighting, `of`."""
@@ -470,6 +651,10 @@ class Control(Weighting):
         """See `Weighting`."""
         return self.model_copy(update={"of": self.inner.with_preset(old, new)})
 
+    def calibrated(self, step: Any, xp: Any) -> Self:
+        """The control around the calibrated weighting."""
+        return self.model_copy(update={"of": self.inner.calibrated(step, xp)})
+
 
 class _SameBounds(Control):
     """A control whose weights have the bounds of the inner ones, unless they are rescaled to match the gradient."""
@@ -490,8 +675,7 @@ class ReverseWeight(_SameBounds):
 
     kind: Literal["reverse"] = "reverse"
     matched: Literal["none", "gradient"] = Field(
-        default="none",
-        description="gradient: multiply the reversed weights so that their mean over the gradient is that of `of`.",
+        "none", description="gradient: multiply the weights so that their mean over the gradient is that of `of`."
     )
     of: TokenWeight = Field(description="The weighting that is reversed; it must have bounds.")
 
@@ -503,7 +687,7 @@ class ReverseWeight(_SameBounds):
 
     @property
     def statistic(self) -> str | None:
-        """See `Weighting`."""
+        """That of `of`, unless the weights are matched."""
         return self.of.statistic if self.matched == "none" else None
 
     @property
@@ -518,34 +702,116 @@ class ReverseWeight(_SameBounds):
             return super().at_statistic(u, xp)
         return bounds[0] + bounds[1] - self.of.at_statistic(u, xp)
 
+    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+        """L + U − w, matched if asked for."""
+        bounds = self.of.bounds
+        assert bounds is not None  # validated
+        weight = self.of.evaluate(step, xp, generator)
+        flipped = bounds[0] + bounds[1] - weight
+        return flipped if self.matched == "none" else _matched(flipped, weight, step)
+
 
 class ShuffledWeight(_SameBounds):
-    """The same weights on other tokens of the same completion: their distribution stays, their alignment is lost."""
+    """The same weights on other tokens of the same completion: their distribution stays, their alignment is lost.
+
+    With `matched=gradient` each token's weight is drawn with replacement, so that the weights have over the gradient the
+    distribution of the given ones. A permutation does not: where few tokens carry most of the gradient, it gives them the
+    weights of the many others.
+    """
 
     kind: Literal["shuffled"] = "shuffled"
     matched: Counted = Field(
-        default="tokens",
+        "tokens",
         description="tokens: permute the weights over the completion's loss tokens; gradient: draw each token's weight from "
         "them with probability proportional to the gradient that they carry, then multiply all so that the mean over the "
         "gradient is that of `of`.",
     )
     of: TokenWeight = Field(description="The weighting whose weights are moved.")
 
+    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+        """The moved weights.
+
+        Raises:
+            ValueError: no generator is given.
+        """
+        if generator is None:
+            raise ValueError("shuffled weights need a generator")
+        weight, mask = self.of.evaluate(step, xp, generator), step.mask.bool()
+        key = xp.rand(mask.shape, generator=generator, device=generator.device, dtype=xp.float64).to(weight.device)
+        if self.matched == "tokens":
+            random_order = xp.where(mask, key, 2.0).argsort(dim=-1, stable=True)  # (N, T) loss tokens first, shuffled
+            in_order = (~mask).to(xp.int8).argsort(dim=-1, stable=True)  # (N, T) loss tokens first, in order
+            return xp.empty_like(weight).scatter_(-1, in_order, weight.gather(-1, random_order))  # type: ignore[no-any-return]
+        return _matched(drawn(weight, mask, step.mass, key, xp), weight, step)
+
+
+def drawn(weight: Tensor, mask: Tensor, mass: Tensor, key: Tensor, xp: Any) -> Tensor:
+    """Each loss token's weight (N, T) drawn, with replacement, from those of its completion with probability ∝ `mass`.
+
+    `key` (N, T) is uniform in [0, 1). A completion where `mass` is 0 draws from all its loss tokens alike.
+    """
+    share = xp.where(mask, mass.double(), 0.0)
+    share = xp.where((share.sum(-1, keepdim=True) > 0), share, mask.double())  # (N, T)
+    below = share.cumsum(-1)
+    # right: a token of mass 0 is never drawn. The product may round up to the total, hence the clamp to the last of mass.
+    index = xp.searchsorted(below, key * below[:, -1:], right=True)
+    last = xp.searchsorted(below, below[:, -1:].contiguous())  # (N, 1)
+    return weight.gather(-1, xp.minimum(index, last))
+
 
 class ConstantWeight(Control):
     """Every weight is the step's mean: with the mean over the gradient, only the effect on the learning rate is left."""
 
     kind: Literal["constant"] = "constant"
-    matched: Counted = Field(default="tokens", description=f"What the mean counts. {COUNTED}.")
+    matched: Counted = Field("tokens", description=f"What the mean counts. {COUNTED}.")
     of: TokenWeight = Field(description="The weighting whose mean is taken.")
+
+    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+        """The mean weight."""
+        weight = self.of.evaluate(step, xp, generator)
+        return _mean(weight, step, self.matched).to(weight.dtype).expand_as(weight)
 
 
 class MeanOneWeight(Control):
     """w ← w/mean w over the step's loss tokens: no effect on the learning rate, with the mean over the gradient."""
 
     kind: Literal["mean_one"] = "mean_one"
-    matched: Counted = Field(default="tokens", description=f"What the mean counts. {COUNTED}.")
+    matched: Counted = Field("tokens", description=f"What the mean counts. {COUNTED}.")
     of: TokenWeight = Field(description="The weighting that is rescaled.")
+
+    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+        """The rescaled weights.
+
+        Raises:
+            UserError: all weights are 0.
+        """
+        weight = self.of.evaluate(step, xp, generator)
+        mean = _mean(weight, step, self.matched).to(weight.dtype)
+        if not bool(mean > 0):
+            raise UserError("method.weight: mean_one around weights that are all 0; choose another weighting")
+        return weight / mean
+
+
+def _matched(weight: Tensor, like: Tensor, step: Any) -> Tensor:
+    """Weights (N, T) multiplied so that their mean over the gradient is that of `like` (N, T)."""
+    mean = _mean(weight, step, "gradient")
+    if not bool(mean > 0):
+        raise UserError("method.weight: matched = gradient around weights that are all 0; choose another weighting")
+    return weight * (_mean(like, step, "gradient") / mean).to(weight.dtype)
+
+
+def _mean(weight: Tensor, step: Any, counted: Counted) -> Tensor:
+    """Mean over the step's loss tokens, a float64 scalar; over the gradient each counts by `step.mass`.
+
+    Where no token carries a gradient, weights change nothing but a weighted KL term, and the tokens count alike.
+    """
+    mask = step.mask.bool()
+    inside = weight[mask].double()
+    if counted == "gradient":
+        mass = step.mass[mask].double()
+        if bool((mass > 0).any()):
+            return (mass * inside).sum() / mass.sum()
+    return inside.mean()
 
 
 TokenWeight = Annotated[

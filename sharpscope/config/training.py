@@ -14,7 +14,12 @@ from sharpscope.rules import RULES
 class OptimizerSpec(Spec):
     """AdamW (decoupled weight decay; arXiv 1711.05101) with warm-up, a schedule and global-norm clipping."""
 
-    lr: float = Field(1e-4, gt=0, le=1, description="Peak learning rate [per update].")
+    lr: float = Field(
+        1e-4,
+        gt=0,
+        le=1,
+        description="Peak learning rate [per update]; not given: 1e-4 for embedded policies, else 1e-6.",
+    )
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first-moment average.")
     beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second-moment average.")
     eps: float = Field(1e-8, gt=0, description="Added to the square root of the second moment.")

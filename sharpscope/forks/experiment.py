@@ -22,6 +22,7 @@ from sharpscope.config import (
     arm_name,
     build_config,
     method_label,
+    read_recorded,
     validate,
 )
 from sharpscope.config.policy import EMBEDDED_PREFIX
@@ -366,9 +367,7 @@ def _config(run: Path | str | None, model: str | None, task: str | None, overrid
         folder = Path(run)
         if task is not None:
             raise UserError("--task: goes with --model; a run has its own task")
-        if not (folder / "config.yaml").is_file():
-            raise UserError(f"run '{folder}': has no config.yaml; give the folder of a run")
-        return build_config(folder / "config.yaml", overrides, {"out": str(folder.parent), "name": folder.name})
+        return read_recorded(folder, overrides=overrides)
     assert model is not None
     if task is None and model.startswith(EMBEDDED_PREFIX):
         task = embedded_policy(model.removeprefix(EMBEDDED_PREFIX)).task
@@ -413,7 +412,7 @@ def _folder(run: Path | str | None, model: str | None, out: Path | str | None) -
 
 def _begin(folder: Path, config: RunConfig, start: Start, threads: int) -> None:
     """Create the folder of a run without steps, for the rows."""
-    own = config.model_copy(update={"out": str(folder.parent), "name": folder.name})
+    own = config.model_copy(update={"out": str(folder)})
     create_run_dir(folder)
     info = run_folder.run_info(own, start.policy, threads, distributed.Launch())
     run_folder.begin_run_dir(own, start.policy, info)

@@ -19,10 +19,11 @@ from sharpscope.config import (
     arm_method,
     arm_name,
     build_config,
-    default_preset,
     method_names,
     method_rotation_bound,
+    read_recorded,
     reference_method,
+    without_none_kinds,
 )
 from sharpscope.config.method import Kl, Method
 from sharpscope.errors import UserError
@@ -188,13 +189,12 @@ def rotate(
 
 def _methods(texts: Sequence[str] | None, config: RunConfig) -> dict[str, Method]:
     """The methods by name, presets of their weights filled in."""
-    preset = default_preset(config)
     methods: dict[str, Method] = {}
     for text in [*method_names(), *CONTROLS] if texts is None else texts:
         name = arm_name(text)
         if name in methods:
             raise UserError(f"--methods {name}: is given twice; give one another name: name=method")
-        methods[name] = arm_method(text, config).with_preset("auto", preset)
+        methods[name] = arm_method(text, config).with_preset("auto", config.default_preset)
     if not methods:
         raise UserError("--methods: names nothing; `sharpscope methods` lists the methods")
     return methods
@@ -225,11 +225,7 @@ def _configured(
     if extra is not None:
         raise UserError(f"{extra}: goes without the folder of a run, which has its own; remove one of the two")
     run = Path(run)
-    if not (run / "config.yaml").is_file():
-        problem = "has no config.yaml" if run.is_dir() else "does not exist"
-        raise UserError(f"run {run}: {problem}; give the folder of a run")
-    config = build_config(run / "config.yaml", overrides, {"out": str(run.parent), "name": run.name})
-    return config, _checkpoint(run, checkpoint)
+    return read_recorded(run, overrides=overrides), _checkpoint(run, checkpoint)
 
 
 def _checkpoint(run: Path, wanted: int | str | None) -> Path | None:
@@ -282,7 +278,7 @@ class _Start:
             progress = restore(checkpoint, self.policy, self.optimizer, None)
             self.order.cursor, done = progress.cursor, progress.step
             entropy = EntropyControl(**progress.entropy_control)
-            self.calibrated = Method.model_validate(progress.method)
+            self.calibrated = Method.model_validate(without_none_kinds(progress.method))
         self.step = done + 1
         step = min(self.step, config.steps)
         set_learning_rate(self.optimizer, positive_learning_rate(config, step))
@@ -308,8 +304,7 @@ class _Start:
         if method.kl_in_reward:
             raise UserError("kl.place = reward: changes the rewards, which are the same for all methods here; use loss")
         advantage = step_advantages(method, batch.rollouts, batch.rewards, stats)
-        preset = default_preset(self.config)
-        if self.calibrated is not None and method == self.config.method.with_preset("auto", preset):
+        if self.calibrated is not None and method.unlabeled == self.config.resolved_method.unlabeled:
             method = self.calibrated
         tensors = step_tensors(batch.rollouts, advantage, stats, stats.logp, self.progress, method)
         method = method.model_copy(update={"weight": calibrate(method.weight, tensors)})
@@ -323,7 +318,7 @@ class _Start:
             learner = replace(
                 self.learner,
                 reference=self.reference if method.needs_reference else None,
-                proximal=copy.deepcopy(self.policy.model).eval() if method.needs_proximal else None,
+                proximal=copy.deepcopy(self.policy.model).eval() if method.proximal is not None else None,
             )
             rotation = learner.compare(
                 batch.rollouts,
@@ -403,7 +398,7 @@ class _Start:
 
 def _only_coefficients(method: Method) -> bool:
     """Whether the gradient that the optimizer gets is Σ c_t ∇log π_t, c_t the tokens' coefficients."""
-    return not method.needs_entropy and method.sharpness.kind == "none"
+    return method.entropy is None and method.sharpness is None
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

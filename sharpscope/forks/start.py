@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sharpscope.config import ForkSpec, Method, RunConfig, TokenWeight, default_preset
+from sharpscope.config import ForkSpec, Method, RunConfig, TokenWeight, without_none_kinds
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
 from sharpscope.forks.outcomes import FixedRollouts
@@ -101,8 +101,7 @@ class Start:
         self.config, self.spec, self.task = config, spec, task
         self.policy = load_start(config, checkpoint)
         model = self.policy.model
-        preset = default_preset(config)
-        self.methods = {name: method.with_preset("auto", preset) for name, method in arms.items()}
+        self.methods = {name: method.with_preset("auto", config.default_preset) for name, method in arms.items()}
         needs_reference = any(method.needs_reference for method in arms.values())
         self.reference = reference_policy(config, self.policy) if needs_reference else None
         self.proximal = self._proximal(arms, checkpoint)
@@ -129,7 +128,7 @@ class Start:
     # -- loading -----------------------------------------------------------------------------------------------------
 
     def _proximal(self, arms: Mapping[str, Method], checkpoint: Path | None) -> nn.Module | None:
-        needing = [name for name, method in arms.items() if method.needs_proximal]
+        needing = [name for name, method in arms.items() if method.proximal is not None]
         if not needing:
             return None
         if checkpoint is not None and not (checkpoint / PROXIMAL).exists():
@@ -142,8 +141,8 @@ class Start:
     def _keep_calibration(self, arms: Mapping[str, Method], progress: Progress) -> None:
         """Give the run's own method the constants that the run has calibrated."""
         for name, method in arms.items():
-            if method == self.config.method:
-                self.methods[name] = Method.model_validate(progress.method)
+            if method.unlabeled == self.config.method.unlabeled:
+                self.methods[name] = Method.model_validate(without_none_kinds(progress.method))
 
     def _all_heldout(self) -> list[Example]:
         examples = self.task.splits().get("heldout", [])
@@ -240,7 +239,7 @@ class Start:
             if number == 0 and applied.index == 0:
                 reshaped.append(self.snapshot.collect([p.grad for p in learner.parameters]))
 
-        direct = method.sharpness.kind == "none"  # the optimizer gets ∇L itself
+        direct = method.sharpness is None  # the optimizer gets ∇L itself
         for number in range(self.spec.updates):
             step = min(self.step + 1 + number, self.config.steps)
             lr = learning_rate(self.config.optimizer, step, self.config.steps)
@@ -277,7 +276,7 @@ class Start:
         return replace(
             self._learner,
             reference=self.reference if method.needs_reference else None,
-            proximal=self.proximal if method.needs_proximal else None,
+            proximal=self.proximal if method.proximal is not None else None,
             entropy_control=EntropyControl(**self._entropy),
         )
 

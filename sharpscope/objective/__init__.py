@@ -6,25 +6,19 @@ Order of use, once a step: `estimate_advantages`, `prepare`; once an update: `to
 
 from __future__ import annotations
 
-from sharpscope.config import (
-    control_names,
-    describe,
-    method_label,
-    method_names,
-    named_method,
-    reference_method,
-    register_shaping,
-    register_token_weight,
-)
-from sharpscope.config.method import Method, passes_of
-from sharpscope.config.token_weights import Schedule, TokenWeight, token_weight_kinds
+from sharpscope.config import Method, TokenWeight, method_label, method_names, named_method, reference_method
 from sharpscope.objective.advantages import estimate_advantages, group_advantages, informative_groups, overlong_penalty
-from sharpscope.objective.aggregate import gradient_mass, token_normalizer
-from sharpscope.objective.calibration import calibrate
-from sharpscope.objective.plan import prepare
-from sharpscope.objective.statistics import WeightSummary, summarize_weights
-from sharpscope.objective.surrogates import EntropyControl, entropy_bonus, gradient_killed, k3, kl_reward, policy_loss
-from sharpscope.objective.token_weights import token_weights
+from sharpscope.objective.loss import (
+    EntropyControl,
+    entropy_bonus,
+    gradient_killed,
+    gradient_mass,
+    k3,
+    kl_reward,
+    policy_loss,
+    token_normalizer,
+)
+from sharpscope.objective.plan import WeightSummary, calibrate, prepare, summarize_weights, token_weights
 from sharpscope.objective.values import LossOutput, Plan, StepTensors, per_token
 
 __all__ = [
@@ -32,13 +26,10 @@ __all__ = [
     "LossOutput",
     "Method",
     "Plan",
-    "Schedule",
     "StepTensors",
     "TokenWeight",
     "WeightSummary",
     "calibrate",
-    "control_names",
-    "describe",
     "entropy_bonus",
     "estimate_advantages",
     "gradient_killed",
@@ -51,15 +42,11 @@ __all__ = [
     "method_names",
     "named_method",
     "overlong_penalty",
-    "passes_of",
     "per_token",
     "policy_loss",
     "prepare",
     "reference_method",
-    "register_shaping",
-    "register_token_weight",
     "summarize_weights",
     "token_normalizer",
-    "token_weight_kinds",
     "token_weights",
 ]

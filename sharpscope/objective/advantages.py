@@ -20,6 +20,11 @@ from sharpscope.config.method import (
 )
 from sharpscope.errors import UserError
 
+STD_EPSILON = 1e-4
+"""Added to a std of rewards, as in TRL [reward]."""
+SQUARE_EPSILON = 1e-8
+"""Added to variances of returns and sums of squared norms, as in verl."""
+
 
 def estimate_advantages(
     spec: Advantage,
@@ -71,7 +76,7 @@ def estimate_advantages(
         case TokenBaselineAdvantage():
             if logp is None or collision is None:
                 raise ValueError("advantage.kind=token_baseline needs logp and collision")
-            return _token_baseline(spec, reward, group, mask.bool(), logp, collision, token_reward)
+            return _token_baseline(reward, group, mask.bool(), logp, collision, token_reward)
         case DecoupledAdvantage():
             return _decoupled(spec, group, parts or {}).to(reward.dtype)
         case MeanScaledAdvantage():
@@ -83,7 +88,7 @@ def estimate_advantages(
 
 
 def group_advantages(reward: Tensor, group: Tensor, spec: GroupAdvantage | None = None) -> Tensor:
-    """A_i = (R_i − mean R)/(std R + epsilon) within each group (GRPO, arXiv 2402.03300; std with n − 1 as in TRL).
+    """A_i = (R_i − mean R)/(std R + 1e-4) within each group (GRPO, arXiv 2402.03300; std with n − 1 as in TRL).
 
     With `scale="batch"` the std is that of all N rewards (arXiv 2508.08221); with `scale="none"`, A_i = R_i − mean R
     (Dr. GRPO, arXiv 2503.20783). A group whose rewards are all equal, or that has one member, gives exactly 0. Computed in
@@ -104,13 +109,10 @@ def group_advantages(reward: Tensor, group: Tensor, spec: GroupAdvantage | None 
     centered, member, count, informative = _centered(reward, group)
     if spec.scale == "group":
         square = torch.zeros_like(count).index_add_(0, member, centered**2)
-        std = (square / (count - spec.ddof).clamp(min=1)).sqrt()
-        # a subnormal spread can round to std 0: without an epsilon that group has nothing to say either
-        scale = std + spec.epsilon
-        informative = informative & (scale > 0)
-        centered = centered / torch.where(scale > 0, scale, 1.0)[member]
+        std = (square / (count - 1).clamp(min=1)).sqrt()
+        centered = centered / (std + STD_EPSILON)[member]
     if spec.scale == "batch":
-        centered = _divided(centered, reward.double(), spec.ddof, spec.epsilon)
+        centered = _divided(centered, reward.double())
     return torch.where(informative[member], centered, 0.0).to(reward.dtype)
 
 
@@ -130,23 +132,23 @@ def _whitened(
         centered, member, _, informative = _centered(reward, group)
         value = torch.where(informative[member], centered, 0.0)
     elif token_reward is not None:
-        own = torch.where(mask, token_reward.double(), 0.0)
-        value = value - own.sum(1)
+        given = torch.where(mask, token_reward.double(), 0.0)
+        value = value - given.sum(1)
     returns = value[:, None] * spec.gamma**after  # (N, T)
     if spec.baseline == "none" and token_reward is not None:
-        returns = returns + _discounted(own, mask, spec.gamma)
+        returns = returns + _discounted(given, mask, spec.gamma)
     inside = returns[mask]
     if inside.numel() == 0 or not bool(inside.max() > inside.min()):
         return torch.zeros_like(returns).to(reward.dtype)
-    white = (returns - inside.mean()) / (inside.var(correction=1) + spec.epsilon).sqrt()
+    white = (returns - inside.mean()) / (inside.var(correction=1) + SQUARE_EPSILON).sqrt()
     return torch.where(mask, white, 0.0).to(reward.dtype)
 
 
-def _discounted(own: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """(N, T) Σ_{s ≥ t} gamma^(loss tokens from t to before s)·own_s, own 0 outside the mask."""
-    returns, later = torch.zeros_like(own), torch.zeros_like(own[:, 0])
-    for position in reversed(range(own.shape[1])):
-        later = torch.where(mask[:, position], own[:, position] + gamma * later, later)
+def _discounted(given: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """(N, T) Σ_{s ≥ t} gamma^(loss tokens from t to before s)·given_s, 0 outside the mask."""
+    returns, later = torch.zeros_like(given), torch.zeros_like(given[:, 0])
+    for position in reversed(range(given.shape[1])):
+        later = torch.where(mask[:, position], given[:, position] + gamma * later, later)
         returns[:, position] = later
     return returns
 
@@ -161,7 +163,6 @@ def _length_baseline(reward: Tensor, group: Tensor, mask: Tensor) -> Tensor:
 
 
 def _token_baseline(
-    spec: TokenBaselineAdvantage,
     reward: Tensor,
     group: Tensor,
     mask: Tensor,
@@ -177,8 +178,8 @@ def _token_baseline(
     energy = energy.cumsum(1)  # (N, T): V up to each token
     value = reward.double()[:, None].expand(mask.shape)
     if token_reward is not None:  # without what came before the token
-        own = torch.where(mask, token_reward.double(), 0.0)
-        value = value - (own.cumsum(1) - own)
+        given = torch.where(mask, token_reward.double(), 0.0)
+        value = value - (given.cumsum(1) - given)
     width = mask.shape[1]
     cell = member[:, None] * width + (mask.cumsum(1) - 1).clamp(min=0)  # (N, T) -> index into (groups · T)
 
@@ -186,17 +187,16 @@ def _token_baseline(
         total = torch.zeros(len(count) * width, dtype=torch.float64, device=reward.device)
         return total.index_add_(0, cell[mask], values[mask])[cell]  # back to (N, T)
 
-    advantage = value - summed(value * energy) / (summed(energy) + spec.epsilon)
+    advantage = value - summed(value * energy) / (summed(energy) + SQUARE_EPSILON)
     advantage = torch.where(informative[member][:, None], advantage, 0.0)
     alone = summed(torch.ones_like(energy)) == 1
-    advantage = torch.where(alone, value if spec.tail == "reward" else 0.0, advantage)
+    advantage = torch.where(alone, value, advantage)
     return torch.where(mask, advantage, 0.0).to(reward.dtype)
 
 
 def _decoupled(spec: DecoupledAdvantage, group: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
     total = torch.zeros(group.shape, dtype=torch.float64, device=group.device)
     informative = torch.zeros_like(group, dtype=torch.bool)
-    each = GroupAdvantage(ddof=spec.ddof, epsilon=spec.epsilon)
     for name, weight in spec.weights.items():
         if weight == 0:
             continue
@@ -206,9 +206,9 @@ def _decoupled(spec: DecoupledAdvantage, group: Tensor, parts: Mapping[str, Tens
                 f"its parts: {', '.join(parts) or 'none'}; set the weight to 0 and give weights to those"
             )
         value = parts[name].double()
-        total = total + weight * group_advantages(value, group, each)
+        total = total + weight * group_advantages(value, group)
         informative = informative | informative_groups(value, group)
-    normalized = _divided(total - total.mean(), total, spec.ddof, spec.epsilon)
+    normalized = _divided(total - total.mean(), total)
     return torch.where(informative, normalized, 0.0)
 
 
@@ -220,11 +220,9 @@ def _mean_scaled(reward: Tensor, group: Tensor) -> Tensor:
     return torch.where(informative[member], scaled, 0.0).to(reward.dtype)
 
 
-def _divided(centered: Tensor, value: Tensor, ddof: int, epsilon: float) -> Tensor:
-    """`centered` (N,) divided by the std of `value` (N,) plus epsilon; 0 if that is 0."""
-    std = value.var(correction=ddof).sqrt() if len(value) > ddof else torch.zeros_like(value[:1].sum())
-    scale = std + epsilon
-    return torch.where(scale > 0, centered / torch.where(scale > 0, scale, 1.0), 0.0)
+def _divided(centered: Tensor, value: Tensor) -> Tensor:
+    """`centered` (N,) divided by the std of `value` (N,) plus 1e-4; the std of one value is 0."""
+    return centered / ((value.var(correction=1).sqrt() if len(value) > 1 else 0.0) + STD_EPSILON)
 
 
 def _centered(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

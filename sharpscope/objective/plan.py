@@ -1,8 +1,9 @@
-"""Quantities fixed once per step: token weights, selections and passes."""
+"""Quantities fixed once per step: token weights and their summary, selections and passes."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,17 +15,50 @@ from sharpscope.config.method import (
     GeometricCorrection,
     HighEntropyTokens,
     KlCovPenalty,
-    LoptiPasses,
     LpRegPenalty,
     Method,
-    NoCorrection,
     ProbabilityTokens,
     SpuriousTokens,
     TruncatedCorrection,
 )
-from sharpscope.objective.statistics import percentile, token_covariance
-from sharpscope.objective.token_weights import token_weights
+from sharpscope.config.token_weights import TokenWeight, Weighting, percentile
 from sharpscope.objective.values import Plan, StepTensors
+
+SATURATION_LIMIT = 0.95
+"""Share of the weights on one bound above which the weighting has no effect."""
+
+
+@torch.no_grad()
+def token_weights(spec: Weighting, step: StepTensors, generator: torch.Generator | None = None) -> Tensor:
+    """Token weights of a step, without gradient. Schedules are resolved at `step.progress`.
+
+    Args:
+        spec: any member of `TokenWeight`, calibrated if it needs to be.
+        step: statistics of the policy at the start of the step.
+        generator: for the permutations of `shuffled`.
+
+    Returns:
+        (N, T) in the dtype of `step.logp`, ≥ 0 and finite on loss tokens, 0 elsewhere.
+
+    Raises:
+        UserError: a custom function returns a wrong type, shape, sign or value.
+        NonFiniteError: a weight is not finite.
+        ValueError: the weighting is not calibrated, or `shuffled` has no generator.
+    """
+    return spec.at(step.progress).evaluate(step, torch, generator)
+
+
+def calibrate(weighting: TokenWeight, step: StepTensors) -> TokenWeight:
+    """The weighting with every constant filled in, as run.json stores it; constants that are given are kept. Idempotent.
+
+    Sigmoid and entropy: tau and u0 from the step's 10th and 90th percentiles (`_Sigmoid.calibrated`); polarity: the step's
+    mean entropy. Other weightings have nothing to fill in. Schedules are read at `step.progress`.
+
+    Raises:
+        UserError: the step has nothing to calibrate on.
+        ValueError: percentiles over the gradient are asked for, and `step.gradient_mass` is None.
+    """
+    return weighting.calibrated(step, torch)
 
 
 @torch.no_grad()
@@ -51,16 +85,14 @@ def prepare(method: Method, step: StepTensors, generator: torch.Generator | None
     warnings: list[str] = []
     penalty = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     if isinstance(method.penalty, KlCovPenalty):
-        chosen = top_tokens(
-            token_covariance(step), mask, count=_share_count("kl_cov", method.penalty.share, mask, warnings)
-        )
+        chosen = top_tokens(step.covariance, mask, count=_share_count("kl_cov", method.penalty.share, mask, warnings))
         penalty = torch.where(chosen, float(method.penalty.coef), penalty)  # type: ignore[arg-type]
     proxy = torch.zeros_like(penalty)
     if isinstance(method.penalty, LpRegPenalty):
         chosen = _protected(method.penalty, step, mask, warnings)
         penalty = torch.where(chosen, float(method.penalty.coef), penalty)  # type: ignore[arg-type]
         proxy = torch.where(chosen, step.proxy_logp, 0.0).to(dtype)  # type: ignore[arg-type]
-    if step.sampler_logp is None and not isinstance(method.correction, NoCorrection):
+    if step.sampler_logp is None and method.correction is not None:
         raise ValueError("method.correction needs the sampler's log-probabilities")
     sampler = step.behavior_logp if step.sampler_logp is None else step.sampler_logp
     return Plan(
@@ -90,9 +122,9 @@ def _protected(spec: LpRegPenalty, step: StepTensors, mask: Tensor, warnings: li
     return top_tokens(-step.logp, negative, count=count) & torch.isfinite(step.proxy_logp)
 
 
-def _correction(spec: Correction, log_ratio: Tensor, mask: Tensor) -> Tensor:
+def _correction(spec: Correction | None, log_ratio: Tensor, mask: Tensor) -> Tensor:
     """(N, T) factor of the surrogate from ln ρ (N, T), ρ = π_old/μ; 1 outside the mask where the factor is per token."""
-    if isinstance(spec, NoCorrection):
+    if spec is None:
         return torch.ones_like(log_ratio)
     total = log_ratio.sum(-1, keepdim=True)  # (N, 1)
     if isinstance(spec, GeometricCorrection):
@@ -120,7 +152,7 @@ def _kept(
         if generator is None:
             raise ValueError("Clip-Cov's draw needs a generator")
         count = _share_count("clip_cov", tokens.share, mask, warnings)
-        covariance = token_covariance(step)
+        covariance = step.covariance
         band = mask & (covariance > tokens.low) & (covariance < tokens.high)
         places = band.nonzero()  # (candidates, 2)
         order = torch.randperm(len(places), generator=generator, device=generator.device)[:count].to(mask.device)
@@ -139,7 +171,7 @@ def _kept(
 def _passes(method: Method, step: StepTensors, mask: Tensor) -> Tensor:
     """(N, T) int8: the pass of each loss token, −1 outside the mask. Lopti: π_old < |eta| first, reversed for eta < 0."""
     index = torch.zeros(mask.shape, dtype=torch.int8, device=mask.device)
-    if isinstance(method.passes, LoptiPasses):
+    if method.passes is not None:
         rare = step.logp.exp() < abs(method.passes.eta)
         index = (rare if method.passes.eta < 0 else ~rare).to(torch.int8)
     return torch.where(mask, index, -1)
@@ -162,3 +194,67 @@ def _share_count(name: str, share: float, mask: Tensor, warnings: list[str]) -> 
             f"{name}: share {share:g} of a step's tokens is less than one token; one is taken; raise the share"
         )
     return max(int(tokens + 1e-9), 1)
+
+
+@dataclass(frozen=True)
+class WeightSummary:
+    """Token weights of one step over its loss tokens, all dimensionless.
+
+    `saturation_low` and `saturation_high` are the shares of the weights at L and at U, None for a weighting without
+    bounds. `ess` = (Σw)²/(n·Σw²) in (0, 1] is the effective sample size as a share of the tokens, 0 if every weight is
+    0.
+    """
+
+    mean: float
+    std: float
+    minimum: float
+    maximum: float
+    saturation_low: float | None
+    saturation_high: float | None
+    ess: float
+
+    @property
+    def warning(self) -> str | None:
+        """One line if more than 95 % of the weights sit on one bound, else None."""
+        for share, bound in ((self.saturation_low, "lower"), (self.saturation_high, "upper")):
+            if share is not None and share > SATURATION_LIMIT:
+                return (
+                    f"{share:.1%} of the token weights sit on the {bound} bound: the method is plain GRPO up to the "
+                    "gradient's scale; use preset=calibrated or set tau and u0"
+                )
+        return None
+
+
+def summarize_weights(
+    weighting: Weighting, weight: Tensor, mask: Tensor, *, progress: float = 0.0, mass: Tensor | None = None
+) -> WeightSummary:
+    """Mean, population std, extremes, saturation and effective sample size of `weight` over the loss tokens.
+
+    Args:
+        weighting: gives the bounds. A weight within 1e-6 of a bound counts as on it.
+        weight: (N, T).
+        mask: (N, T) loss tokens, bool or 0/1.
+        progress: in [0, 1], at which schedules are evaluated.
+        mass: (N, T) how much each token counts, ≥ 0; None: all the same. With masses m the mean is Σmw/Σm, and so on; `ess`
+            is (Σmw)²/(Σm·Σmw²).
+
+    Returns:
+        The summary; NaN everywhere (None for the saturation) without a loss token or without mass.
+    """
+    inside = mask.bool()
+    w = weight[inside].detach().double()
+    share = torch.ones_like(w) if mass is None else mass[inside].detach().double()
+    if not float(share.sum()) > 0:
+        return WeightSummary(math.nan, math.nan, math.nan, math.nan, None, None, math.nan)
+    share = share / share.sum()
+    mean, square = float((share * w).sum()), float((share * w**2).sum())
+    bounds = weighting.at(progress).bounds
+    return WeightSummary(
+        mean=mean,
+        std=math.sqrt(float((share * (w - mean) ** 2).sum())),
+        minimum=float(w.min()),
+        maximum=float(w.max()),
+        saturation_low=None if bounds is None else float(share[w <= bounds[0] + 1e-6].sum()),
+        saturation_high=None if bounds is None else float(share[w >= bounds[1] - 1e-6].sum()),
+        ess=mean**2 / square if square > 0 else 0.0,
+    )

@@ -72,6 +72,16 @@ class StepTensors:
         return per_token(self.advantage, self.mask)
 
     @property
+    def covariance(self) -> Tensor:
+        """c_t = (ln π_t − mean ln π)·(A_t − mean A) over the step's loss tokens, (N, T) float64, 0 outside the mask.
+
+        Its mean is the covariance that drives the entropy (arXiv 2505.22617). [nats × advantage]
+        """
+        mask, advantage, logp = self.mask.bool(), self.token_advantage.double(), self.logp.double()
+        product = (logp - logp[mask].mean()) * (advantage - advantage[mask].mean())
+        return torch.where(mask, product, 0.0)
+
+    @property
     def mass(self) -> Tensor:
         """`gradient_mass` (N, T).
 

@@ -261,7 +261,7 @@ class StepObserver:
         start: Tensor | float | None,
         clip_factor: float | None,
     ) -> None:
-        clip = self.run.config.method.clip.kind
+        clip = getattr(self.run.config.method.clip, "kind", None)
         if clip in HELD_CONSTANT:
             raise UserError(
                 f"method.clip.kind = {clip}: the loss has a factor that its gradient treats as constant, so its values along the "

@@ -2,6 +2,7 @@
 
 from sharpscope.traces.files import RUN_FILE as RUN_FILE
 from sharpscope.traces.files import RunLock as RunLock
+from sharpscope.traces.files import check_free as check_free
 from sharpscope.traces.files import create_run_dir as create_run_dir
 from sharpscope.traces.files import create_run_info as create_run_info
 from sharpscope.traces.files import free_name as free_name

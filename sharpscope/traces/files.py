@@ -95,6 +95,21 @@ def free_name(path: str | Path) -> Path:
     return folder
 
 
+def check_free(path: str | Path) -> None:
+    """Check that a new run can be written to a folder.
+
+    Raises:
+        UserError: the folder has content or lies inside the folder of a run; the message names a free folder.
+    """
+    folder = Path(path)
+    around = next((parent for parent in folder.absolute().parents if (parent / RUN_FILE).exists()), None)
+    if around is not None:
+        raise UserError(f"out: {folder} is inside the run {around}; use --out {free_name(around)}")
+    if folder.is_dir() and not never_began(folder):
+        problem = "contains a run" if (folder / RUN_FILE).exists() else "is not empty"
+        raise UserError(f"out: {folder} {problem} and is not overwritten; use --out {free_name(folder)}")
+
+
 def set_aside(folder: Path) -> Path:
     """Rename the folder of an attempt that is not continued; readers skip the new name, which starts with a dot."""
     number = 1
@@ -114,14 +129,9 @@ def create_run_dir(path: str | Path) -> Path:
         UserError: the folder has other content, is inside another run, is a file, or cannot be created.
     """
     folder = Path(path)
-    outer = next((parent for parent in folder.absolute().parents if (parent / RUN_FILE).exists()), None)
-    if outer is not None:
-        raise UserError(f"out: {folder} is inside the run {outer}; choose a folder outside it")
+    check_free(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not never_began(folder):
-            problem = "contains a run" if (folder / RUN_FILE).exists() else "is not empty"
-            raise UserError(f"out: {folder} {problem} and is not overwritten; a free one is {free_name(folder)}")
         (folder / STARTING).touch()
         (folder / TRACES).mkdir(exist_ok=True)
         sync_folder(folder.parent)

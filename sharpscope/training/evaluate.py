@@ -158,26 +158,26 @@ def evaluate_model(
     Raises:
         UserError: no such model, a run without a checkpoint, a task without the splits, or a number out of its range.
     """
-    from sharpscope.config import build_config
+    from sharpscope.config import build_config, read_recorded
 
     tell = on_progress or (lambda text: None)
     _check_numbers(prompts, samples, temperatures, pass_at)
-    folder, file, step = Path(model), None, 0
+    folder, recorded, step = Path(model), False, 0
     if (folder / "run.json").exists():
         saved = checkpoints(folder)
         if not saved:
             raise UserError(f"run '{folder}' has no checkpoint; evaluate one of its models by folder, or let it run on")
-        file, model, step = folder / "config.yaml", str(saved[-1]), step_of(saved[-1])
+        recorded, model, step = True, str(saved[-1]), step_of(saved[-1])
     values: dict[str, Any] = {"policy.model": model}
-    if task is None and file is None and model.startswith(EMBEDDED_PREFIX):
+    if task is None and not recorded and model.startswith(EMBEDDED_PREFIX):
         task = embedded_policy(model.removeprefix(EMBEDDED_PREFIX)).task
     if task is not None:
         values["task"] = dict(task_choice(task))
-    config = build_config(file, overrides, values)
+    config = read_recorded(folder, values, overrides) if recorded else build_config(None, overrides, values)
     environment.set_threads(config.threads, config.policy.model)
     made = make_task(config.task)
     present = _present_splits(made, splits)
-    if file is None:
+    if not recorded:
         check_revision(config.policy)
     policy = load_policy(config.policy)
     if isinstance(made, DatasetTask):

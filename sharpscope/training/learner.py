@@ -23,7 +23,6 @@ from sharpscope.objective import (
     entropy_bonus,
     group_advantages,
     k3,
-    passes_of,
     policy_loss,
     prepare,
     reference_method,
@@ -177,7 +176,7 @@ class Learner:
             updates.append(UpdateResult(math.nan, math.nan, math.nan, 0.0, 0.0, skipped=True, problem=str(error)))
         made = any(not update.skipped for update in updates) and not any(update.broken for update in updates)
         kl = self._kl_step(rollouts, method, stats) if made else None
-        return StepResult(updates, tokens, warnings, method.correction.kind != "none", kl)
+        return StepResult(updates, tokens, warnings, method.correction is not None, kl)
 
     def _kl_step(self, rollouts: Rollouts, method: Method, stats: TokenStats) -> float | None:
         """KL(π_old‖π) [nats / token] on a part of the step's completions; `stats` are π_old's."""
@@ -240,7 +239,7 @@ class Learner:
             if self.mini_batches > 1:
                 order = groups[torch.randperm(len(groups), generator=generator(self.seed, "mini_batches", step, epoch))]
             # Passes are the outer loop (Lopti): all mini-batches with the first pass's tokens, then all with the rest.
-            for pass_index in range(passes_of(method)):
+            for pass_index in range(method.pass_count):
                 for chosen in torch.tensor_split(order, self.mini_batches):
                     yield torch.nonzero(torch.isin(rollouts.group.cpu(), chosen)).flatten(), pass_index
 
@@ -317,7 +316,7 @@ class _Updates:
         rotation = self.rotation(gradient.rows, norm) if self.rotations else None
         _scale_gradients(learner.parameters, factor)
         if self.before_optimizer is not None:
-            plain = factor if self.method.sharpness.kind == "none" else None
+            plain = factor if self.method.sharpness is None else None
             loss_fn = partial(self._loss, gradient.rows, gradient.pass_index)
             self.before_optimizer(AppliedUpdate(gradient.index, gradient.loss, plain, loss_fn))
         learner.optimizer.step()
@@ -344,7 +343,7 @@ class _Updates:
 
     def _moving(self, rows: Tensor) -> Tensor:
         """(n,) bool on the CPU: whether the loss of `rows` (n,) has a gradient, or is 0 at all weights."""
-        if self.method.needs_entropy or (self.method.kl.coef > 0 and not self.method.kl_in_reward):
+        if self.method.entropy is not None or (self.method.kl.coef > 0 and not self.method.kl_in_reward):
             return torch.ones(len(rows), dtype=torch.bool)
         return ((self.plan.advantage[rows] != 0) | (self.plan.penalty[rows] != 0)).any(1).cpu()
 
@@ -368,7 +367,7 @@ class _Updates:
         for micro in batches:
             local = torch.tensor([position[int(row)] for row in micro])
             part = rollouts.rows(micro)
-            scored = scorer.score(part, entropy=self.method.needs_entropy)
+            scored = scorer.score(part, entropy=self.method.entropy is not None)
             reference, proximal = (self._frozen_logp(one, part) for one in (learner.reference, learner.proximal))
             for index, prompt in enumerate(prompts.tolist()):
                 of = (part.group == prompt).nonzero()[:, 0].cpu()
@@ -450,7 +449,7 @@ class _Updates:
             distributed.exchange_rows(local, tokens.tensors())
             distributed.exchange_rows(own, self.tokens.tensors())
         used = int(tokens.used.sum())
-        mean = distributed.sum_values(entropy) / used if self.method.needs_entropy and used else None
+        mean = distributed.sum_values(entropy) / used if self.method.entropy is not None and used else None
         return distributed.sum_values(total), tokens, mean
 
     def _microbatch(
@@ -468,7 +467,7 @@ class _Updates:
         Without gradients enabled, no gradient is added.
         """
         learner, rows, moves = self.learner, self.rollouts.rows(micro), torch.is_grad_enabled()
-        scored = learner.scorer.score(rows, with_grad=moves, entropy=self.method.needs_entropy)
+        scored = learner.scorer.score(rows, with_grad=moves, entropy=self.method.entropy is not None)
         logp, plan = scored.logp, self.plan.rows(micro)  # (n, T)
         if moves:
             logp.retain_grad()

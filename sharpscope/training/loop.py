@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils.logging import disable_progress_bar
 
 from sharpscope import distributed
+from sharpscope.config import without_none_kinds
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
@@ -160,13 +161,11 @@ class _Run:
     def __init__(
         self, config: RunConfig, policy: Policy, task: Task, examples: list[Any], display: Display, launch: Launch
     ) -> None:
-        from sharpscope.config import default_preset
-
         self.config, self.policy, self.task, self.display = config, policy, task, display
-        self.method = config.method.with_preset("auto", default_preset(config))
+        self.method = config.resolved_method
         self.reference = reference_policy(config, policy) if self.method.needs_reference else None
         self.reference_mark = None if self.reference is None else fingerprint(self.reference)
-        self.proximal = copy.deepcopy(policy.model).eval() if self.method.needs_proximal else None
+        self.proximal = copy.deepcopy(policy.model).eval() if self.method.proximal is not None else None
         if launch.sharded:
             self._shard(launch.reshard)
         self.optimizer = build_optimizer(policy.model, config.optimizer)
@@ -496,7 +495,7 @@ class _Run:
         self.order.cursor = progress.cursor
         self.recent, self.rows = list(progress.recent_log_grad_norms), list(progress.rows)
         self.shown = set(progress.said)
-        self.method = type(self.method).model_validate(progress.method)
+        self.method = type(self.method).model_validate(without_none_kinds(progress.method))
         self.observers.restore(progress.measuring)
         control = self.learner.entropy_control
         control.coef, control.last = (progress.entropy_control.get(name) for name in ("coef", "last"))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel, TypeAdapter
 
-from sharpscope.config import RunConfig, TokenWeight, build_config, explain_fields, merge, parse_override, to_yaml
+from sharpscope.config import RunConfig, build_config, merge, parse_override, read_recorded, settings_of, to_yaml
 from sharpscope.errors import UserError
 
 
@@ -74,7 +72,7 @@ def test_settings_given_before_their_kind_or_name_are_kept(tmp_path: Path):
     [
         ({"task.people": [4], "task": {"kind": "math"}}, [], "task.people: unknown field"),
         ({}, ["method.weight.tau=4", "method.weight.kind=power"], "method.weight.tau: unknown field"),
-        ({}, ["method.tokens.share=0.1", "method=grpo"], "method.tokens.share: unknown field"),
+        ({}, ["method.tokens.share=0.1", "method=grpo"], "method.tokens.kind: missing"),
     ],
 )
 def test_kept_settings_that_do_not_fit_are_named(values, overrides, says):
@@ -87,39 +85,14 @@ def test_ablations_get_names_of_their_own():
         build_config(None, ["method=grpo-sg"]),
         build_config(None, ["method=grpo-sg", "method.weight.tau=4"]),
     )
-    assert plain.run_name == "grpo-sg-knights_knaves-s0"
-    assert changed.run_name == "grpo-sg+weight.tau=4-knights_knaves-s0"
+    assert plain.run_dir == Path("runs/grpo-sg-knights_knaves-s0")
+    assert changed.run_dir == Path("runs/grpo-sg+weight.tau=4-knights_knaves-s0")
+    assert build_config(values={"out": "elsewhere/x"}).run_dir == Path("elsewhere/x")
     # the default preset given by name is not an ablation
     named = build_config(None, ["method=grpo-sg", "method.weight.preset=calibrated"])
-    assert named.run_name == plain.run_name
+    assert named.run_dir == plain.run_dir
     other = build_config(None, ["method=grpo-sg", "method.weight.preset=paper"])
-    assert other.run_name != plain.run_name
-
-
-def test_weights_of_version_01_count_tokens_as_they_did(tmp_path):
-    """It wrote every field of a weight; the named methods have counted tokens by their gradient since."""
-    sigmoid = {
-        "kind": "sigmoid",
-        "preset": "auto",
-        "input": "logit",
-        **dict.fromkeys(["alpha", "tau", "mu", "L", "U", "u0"]),
-    }
-    file = tmp_path / "config.yaml"
-    for name, weight in (
-        ("grpo-sg", sigmoid),
-        ("grpo-sg-shuffled", {"kind": "shuffled", "of": sigmoid}),
-        ("grpo-sg-reverse", {"kind": "reverse", "of": sigmoid}),
-        ("ar-constant", {"kind": "constant", "of": {"kind": "linear", "alpha": 0.2}}),
-    ):
-        file.write_text(json.dumps({"method": {"name": name, "weight": weight}}))
-        old, new = build_config(file).method.weight, build_config(None, [f"method={name}"]).method.weight
-        assert old == TypeAdapter(TokenWeight).validate_python(weight)  # the class's own defaults
-        assert old != new
-    file.write_text("method: {name: grpo-sg, weight: {kind: sigmoid, tau: 3.0}}")  # an ablation: only what it changes
-    assert build_config(file).method.weight.percentiles == "gradient"
-    again = tmp_path / "again.yaml"
-    again.write_text(to_yaml(build_config(None, ["method=grpo-sg-shuffled"])))
-    assert build_config(again).method == build_config(None, ["method=grpo-sg-shuffled"]).method
+    assert other.run_dir != plain.run_dir
 
 
 @pytest.mark.parametrize(
@@ -133,9 +106,10 @@ def test_weights_of_version_01_count_tokens_as_they_did(tmp_path):
         (["method=grpo_sg"], "did you mean 'grpo-sg'"),
         (["method.weight.kind=sigmod"], "method.weight.kind = 'sigmod': unknown; did you mean 'sigmoid'"),
         (["method.weight.tau=1"], "method.weight.tau: unknown field"),
-        (["method=grpo-sg", "method.weight.tau=-1"], "tau"),
-        (["name=../escape"], "name = '../escape'"),
-        (["name=.hidden"], "name"),
+        (["method=grpo-sg", "method.weight.tau=-1"], "method.weight.tau = -1: input should be greater than 0"),
+        (["name=mine"], "name: removed in 0.3: give `out`, the run's folder"),
+        (["method.penalty.kind=none"], "method.penalty.kind = none: removed in 0.3: set method.penalty to null"),
+        (["method.sharpness.rho=0.1"], "method.sharpness.kind: missing; valid: gradient_norm_penalty, sam"),
         (["task.people=9"], "task.people"),
         (
             ["update.mini_batches=25"],
@@ -178,7 +152,7 @@ def test_a_broken_file_is_named(tmp_path: Path, content, says):
 
 def test_numbers_in_scientific_notation_are_numbers():
     assert parse_override("optimizer.lr=1e-4") == {"optimizer": {"lr": 1e-4}}
-    assert parse_override("name=run-1") == {"name": "run-1"}
+    assert parse_override("out=run-1") == {"out": "run-1"}
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12)
@@ -201,26 +175,19 @@ def test_any_mapping_is_a_config_or_a_user_error(tmp_path_factory: pytest.TempPa
         assert isinstance(config, RunConfig)
 
 
-def test_every_field_is_explained():
-    def undocumented(model: type[BaseModel], place: str):
-        for name, info in model.model_fields.items():
-            if not info.description and name not in ("kind",):
-                yield f"{place}{name}"
-            if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-                yield from undocumented(info.annotation, f"{place}{name}.")
-
-    assert list(undocumented(RunConfig, "")) == []
-    lines = explain_fields(build_config())
-    assert any(line.startswith("optimizer.lr = 0.0001") for line in lines)
-    unreadable = [line for line in lines if "Annotated" in line or "FieldInfo" in line or "<function" in line]
-    assert unreadable == []
-    assert any(
-        line.startswith("task.people = 3  [int, >= 2, <= 7 | list of (int, >= 2, <= 7), length >= 1]") for line in lines
+def test_every_setting_is_listed_once_for_each_kind_and_described():
+    rows = list(settings_of(RunConfig))
+    assert [row.path for row in rows if not row.description] == []
+    assert len({(row.path, row.kind) for row in rows}) == len(rows)
+    assert not [row for row in rows if any(text in row.values for text in ("Annotated", "FieldInfo", "<function"))]
+    found = {(row.path, row.kind): row for row in rows}
+    assert found["task.people", "knights_knaves"].values == "int, >= 2, <= 7 | list of (int, >= 2, <= 7), length >= 1"
+    assert found["method.weight.function", "custom"].default == "required"
+    assert found["method.sharpness.rho", "sam"].default == "0.05"
+    assert "a schedule {kind, start, end}" in found["method.ratio.p", "holder"].values
+    assert found["method.clip", ""].values.startswith("ppo | cispo") and found["method.clip", ""].values.endswith(
+        "null"
     )
-    assert any(line.startswith("name = null  [str | null]") for line in lines)
-    assert any(line.startswith("health.truncation: Applies above") for line in lines)
-    (task,) = (line for line in lines if line.startswith("task.kind = "))
-    assert '"math"' in task and '"knights_knaves"' in task
 
 
 def test_a_bare_off_is_no_truth_value():
@@ -231,16 +198,32 @@ def test_a_bare_off_is_no_truth_value():
         build_config(None, ["probes.preset=true"])
 
 
-@pytest.mark.parametrize(
-    "name", ["..", ".", "", "a/b", "../a", "/tmp", "a\\b", "a\nb", "\x1b[31m", "a b", ".a", "-a", "a" * 200]
-)
-def test_a_run_name_cannot_leave_its_folder(name):
-    with pytest.raises(UserError, match="must be at most 128 letters, digits"):
-        build_config(values={"name": name})
+def test_the_learning_rate_depends_on_the_policy_unless_it_is_given():
+    assert build_config().optimizer.lr == 1e-4
+    assert build_config(values={"task": {"kind": "math"}}).optimizer.lr == 1e-4  # its embedded policy
+    assert build_config(values={"policy.model": "Qwen/Qwen2.5-0.5B"}).optimizer.lr == 1e-6
+    assert build_config(values={"policy.model": "x", "optimizer.beta1": 0.8, "optimizer.lr": None}).optimizer.lr == 1e-6
+    assert build_config(values={"policy.model": "x", "optimizer.lr": 0.01}).optimizer.lr == 0.01
 
 
-def test_a_plain_run_name_is_used(tmp_path: Path):
-    assert (
-        build_config(values={"out": str(tmp_path), "name": "grpo-sg_lr=1e-4.seed3"}).run_dir
-        == tmp_path / "grpo-sg_lr=1e-4.seed3"
-    )
+def test_the_configuration_of_a_run_of_version_0_2_is_read(tmp_path: Path):
+    """Parts that were called none, all, behavior or single are null; settings that are gone are ignored."""
+    old = {
+        "name": "x",
+        "out": "elsewhere",
+        "method": {
+            "name": "kl-cov",
+            "clip": {"kind": "none"},
+            "tokens": {"kind": "all"},
+            "proximal": {"kind": "behavior"},
+            "advantage": {"kind": "group", "scale": "none", "ddof": 1, "epsilon": 1e-4},
+        },
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
+    found = read_recorded(tmp_path, {"steps": 3}, ["seed=4"])
+    assert found.run_dir == tmp_path and (found.steps, found.seed) == (3, 4)
+    assert found.method.clip is None and found.method.tokens is None and found.method.advantage.scale == "none"
+    with pytest.raises(UserError, match="name: removed in"):
+        build_config(tmp_path / "config.yaml")
+    with pytest.raises(UserError, match="give the folder of a run"):
+        read_recorded(tmp_path.parent)

@@ -1,26 +1,94 @@
-"""Weightings as configured."""
+"""Functions of the user's own as token weights, and schedules."""
 
 from __future__ import annotations
 
+import math
+import sys
+from pathlib import Path
+
 import pytest
+import torch
 from pydantic import ValidationError
 
+from sharpscope import register_token_weight
+from sharpscope.config import Schedule
 from sharpscope.config.token_weights import (
+    CustomWeight,
     LinearWeight,
+    ReverseWeight,
     ShuffledWeight,
     SigmoidWeight,
+    find_token_weight,
 )
-from sharpscope.objective import (
-    Method,
-    Schedule,
-    named_method,
-)
+from sharpscope.errors import UserError
+from sharpscope.objective import Method, StepTensors, named_method, token_weights
+from tests.objective.data import step_of, weights_of
+
+
+@register_token_weight("test-gentle", pointwise=True, bounds=(0.5, 1.0))
+def gentle(step: StepTensors, power: float = 0.5) -> torch.Tensor:
+    """0.5 + π^power/2."""
+    return 0.5 + (power * step.logp).exp() / 2
+
+
+def test_a_registered_function_works_and_keeps_what_it_declares():
+    weight = CustomWeight(function="test-gentle", arguments={"power": 1.0})
+    assert weights_of(weight, step_of(logp=[0.0, math.log(0.5)])) == pytest.approx([1.0, 0.75])
+    assert weight.pointwise and weight.bounds == (0.5, 1.0)
+    assert weights_of(ReverseWeight(of=weight), step_of(logp=[0.0])) == pytest.approx([0.5])
+    assert CustomWeight(function=f"{__name__}:gentle").pointwise
+    logp = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
+    step = step_of(logp=[-1.0])
+    assert not token_weights(weight, type(step)(**(vars(step) | {"logp": logp}))).requires_grad
+
+
+def test_a_function_by_import_path_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "my_weights.py").write_text("def steep(step):\n    return step.logp.exp() ** 2\n")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    weight = CustomWeight(function="my_weights:steep")
+    assert sys.path == before
+    assert weights_of(weight, step_of(logp=[math.log(0.5)])) == pytest.approx([0.25])
+    assert not weight.pointwise and weight.bounds is None
+    del sys.modules["my_weights"]
+
+
+BAD = {
+    "shape": (lambda step: step.logp[:, 0], r"shape \(2,\); it must be \(N, T\) = \(2, 1\)"),
+    "sign": (lambda step: step.logp, "negative weights"),
+    "nan": (lambda step: step.logp * torch.nan, "not finite"),
+    "integer": (lambda step: torch.ones(2, 1, dtype=torch.long), "floating-point"),
+    "type": (lambda step: 1.0, "returned float"),
+    "raise": (lambda step: 1 / 0, "raised ZeroDivisionError"),
+    "bounds": (lambda step: step.logp * 0 + 7.0, r"declares weights in \[0.0, 1.0\] but returned \[7, 7\]"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_function_that_is_wrong_is_named_with_the_reason(what: str):
+    function, message = BAD[what]
+    register_token_weight(f"test-bad-{what}", bounds=(0.0, 1.0) if what == "bounds" else None)(function)
+    with pytest.raises(UserError, match=message) as error:
+        token_weights(CustomWeight(function=f"test-bad-{what}"), step_of(logp=[-1.0, -2.0]))
+    assert "\n" not in str(error.value) and f"test-bad-{what}" in str(error.value)
+
+
+def test_names_cannot_be_taken_twice_or_look_like_paths():
+    for name, options, says in (
+        ("test-gentle", {}, "already taken"),
+        ("a:b", {}, "colon"),
+        ("test-bounds", {"bounds": (2.0, 1.0)}, "0 <= L < U"),
+    ):
+        with pytest.raises(UserError, match=says):
+            register_token_weight(name, **options)(lambda step: step.logp)
+    register_token_weight("test-gentle", pointwise=True, bounds=(0.5, 1.0))(gentle)  # a module that is imported again
+    assert find_token_weight("test-gentle").function is gentle
+    with pytest.raises(UserError, match="did you mean 'test-gentle'"):
+        CustomWeight(function="test-gentel")
 
 
 def test_schedules_are_resolved_everywhere_and_checked_at_both_ends():
-    holder = named_method("holder")
-    assert [holder.at(p).ratio.p for p in (0.0, 0.25, 1.0)] == [2.0, 1.0, -2.0]
-    assert named_method("grpo").at(0.5) is not None
+    assert named_method("grpo").at(0.5) is named_method("grpo")
     deep = Method(name="x", weight=ShuffledWeight(of=LinearWeight(alpha=Schedule(start=0.0, end=1.0))))
     assert deep.at(0.5).weight.of.alpha == 0.5
     for ends in ((0.0, 1.5), (-0.5, 1.0)):

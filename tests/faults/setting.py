@@ -120,7 +120,7 @@ def tiny_config(policy: Path, run_dir: Path, setting: Mapping[str, Any], **chang
     """The configuration of a run in `run_dir`; `changes` are field paths with `__` for the dot."""
     from sharpscope.config import build_config
 
-    values = {**setting, "policy.model": str(policy), "out": str(run_dir.parent), "name": run_dir.name}
+    values = {**setting, "policy.model": str(policy), "out": str(run_dir)}
     return build_config(values=values | {path.replace("__", "."): value for path, value in changes.items()})
 
 

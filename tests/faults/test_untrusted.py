@@ -12,7 +12,7 @@ import pytest
 
 from sharpscope.config import build_config
 from sharpscope.errors import UserError
-from sharpscope.sweeps.plan import run_name
+from sharpscope.sweeps import run_name
 from sharpscope.traces import TraceWriter, load_run, update_run_info
 from tests.faults.malformed import call, contents, verdict
 

@@ -12,7 +12,7 @@ from tests.conftest import TOY
 @pytest.fixture(scope="package")
 def trained(tiny_policy, tmp_path_factory):
     """Configuration of a run of six steps with all of its checkpoints."""
-    values = {**TOY, "policy.model": str(tiny_policy), "out": str(tmp_path_factory.mktemp("runs")), "name": "run"}
+    values = {**TOY, "policy.model": str(tiny_policy), "out": str(tmp_path_factory.mktemp("runs") / "run")}
     changes = {"steps": 6, "checkpoint.every": 1, "checkpoint.keep_last": 9, "evaluation.every": 0, "seed": 3}
     changes |= {
         "method": "grpo-sg",

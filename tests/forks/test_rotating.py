@@ -32,8 +32,7 @@ def folder(tiny_policy, tmp_path_factory):
     values = {
         **TOY,
         "policy.model": str(tiny_policy),
-        "out": str(out),
-        "name": "run",
+        "out": str(out / "run"),
         "method": "grpo-sg",
         "evaluation.every": 0,
         "method.weight.preset": "calibrated",
@@ -64,8 +63,7 @@ def test_an_adaptive_entropy_bonus_has_its_coefficient_of_the_checkpoint(tiny_po
     values = {
         **TOY,
         "policy.model": str(tiny_policy),
-        "out": str(tmp_path),
-        "name": "run",
+        "out": str(tmp_path / "run"),
         "method": "grpo",
         "steps": 3,
         "evaluation.every": 0,

@@ -66,7 +66,7 @@ def _runs() -> Iterator[tuple[str, str]]:
 
     with tempfile.TemporaryDirectory() as folder:
         for method in METHODS:
-            values = SMALL | {"method": method, "out": folder, "name": method}
+            values = SMALL | {"method": method, "out": f"{folder}/{method}"}
             if method in ("grpo-sam",):
                 values["recording.update_attribution"] = False
             if method == "dapo":

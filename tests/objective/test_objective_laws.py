@@ -14,13 +14,11 @@ from torch import Tensor
 
 from sharpscope.config import method_names, same_at_one_update
 from sharpscope.config.method import (
-    AllTokens,
     CispoClip,
     DppoMask,
     FixedEntropyBonus,
     HolderRatio,
     Kl,
-    NoClip,
     SapoClip,
     SequenceRatio,
     VespoGate,
@@ -31,13 +29,12 @@ from sharpscope.objective import (
     calibrate,
     entropy_bonus,
     named_method,
-    passes_of,
     policy_loss,
     prepare,
     token_normalizer,
     token_weights,
 )
-from sharpscope.objective.ratios import importance_ratio
+from sharpscope.objective.loss import importance_ratio
 from tests.objective.data import LIMIT, Case, make_case
 from tests.objective.test_objective import ORACLES, TOY
 
@@ -60,7 +57,7 @@ def loss_and_gradient(
     normalizer = token_normalizer(method, case.mask, LIMIT, keep=plan.keep, dtype=torch.float64)
     logp = (case.now if now is None else now).clone().requires_grad_()
     loss = torch.zeros((), dtype=torch.float64)
-    for index in range(passes_of(method)):
+    for index in range(method.pass_count):
         for rows in split or [torch.arange(len(logp))]:
             loss = (
                 loss
@@ -194,7 +191,7 @@ def test_at_ratio_one_the_clip_does_nothing(seed: int, name: str):
     case = make_case(named_method(name), seed)
     method = ready(name, case)
     now = case.proximal if name == "ppo-ewma" else case.step.behavior_logp
-    unclipped = method.model_copy(update={"clip": NoClip()})
+    unclipped = method.model_copy(update={"clip": None})
     clipped, free = loss_and_gradient(method, case, now), loss_and_gradient(unclipped, case, now)
     torch.testing.assert_close(clipped[1], free[1], rtol=0, atol=1e-12)
     # The values of some are no r·A; their gradients agree.
@@ -203,7 +200,7 @@ def test_at_ratio_one_the_clip_does_nothing(seed: int, name: str):
 
 
 def test_tr_grpo_and_clip_cov_differ_from_their_unclipped_forms_at_ratio_one():
-    for name, free in (("tr-grpo", {"clip": NoClip()}), ("clip-cov", {"tokens": AllTokens()})):
+    for name, free in (("tr-grpo", {"clip": None}), ("clip-cov", {"tokens": None})):
         case = make_case(named_method(name), 0)
         method = ready(name, case)
         at_one = loss_and_gradient(method, case, case.step.behavior_logp)
@@ -290,7 +287,7 @@ def test_lopti_passes_cover_each_token_once(name: str):
         case = make_case(named_method(name), seed)
         method = ready(name, case)
         plan = prepare(method, case.step)
-        cover = sum(plan.pass_mask(i).int() for i in range(passes_of(method)))
+        cover = sum(plan.pass_mask(i).int() for i in range(method.pass_count))
         assert torch.equal(cover, case.mask.int())
         single = method.model_copy(update={"passes": named_method("grpo").passes})
         same(loss_and_gradient(method, case), loss_and_gradient(single, case))  # nothing lost, nothing counted twice
@@ -358,7 +355,7 @@ def train(method: Method, case: Case, optimizer: Callable[[list[Tensor]], torch.
 def test_adamw_is_unmoved_by_constant_weights_and_sgd_is_not():
     """KL off, no clip, no gradient clipping, epsilon far below the gradients: AdamW divides the scale out."""
     case = make_case(named_method("grpo"), 7)
-    plain = named_method("grpo").model_copy(update={"clip": NoClip()})
+    plain = named_method("grpo").model_copy(update={"clip": None})
     weight = ready("grpo-sg-constant", case).weight
     scaled = plain.model_copy(update={"weight": weight})
     assert 1.05 < float(token_weights(weight, case.step)[case.mask].mean()) < 1.4

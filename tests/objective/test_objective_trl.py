@@ -19,8 +19,6 @@ from sharpscope.config.method import (
     Kl,
     LeaveOneOutAdvantage,
     MaskedCorrection,
-    NoCorrection,
-    NoEntropyBonus,
     OffPolicyMask,
     TruncatedCorrection,
 )
@@ -177,7 +175,7 @@ def test_parts_equal_trls(name: str, batch: dict[str, Tensor], tmp_path: Path):
 def trls_ratio(method: Method, old: Tensor, sampler: Tensor, mask: Tensor) -> Tensor | None:
     """The factor that TRL computes while it generates (`vllm_importance_sampling_mode`), after its code."""
     spec = method.correction
-    if isinstance(spec, NoCorrection):
+    if spec is None:
         return None
     assert isinstance(spec, TruncatedCorrection | MaskedCorrection)
     difference = (old - sampler) * mask
@@ -208,7 +206,7 @@ def our_loss(method: Method, model: torch.nn.Module, batch: dict[str, Tensor], s
     normalizer = token_normalizer(method, mask, COMPLETION)
     plan = prepare(method, step)
     loss = policy_loss(method, plan, now, normalizer, reference_logp=reference).loss
-    if method.needs_entropy:
+    if method.entropy is not None:
         loss = loss - entropy_bonus(EntropyControl().applied(method.entropy), plan, entropy, int(mask.sum()))
     inputs = {k: batch[k] for k in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")} | {
         "advantages": advantage,
@@ -434,7 +432,7 @@ def test_adaptive_entropy_is_trls(batch: dict[str, Tensor], tmp_path: Path):
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), kept, strict=True):
                 parameter.copy_(value * (scale if value.dim() == 2 else 1.0))
-        plain, inputs = our_loss(method.model_copy(update={"entropy": NoEntropyBonus()}), model, batch, False)
+        plain, inputs = our_loss(method.model_copy(update={"entropy": None}), model, batch, False)
         _, entropy = logps(model, batch)
         applied.append(control.applied(spec))
         plan = prepare(method, bare_step(batch))

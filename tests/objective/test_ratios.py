@@ -18,7 +18,7 @@ from sharpscope.objective import (
     prepare,
     token_normalizer,
 )
-from sharpscope.objective.ratios import importance_ratio
+from sharpscope.objective.loss import importance_ratio
 from tests.objective.data import LIMIT, make_case
 
 

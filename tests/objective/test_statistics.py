@@ -12,12 +12,12 @@ from torch import Tensor
 from sharpscope.config.token_weights import (
     LinearWeight,
     SigmoidWeight,
+    percentile,
 )
 from sharpscope.objective import (
     named_method,
     summarize_weights,
 )
-from sharpscope.objective.statistics import weighted_percentile
 from tests.oracles import objective as oracle
 
 
@@ -55,6 +55,6 @@ def test_weighted_percentiles_against_brute_force(seed: int):
     value[~mask] = torch.nan
     inside, masses = value[mask].tolist(), mass[mask].tolist()
     for q in (0.5, 10, 37, 50, 90, 100):
-        assert weighted_percentile(value, mask, mass, q) == oracle.mass_percentile(inside, masses, q / 100)
+        assert percentile(value, mask, q, mass) == oracle.mass_percentile(inside, masses, q / 100)
         repeated = np.percentile(inside, q, method="inverted_cdf")
-        assert weighted_percentile(value, mask, torch.full_like(mass, 0.25), q) == repeated
+        assert percentile(value, mask, q, torch.full_like(mass, 0.25)) == repeated

@@ -18,7 +18,7 @@ from sharpscope.objective import (
     prepare,
     token_normalizer,
 )
-from sharpscope.objective.surrogates import clipped_objective
+from sharpscope.objective.loss import clipped_objective
 from tests.objective.data import LIMIT, as_batch, make_case, tokens_step
 from tests.oracles import objective as oracle
 

@@ -52,11 +52,11 @@ def recorded(tiny_policy, tmp_path_factory):
     from tests.conftest import TOY
 
     out = tmp_path_factory.mktemp("observed")
-    base = {**TOY, "policy.model": str(tiny_policy), "out": str(out), "method": "grpo"}
+    base = {**TOY, "policy.model": str(tiny_policy), "method": "grpo"}
     full = {path.replace("__", "."): value for path, value in (RECORD | SURFACE).items()}
     nothing = full | {"recording.token_gradients_every": 0, "recording.heldout_influence_every": 0, "probes.every": 0}
-    train(build_config(values=base | full | {"name": "full"}))
-    train(build_config(values=base | nothing | {"name": "nothing"}))
+    train(build_config(values=base | full | {"out": str(out / "full")}))
+    train(build_config(values=base | nothing | {"out": str(out / "nothing")}))
     return out / "full", out / "nothing"
 
 
@@ -276,8 +276,8 @@ def test_a_probe_that_fails_its_check_is_left_out_and_the_run_goes_on(tiny_polic
 
     monkeypatch.setattr(runner, "curvature", wrong)
     values = {path.replace("__", "."): value for path, value in (RECORD | SURFACE).items()}
-    values |= {"policy.model": str(tiny_policy), "out": str(tmp_path), "method": "grpo", "probes.gradient_samples": 0}
-    config = build_config(values={**TOY, **values, "name": "faulty"})
+    values |= {"policy.model": str(tiny_policy), "method": "grpo", "probes.gradient_samples": 0}
+    config = build_config(values={**TOY, **values, "out": str(tmp_path / "faulty")})
     assert train(config).status == "finished"
     run = sharpscope.load_run(tmp_path / "faulty")
     events = run.events[run.events["rule"] == "self_check"]
@@ -298,7 +298,14 @@ def test_a_probe_that_fails_its_check_is_left_out_and_the_run_goes_on(tiny_polic
     monkeypatch.setattr(runner, "curvature", curvature)
     train(
         build_config(
-            values={**TOY, **values, "name": "unchecked", "probes.check": "off", "probes.every": 0, "steps": 2}
+            values={
+                **TOY,
+                **values,
+                "out": str(tmp_path / "unchecked"),
+                "probes.check": "off",
+                "probes.every": 0,
+                "steps": 2,
+            }
         )
     )
     unchecked = sharpscope.load_run(tmp_path / "unchecked")

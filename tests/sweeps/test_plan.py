@@ -79,10 +79,11 @@ def test_mistakes_are_found_before_anything_runs(sweep_file, tmp_path: Path):
         ({"settings": [{}, {}]}, "share the folder"),
         ({"base": {"seed": 3}}, "base: seed = 3 does not belong here; list seeds under `seeds`"),
         ({"base": {"out": "elsewhere"}}, "base: out = 'elsewhere' does not belong here; set `out` of the sweep"),
-        ({"base": {"name": "zz"}}, "base: name = 'zz' does not belong here; remove it"),
+        ({"base": {"name": "zz"}}, "name: removed in 0.3"),
         ({"settings": [{}, {"seed": 1}]}, "settings.*seed = 1 does not belong here"),
         ({"grid": {"seed": [1, 2]}}, "grid: seed = .*does not belong here"),
-        ({"smoke": {"name": "zz"}}, "smoke: name = 'zz' does not belong here"),
+        ({"smoke": {"seed": 1}}, "smoke: seed = 1 does not belong here"),
+        ({"methods": ["grpo", "grop"]}, "did you mean 'grpo'"),
     ):
         with pytest.raises(UserError, match=says):
             plan_sweep(read_sweep(sweep_file(**changes)))

@@ -90,7 +90,6 @@ def cut_off(tiny_policy, tmp_path_factory):
     base = {
         **TOY,
         "policy.model": str(tiny_policy),
-        "out": str(out),
         "steps": 7,
         "evaluation.every": 0,
         "checkpoint.every": 2,
@@ -98,7 +97,7 @@ def cut_off(tiny_policy, tmp_path_factory):
         "method": "clip-cov",
         "method.entropy": {"kind": "adaptive", "target": 100.0},
     }
-    whole, broken = (build_config(values=base | {"name": name}) for name in ("whole", "broken"))
+    whole, broken = (build_config(values=base | {"out": str(out / name)}) for name in ("whole", "broken"))
     train(whole)
     train(broken, StopAfter(5))
     assert [step_of(path) for path in checkpoints(broken.run_dir)] == [2, 4, 5]
@@ -106,8 +105,8 @@ def cut_off(tiny_policy, tmp_path_factory):
 
 
 def copy_of(config, tmp_path):
-    shutil.copytree(config.run_dir, tmp_path / config.run_name)
-    return config.model_copy(update={"out": str(tmp_path)})
+    shutil.copytree(config.run_dir, tmp_path / "copy")
+    return config.model_copy(update={"out": str(tmp_path / "copy")})
 
 
 @pytest.mark.parametrize("victim", ["model.safetensors", "optimizer.safetensors", "config.json", "checksums.json"])

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from sharpscope.cli.sweeping import _Bars
 
 from sharpscope.cli.console import progress
-from sharpscope.cli.sweeping import _Bars
 from sharpscope.training import display as shown
 from sharpscope.training.display import RichDisplay, minutes
 

@@ -345,8 +345,8 @@ def test_groups_without_an_advantage_have_no_backward_pass_and_change_nothing(wo
         passes, run = sum(run), []
         patch.setattr(learner._Updates, "_moving", lambda self, rows: torch.ones(len(rows), dtype=torch.bool))
         wanted, all_learned = gradient(policy, drawn, value, **changes)
-    has_own_gradient = value.needs_entropy or (value.kl.coef > 0 and not value.kl_in_reward)
-    if value.penalty.kind == "none":  # otherwise some groups may have a penalty
+    has_own_gradient = value.entropy is not None or (value.kl.coef > 0 and not value.kl_in_reward)
+    if value.penalty is None:  # otherwise some groups may have a penalty
         share = 1.0 if has_own_gradient else float((~idle).double().mean())
         assert passes == pytest.approx(share * sum(run))
     for one, other in zip(found, wanted, strict=True):

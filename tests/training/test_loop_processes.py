@@ -65,7 +65,7 @@ def values(toy_config, folder, name, **changes):
     from tests.conftest import TOY
 
     model = toy_config().policy.model
-    return {**TOY, "policy.model": model, "out": str(folder), "name": name, **RECORDED, **changes}
+    return {**TOY, "policy.model": model, "out": str(folder / name), **RECORDED, **changes}
 
 
 def alone(folder, values, resume=False):

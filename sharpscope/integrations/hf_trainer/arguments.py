@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sharpscope.config import RunConfig, check_keys, resolve_method, validate
+from sharpscope.config import RunConfig, check_keys, validate
 from sharpscope.errors import UserError
 from sharpscope.policy.adapters import has_adapters
 
@@ -71,8 +71,7 @@ def common_settings(trainer: Any, out: Path, task: str, steps: int) -> dict[str,
     model = trainer.accelerator.unwrap_model(trainer.model)
     schedule = _schedule(trainer)
     return {
-        "name": out.name,
-        "out": str(out.parent),
+        "out": str(out),
         "seed": int(args.seed),
         "steps": max(1, steps),
         "task": {"kind": "custom", "factory": task},
@@ -103,7 +102,7 @@ def checked_config(data: Mapping[str, Any]) -> RunConfig:
         UserError: an option is wrong or not available for the run of another trainer.
     """
     check_keys(RunConfig, data)
-    config: RunConfig = resolve_method(validate(RunConfig, data))
+    config: RunConfig = validate(RunConfig, data)
     if config.recording.heldout_influence_every != 0:
         raise UserError(
             "recording.heldout_influence_every: a recorded trainer has no probe set of held-out prompts; set it to 0"

@@ -25,7 +25,6 @@ from transformers import Trainer
 
 from sharpscope import distributed
 from sharpscope.config import RunConfig
-from sharpscope.config.method import NoClip
 from sharpscope.errors import UserError
 from sharpscope.integrations.hf_trainer.arguments import check_setup, checked_config, common_settings, schedule_notes
 from sharpscope.integrations.hf_trainer.base import TrainerRecorder
@@ -205,7 +204,7 @@ class SupervisedRecorder(TrainerRecorder):
         self.critical = critical_sharpness and not held
         self._kept: list[_Again] = []  # micro-batches of an update whose loss is computed again
         config = self.config_of(max(int(trainer.args.max_steps), 1))
-        method = Method(name=kind, clip=NoClip())
+        method = Method(name=kind, clip=None)
         notes = schedule_notes(trainer)
         if critical_sharpness and held:
             notes.append(

@@ -15,25 +15,25 @@ from sharpscope.config.method import (
     DppoMask,
     DualClip,
     EntropyBonus,
-    EwmaProximal,
     FixedEntropyBonus,
     GmpoClip,
+    HolderRatio,
     Kl,
     KlCovPenalty,
     LpRegPenalty,
     Method,
-    NoCorrection,
     OffPolicyMask,
     PpoClip,
+    Ratio,
     SapoClip,
     SequenceRatio,
+    TokenRatio,
     VespoGate,
 )
-from sharpscope.objective.ratios import importance_ratio
-from sharpscope.objective.values import LossOutput, Plan
+from sharpscope.objective.values import LossOutput, Plan, per_token
 
-#: [nats] e^80 still fits in float32; an infinite ratio would turn the zero gradient of a clipped token into NaN.
 LARGEST_LOG_RATIO = 80.0
+"""e^80 still fits in float32; an infinite ratio would turn the zero gradient of a clipped token into NaN [nats]."""
 
 
 def policy_loss(
@@ -60,8 +60,8 @@ def policy_loss(
         logp: (n, T) [nats] under the current policy, with gradient.
         normalizer: (n, T) rows of `token_normalizer` over all completions of the update.
         reference_logp: (n, T) [nats] under the reference policy; needed if `method.kl.coef` is not 0.
-        proximal_logp: (n, T) [nats] under the proximal policy; needed if `method.needs_proximal`.
-        pass_index: which of the `passes_of(method)` optimizer passes this update is.
+        proximal_logp: (n, T) [nats] under the proximal policy; needed if the method has a `proximal` policy.
+        pass_index: which of the `pass_count` optimizer passes this update is.
 
     Raises:
         ValueError: shapes differ, or log-probabilities that the method needs are missing.
@@ -72,14 +72,13 @@ def policy_loss(
         raise ValueError(
             f"logp {tuple(logp.shape)}, normalizer {tuple(normalizer.shape)} and plan {tuple(mask.shape)} must agree"
         )
-    decoupled = isinstance(method.proximal, EwmaProximal)
-    if decoupled and proximal_logp is None:
+    if method.proximal is not None and proximal_logp is None:
         raise ValueError("this method needs proximal_logp")
     if method.kl.coef > 0 and reference_logp is None:
         raise ValueError("this method needs reference_logp: kl.coef is not 0")
     active = torch.where(plan.pass_index == pass_index, normalizer, 0.0)  # (n, T); masked-out tokens are in no pass
     logp = torch.where(mask, logp, 0.0)  # values outside the mask may be anything, also not finite
-    anchor = proximal_logp if decoupled and proximal_logp is not None else plan.behavior_logp
+    anchor = plan.behavior_logp if method.proximal is None or proximal_logp is None else proximal_logp
     log_ratio = torch.where(mask, logp - anchor.detach(), 0.0).clamp(max=LARGEST_LOG_RATIO)
     ratio = importance_ratio(method.ratio, log_ratio, mask)
 
@@ -95,10 +94,10 @@ def policy_loss(
         objective, clipped = clipped_objective(method.clip, coordinate, plan.advantage, logp)
     if method.weight_on == "surrogate":
         objective = weight * objective
-    if decoupled:
+    if method.proximal is not None:
         stale = torch.where(mask, anchor - plan.behavior_logp, 0.0).detach()
         objective = importance_ratio(method.ratio, stale, mask) * objective
-    if not isinstance(method.correction, NoCorrection) and not isinstance(method.clip, VespoGate):
+    if method.correction is not None and not isinstance(method.clip, VespoGate):
         objective = plan.correction * objective
     keep = plan.keep
     if method.off_policy is not None:
@@ -106,7 +105,7 @@ def policy_loss(
     surrogate = -(torch.where(keep, objective, 0.0) * active).sum()
     loss = surrogate
     if isinstance(method.penalty, KlCovPenalty):
-        loss = loss + (plan.penalty * _drift(method.penalty, log_ratio) * active).sum()
+        loss = loss + (plan.penalty * log_ratio.abs() * active).sum()
     elif isinstance(method.penalty, LpRegPenalty):
         below = logp.detach() < plan.proxy_logp  # only raises π
         loss = loss + (torch.where(below, plan.penalty * k3(logp, plan.proxy_logp), 0.0) * active).sum()
@@ -132,14 +131,14 @@ class EntropyControl:
     coef: float | None = None
     last: float | None = None
 
-    def applied(self, spec: EntropyBonus) -> float:
+    def applied(self, spec: EntropyBonus | None) -> float:
         """The coefficient in the next update's loss; schedules of a fixed bonus must be resolved (`at`)."""
         if isinstance(spec, AdaptiveEntropyBonus):
             coef = spec.initial if self.coef is None else self.coef
             return coef if self.last is not None and self.last <= spec.target else 0.0
         return float(spec.coef) if isinstance(spec, FixedEntropyBonus) else 0.0  # type: ignore[arg-type]
 
-    def count(self, spec: EntropyBonus, entropy: float) -> None:
+    def count(self, spec: EntropyBonus | None, entropy: float) -> None:
         """Change the coefficient after an update whose tokens had this mean entropy [nats]."""
         if isinstance(spec, AdaptiveEntropyBonus):
             coef = spec.initial if self.coef is None else self.coef
@@ -162,10 +161,10 @@ def entropy_bonus(coef: float, plan: Plan, entropy: Tensor, tokens: int, *, pass
     return coef * torch.where(plan.pass_mask(pass_index), entropy, 0.0).sum() / max(tokens, 1)
 
 
-def clipped_objective(clip: Clip, ratio: Tensor, advantage: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
+def clipped_objective(clip: Clip | None, ratio: Tensor, advantage: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
     """S(x, A) per token, and where a bound acts (−1 low, 1 high, else 0).
 
-    none: x·A. ppo: min(x·A, clip(x, 1 − low, 1 + high)·A); a bound acts where it takes the gradient away: above for A >
+    None: x·A. ppo: min(x·A, clip(x, 1 − low, 1 + high)·A); a bound acts where it takes the gradient away: above for A >
     0, below for A < 0. cispo: sg[clip(x, 1 − low, 1 + high)]·A·ln π; a bound acts where it binds and A ≠ 0. dual:
     ppo's, but at least bound·A for A < 0; there the upper bound acts where x > bound. sapo: (4/τ)·sigmoid(τ·(x − 1))·A;
     no bound acts. dppo: sg[min(x, bound)]·A·ln π where the mask keeps the token, else 0; a bound acts on the others.
@@ -293,6 +292,103 @@ def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
     return torch.where(condition, torch.full_like(like, yes), torch.full_like(like, no))
 
 
-def _drift(penalty: KlCovPenalty, log_ratio: Tensor) -> Tensor:
-    """D(π_old‖π) per token [nats]: |ln r|, or r − 1 − ln r."""
-    return log_ratio.abs() if penalty.estimator == "abs" else torch.expm1(log_ratio) - log_ratio
+def importance_ratio(spec: Ratio, log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """r_t, GSPO's s_i or HölderPO's power mean; with gradient through `log_ratio`.
+
+    token: exp(x_t). sequence: exp(mean_t x_t) (arXiv 2507.18071). holder: (mean_t exp(p·x_t))^(1/p) (arXiv 2605.12058),
+    whose limit p → 0 is the sequence ratio. Means run over the loss tokens of the completion.
+
+    Args:
+        spec: which; a schedule of p must be resolved (`at`).
+        log_ratio: (n, T) x_t = ln π − ln π_old [nats], 0 outside the mask.
+        mask: (n, T) bool.
+
+    Returns:
+        (n, T); sequence ratios repeat along T. 1 outside the mask for token ratios, and in rows without tokens.
+    """
+    if isinstance(spec, TokenRatio):
+        return log_ratio.exp()
+    if not isinstance(spec, HolderRatio) or spec.p == 0.0:
+        count = mask.sum(-1, keepdim=True).clamp(min=1)  # (n, 1)
+        log_mean = torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True) / count
+    else:
+        log_mean = _log_power_mean(log_ratio, mask, float(spec.p))  # type: ignore[arg-type]  # a schedule is resolved
+    return log_mean.exp().expand_as(log_ratio)  # (n, 1) -> (n, T)
+
+
+def _log_power_mean(log_ratio: Tensor, mask: Tensor, p: float) -> Tensor:
+    """(n, 1) ln (mean_t exp(p·x_t))^(1/p) = x* + ln(1 + mean_t(exp(p·(x_t − x*)) − 1))/p, p ≠ 0; 0 without tokens.
+
+    x* is the token with the largest p·x_t, so no exponential overflows. The form with exp(·) − 1 keeps its precision
+    for p → 0, where ln(mean exp(p·x_t))/p loses it. float64, because that mean comes close to −1 in long rows.
+    """
+    x = torch.where(mask, log_ratio, 0.0).double()
+    sign = 1.0 if p > 0 else -1.0
+    top = sign * torch.where(mask, sign * x.detach(), -torch.inf).amax(-1, keepdim=True)  # (n, 1)
+    top = torch.where(mask.any(-1, keepdim=True), top, 0.0)  # the value does not depend on x*, so it needs no gradient
+    excess = torch.where(mask, torch.expm1(p * torch.where(mask, x - top, 0.0)), 0.0)  # in (−1, 0]
+    mean = excess.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return (top + torch.log1p(mean) / p).to(log_ratio.dtype)
+
+
+def token_normalizer(
+    method: Method,
+    mask: Tensor,
+    max_completion_length: int,
+    *,
+    keep: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Coefficient of each token's loss, over all completions of ONE update; loss = Σ coefficient·token loss.
+
+    sequence_mean: 1/(n·length_i); token_mean: 1/Σ length; constant: 1/(n·max_completion_length); sequence_sum: 1/n;
+    kept_mean: 1/Σ keep. Otherwise token selections do not change it, and passes never do: every pass of Lopti divides by the
+    full token count.
+
+    Args:
+        method: its `aggregate` decides.
+        mask: (n, T) loss tokens of all completions of the update; a row without tokens still counts in n.
+        max_completion_length: the completion limit [tokens].
+        keep: (n, T) bool, rows of the plan's `keep`; needed by `kept_mean` unless the method keeps all tokens.
+        dtype: of the result.
+
+    Returns:
+        (n, T), 0 outside the mask.
+
+    Raises:
+        ValueError: `keep` is needed and missing.
+    """
+    mask = mask.bool()
+    rows = mask.shape[0]
+    counts = mask.to(dtype)
+    if method.aggregate == "sequence_mean":
+        return counts / (rows * counts.sum(-1, keepdim=True).clamp(min=1))
+    if method.aggregate == "token_mean":
+        return counts / counts.sum(dtype=torch.float64).clamp(min=1).to(dtype)
+    if method.aggregate == "kept_mean":
+        if keep is None and method.tokens is not None:
+            raise ValueError("aggregate=kept_mean needs keep")
+        kept = mask if keep is None else mask & keep
+        return counts / kept.sum(dtype=torch.float64).clamp(min=1).to(dtype)
+    if method.aggregate == "sequence_sum":
+        return counts / rows
+    return counts / (rows * max_completion_length)
+
+
+def gradient_mass(method: Method, mask: Tensor, advantage: Tensor, logit_grad_norm: Tensor) -> Tensor:
+    """|A_t|·coefficient_t·‖p_t − e_y‖₂, what each token gives to the gradient by its logits at weight 1 and ratio 1.
+
+    It equals |c_t|·‖p_t − e_y‖ for c_t = ∂L/∂ln π_t of an update over all rows, up to a factor common to all tokens.
+
+    Args:
+        method: its `aggregate` decides.
+        mask: (N, T) loss tokens of the step.
+        advantage: (N,) or (N, T).
+        logit_grad_norm: (N, T) ‖p − e_y‖₂.
+
+    Returns:
+        (N, T) in the dtype of `logit_grad_norm`, 0 outside the mask.
+    """
+    coefficient = token_normalizer(method, mask, 1, keep=mask.bool(), dtype=logit_grad_norm.dtype)
+    size = per_token(advantage, logit_grad_norm).to(logit_grad_norm).abs() * logit_grad_norm
+    return torch.where(mask.bool(), coefficient * size, 0.0)

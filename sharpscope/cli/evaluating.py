@@ -1,0 +1,108 @@
+"""`eval`: evaluate a policy on a task."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sharpscope.cli.console import check_empty
+from sharpscope.cli.running import SET_HELP
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("eval")(evaluate)
+
+
+def evaluate(
+    model: Annotated[
+        Path,
+        typer.Argument(help="Folder of a run (its last checkpoint), of a checkpoint or of a model, or embedded:NAME."),
+    ],
+    task: Annotated[
+        str | None,
+        typer.Option(help="Kind of a task. Default: that of the run or embedded policy, else knights_knaves."),
+    ] = None,
+    split: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Split. Repeatable. Default: heldout and unseen, if the task has them. For task dataset, `all` is all rows "
+            "of task.path, and heldout is the share task.heldout_fraction of them."
+        ),
+    ] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="Sampling temperature; 0 is greedy. Repeatable. Default: 0 and 1.")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts per level.")] = 500,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Completions per prompt at temperatures above 0 (n of avg@n). Default: the largest -k, or 1."
+        ),
+    ] = None,
+    k: Annotated[list[int] | None, typer.Option("-k", min=1, help="k of the unbiased pass@k. Repeatable.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    set_: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results (eval.csv).")] = None,
+) -> None:
+    """Evaluate a policy on a task by split, level and temperature, with 95 % intervals over prompts.
+
+    avg@n is the share of correct completions among n per prompt; pass@k is the probability that at least one of k is
+    correct.
+
+    Examples:
+      sharpscope eval embedded:knights_knaves --prompts 500
+
+      sharpscope eval path/or/hub-id --task dataset --set task.path=test.parquet --split all
+
+      sharpscope eval runs/first --split heldout --temperature 1 --samples 16 -k 1 -k 8
+    """
+    if out is not None:
+        check_empty(out)
+    from sharpscope.training import evaluate_model
+
+    rows = evaluate_model(
+        str(model),
+        task=task,
+        splits=tuple(split) if split else None,
+        temperatures=tuple(temperature or (0.0, 1.0)),
+        prompts=prompts,
+        samples=samples or max(k or [1]),
+        seed=seed,
+        pass_at=sorted(set(k or [])),
+        overrides=set_ or (),
+        on_progress=lambda text: typer.echo(f"  {text}", err=True),
+    )
+    _print(rows)
+    if out is not None:
+        import pandas as pd
+
+        out.mkdir(parents=True, exist_ok=True)
+        pd.DataFrame(rows).to_csv(out / "eval.csv", index=False)
+        typer.echo(f"Written: {out}/eval.csv")
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    pass_at = sorted(int(name.removeprefix("pass_at_")) for name in rows[0] if re.fullmatch(r"pass_at_\d+", name))
+    repeated = any(row["k"] > 1 for row in rows)
+    columns = ["split", "level", "T", "prompts", "n", "avg@n [95 %]", *(f"pass@{k} [95 %]" for k in pass_at)]
+    columns += (["pass@n"] if repeated else []) + ["reward"]
+    table = Table(*map(escape, columns), title=escape(str(rows[0]["task"])))
+    for row in rows:
+        cells = [row["split"], row["level"], f"{row['temperature']:g}", str(row["n"]), str(row["k"])]
+        cells += [_with_interval(row, "accuracy")]
+        cells += [_with_interval(row, f"pass_at_{k}") if k <= row["k"] else "" for k in pass_at]
+        cells += [f"{row['pass_at_k']:.2%}"] if repeated else []
+        table.add_row(*map(escape, cells), f"{row['reward_mean']:+.3f}")
+    Console().print(table)
+
+
+def _with_interval(row: dict[str, Any], name: str) -> str:
+    return f"{row[name]:.2%} [{100 * row[f'{name}_low']:.2f}, {100 * row[f'{name}_high']:.2f}]"

@@ -1,0 +1,289 @@
+"""`run` and `demo`: train one policy, or several runs of a sweep."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sharpscope.cli.console import check_empty, progress
+
+if TYPE_CHECKING:
+    from sharpscope.config import RunConfig
+    from sharpscope.sweeps import PlannedRun
+
+SET_HELP = "Set a field: --set rollout.group_size=16. Repeatable. `sharpscope config` lists the fields."
+WEIGHTS_HELP = "Token weights: module:function, or paper | calibrated (presets of the sigmoid). Controls apply to them."
+METHODS_HELP = "Methods, separated by commas: [label=]name[+field=value…]; a name is a method, or module:function."
+SWEEP_FIELDS = {"purpose", "base", "methods", "settings", "grid", "seeds", "claims", "smoke", "parts"}
+"""Fields of a YAML file that make it a sweep (`sharpscope.sweeps.SweepSpec`)."""
+LINE_EVERY = 60.0
+"""Interval between lines of progress without a terminal [s]."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    app.command("demo")(demo)
+    app.command("run")(run)
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder of the runs and the page.")] = Path("demo"),
+    seed: Annotated[int, typer.Option(help="Seed of both runs.")] = 0,
+    steps: Annotated[int, typer.Option(min=2, help="Steps per run.")] = 20,
+) -> None:
+    """Train the embedded policy on puzzles with GRPO and GRPO-SG, measure both, and say what was found, in less than 5 minutes.
+
+    Example:
+      sharpscope demo
+    """
+    check_empty(out)
+    from sharpscope.analysis import analyze, show_headline
+    from sharpscope.config import build_config
+    from sharpscope.training import RichDisplay, train
+
+    measured = {
+        "evaluation.every": steps,
+        "evaluation.prompts": 100,
+        "evaluation.temperatures": [1.0],
+        "recording.rotation_every": max(1, steps // 5),
+        "probes.every": max(1, steps // 4),
+    }
+    for number, method in enumerate(("grpo", "grpo-sg"), 1):
+        typer.echo(f"[{number}/2] {method}: {steps} steps on Knights-and-Knaves puzzles with three people")
+        values = {"method": method, "steps": steps, "seed": seed, "out": str(out / "runs" / method)}
+        outcome = train(build_config(values=values | measured), RichDisplay())
+        if outcome.status != "finished":
+            typer.echo(f"{outcome.status}: {outcome.reason}. Written: {outcome.run_dir}/")
+            raise typer.Exit(130 if outcome.status == "interrupted" else 1)
+    with progress("making the report") as update:
+        written = analyze([out / "runs"], out / "report", on_progress=update)
+    from rich.console import Console
+
+    Console().print(show_headline([out / "runs"]))
+    typer.echo(
+        f"\nOpen the report:  {written.page}\n"
+        'Your TRL run:     import sharpscope; sharpscope.record(trainer, out="runs/x")\n'
+        f"This run:         sharpscope show {out}/runs/grpo-sg"
+    )
+
+
+def run(
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML file of a run or a sweep, see experiments/. Other fields have defaults.")
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option("--method", "-m", help="[label=]name[+field=value…]; see `sharpscope methods`.")
+    ] = None,
+    methods: Annotated[str | None, typer.Option(help=f"{METHODS_HELP} Makes a sweep.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Seeds, separated by commas. Makes a sweep.")] = None,
+    task: Annotated[str | None, typer.Option(help="Kind of a task: `sharpscope config tasks`.")] = None,
+    model: Annotated[str | None, typer.Option(help="embedded:NAME, a model folder, or a Hugging Face Hub id.")] = None,
+    token_weights: Annotated[str | None, typer.Option("--token-weights", help=WEIGHTS_HELP)] = None,
+    label: Annotated[str | None, typer.Option(help="Name of the method in tables and legends.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of steps.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of training.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the run (of a sweep: of its runs). Default: runs/<label>-<task>-s<seed>."),
+    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Folder of an interrupted run to resume from its last checkpoint.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Disable the live display.")] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Sweep: concurrent runs; they share the threads.")] = 1,
+    part: Annotated[list[str] | None, typer.Option(help="Sweep: part to run. Repeatable. Default: all.")] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Sweep: run failed runs again.")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Sweep: its tiny version, in another folder.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Sweep: print the runs and the time, and exit.")] = False,
+) -> None:
+    """Train a policy and record token-level traces; with --methods, --seeds or a sweep's file, several. Repeat to resume a sweep.
+
+    Examples:
+      sharpscope run --method grpo-sg --steps 20
+
+      sharpscope run --methods grpo,flat=mine:flat_top --seeds 0,1,2 --workers 2
+
+      sharpscope run --task dataset --set task.path=puzzles.parquet --model path/or/hub-id --out runs/real
+
+      sharpscope run experiments/pair.yaml --dry-run
+
+      sharpscope run --resume runs/first
+
+      accelerate launch --num_processes 2 -m sharpscope run --method grpo-sg
+    """
+    from sharpscope.config import config_data, make_config, read_recorded, read_yaml
+    from sharpscope.errors import UserError
+
+    options = {"method": method, "task": task, "model": model, "steps": steps, "seed": seed, "lr": lr, "label": label}
+    if resume is not None:
+        others = [config, methods, seeds, token_weights, out, set_, *options.values()]
+        if any(value is not None for value in others):
+            raise UserError("--resume uses the settings of the run; remove the other options")
+        _train(read_recorded(resume), quiet, resume=True)
+        return
+    content = {} if config is None else read_yaml(config)
+    if methods is None and seeds is None and not SWEEP_FIELDS & set(content):
+        given = {"--part": part, "--retry": retry, "--smoke": smoke, "--dry-run": dry_run}
+        wrong = next((name for name, value in given.items() if value), None)
+        if wrong is not None:
+            raise UserError(f"{wrong}: goes with a sweep; give --methods or --seeds, or a file with methods or parts")
+        values = command_values(**options) | ({} if out is None else {"out": str(out)})
+        _train(make_config(config_data(config, set_ or (), values, token_weights)), quiet)
+        return
+    if label is not None:
+        raise UserError("--label: goes with one method; in --methods write label=name")
+    content = dict(content) if SWEEP_FIELDS & set(content) else _as_sweep(content)
+    content |= {} if out is None else {"out": str(out)}
+    if methods is not None or method is not None:
+        content["methods"] = [method] if methods is None else methods.split(",")
+    if seeds is not None or seed is not None:
+        content["seeds"] = [seed] if seeds is None else _numbers(seeds)
+    changes = config_data(None, set_ or (), command_values(task=task, model=model, steps=steps, lr=lr))
+    from sharpscope.sweeps import make_sweep, plan_sweep
+
+    runs = plan_sweep(make_sweep(content), smoke, part or (), changes, token_weights)
+    _sweep(runs, workers, retry, dry_run)
+
+
+def command_values(**options: Any) -> dict[str, Any]:
+    """Map the options of `run` to configuration paths; options that are None are omitted."""
+    paths = {"model": "policy.model", "lr": "optimizer.lr", "label": "method.label"}
+    values = {paths.get(name, name): value for name, value in options.items() if value is not None}
+    if "task" in values:
+        from sharpscope.tasks import task_choice
+
+        values["task"] = dict(task_choice(values["task"]))
+    return values
+
+
+def _as_sweep(content: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a run as that of a sweep."""
+    method, base = content.get("method", "grpo"), {**content}
+    seed, out = base.pop("seed", 0), base.pop("out", "runs")
+    name = method.get("name", "grpo") if isinstance(method, dict) else method
+    return {"base": base, "methods": [name], "seeds": [seed], "out": out}
+
+
+def _numbers(text: str) -> list[int]:
+    from sharpscope.errors import UserError
+
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise UserError(f"--seeds {text}: must be whole numbers separated by commas, such as 0,1,2")
+    return [int(part) for part in text.split(",")]
+
+
+def _train(config: RunConfig, quiet: bool, resume: bool = False) -> None:
+    """Train one run, print how it ended and the next commands."""
+    from sharpscope.config.run import default_lr
+    from sharpscope.traces import check_free
+
+    if not resume:
+        check_free(config.run_dir)
+    from sharpscope import distributed
+    from sharpscope.training import Display, RichDisplay, train
+
+    if not quiet and not resume and config.optimizer.lr == default_lr(config.policy.model):
+        kind = "embedded policies" if config.policy.model.startswith("embedded:") else "pretrained models"
+        typer.echo(f"learning rate {config.optimizer.lr:g}, the default for {kind} (--lr sets another)")
+    outcome = train(config, Display() if quiet else RichDisplay(), resume=resume)
+    if not distributed.is_rank_zero():
+        return
+    for text in outcome.notes:
+        typer.echo(f"note:   {text}")
+    count = f"{outcome.steps_done} step{'' if outcome.steps_done == 1 else 's'}"
+    files = f"{outcome.run_dir}/ (run.json, traces/, checkpoints/)"
+    typer.echo(f"{outcome.status}: {count}, {outcome.reason}. Written: {files}")
+    if outcome.status == "interrupted":
+        typer.echo(f"resume: sharpscope run --resume {outcome.run_dir}")
+    typer.echo(f"view:   sharpscope show {outcome.run_dir}   |   sharpscope analyze {outcome.run_dir}")
+    if outcome.status != "finished":
+        raise typer.Exit(130 if outcome.status == "interrupted" else 1)
+
+
+def _sweep(runs: Sequence[PlannedRun], workers: int, retry: bool, dry_run: bool) -> None:
+    """Execute a sweep and print how its runs ended, or only list them."""
+    from sharpscope.recording.environment import default_threads
+    from sharpscope.sweeps import execute
+
+    fixed = runs[0].config.threads
+    threads = fixed or max(1, max(default_threads(run.config.policy.model) for run in runs) // workers)
+    if dry_run:
+        _dry_run(runs, workers, threads)
+        return
+    with _Bar(runs) as bar:
+        outcome = execute(runs, workers=workers, threads=threads, retry=retry, on_progress=bar.update)
+    folder = runs[0].run_dir.parent
+    held = f", {len(outcome.held)} run by others" if outcome.held else ""
+    typer.echo(
+        f"{len(outcome.finished)} finished, {len(outcome.skipped)} already finished, {len(outcome.interrupted)} interrupted, "
+        f"{len(outcome.failed)} failed{held}. Written: {folder}/"
+    )
+    started = {run.name for run in runs if run.status == "failed"}
+    for name in outcome.failed:
+        again = "use --retry" if name in started else "fix this and repeat the command"
+        typer.echo(f"failed: {name}: {outcome.errors[name]}  (to run it again, {again})")
+    for name in (name for name in outcome.interrupted if name in outcome.errors):
+        typer.echo(f"interrupted: {name}: {outcome.errors[name]}")
+    for text in outcome.held.values():
+        typer.echo(f"run by others: {text}")
+    if outcome.interrupted:
+        typer.echo("resume: repeat the command")
+    typer.echo(f"view:   sharpscope analyze {folder}")
+    if len(outcome.finished) + len(outcome.skipped) < len(runs):
+        raise typer.Exit(130 if outcome.interrupted and not outcome.failed else 1)
+
+
+def _dry_run(runs: Sequence[PlannedRun], workers: int, threads: int) -> None:
+    from sharpscope.sweeps import estimate_step_seconds
+
+    remaining = [run for run in runs if run.status != "finished"]
+    for run in runs:
+        typer.echo(f"  {run.run_dir}  {run.config.steps} steps  {run.status}")
+    typer.echo(f"{len(runs)} runs, {len(remaining)} to do")
+    if remaining:
+        typer.echo("measuring a step …", err=True)
+        seconds = estimate_step_seconds(remaining[0], threads)
+        steps = sum(run.config.steps - run.steps_done for run in remaining)
+        typer.echo(
+            f"about {seconds * steps / workers / 3600:.2f} h: {steps} steps of {seconds:.2f} s (threads per run: {threads}; "
+            f"settings of the first run, without evaluation, probes and checkpoints), workers: {workers}"
+        )
+
+
+class _Bar:
+    """Progress of a sweep: a bar with the active runs, or a line a minute without a terminal."""
+
+    def __init__(self, runs: Sequence[PlannedRun]) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+        self.plain, self.printed_at, self.runs = not console.is_terminal, time.monotonic(), runs
+        self.total = sum(run.config.steps for run in runs)
+        self.progress = Progress(*columns, TimeRemainingColumn(), console=console, disable=self.plain)
+        self.task = self.progress.add_task("steps of all runs", total=self.total)
+
+    def __enter__(self) -> _Bar:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def update(self, active: Sequence[PlannedRun]) -> None:
+        """Show the steps done in the runs' folders."""
+        if self.plain and time.monotonic() - self.printed_at < LINE_EVERY:
+            return
+        self.printed_at = time.monotonic()
+        done = sum(run.steps_done for run in self.runs)
+        running = ", ".join(f"{run.name} {run.steps_done}/{run.config.steps}" for run in active) or "none"
+        self.progress.update(self.task, completed=done, description=running)
+        if self.plain:
+            typer.echo(f"{done} of {self.total} steps of all runs; running: {running}", err=True)

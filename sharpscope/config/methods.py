@@ -1,0 +1,372 @@
+"""The named methods with their equations and sources, their controls, and the labels of changed methods."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sharpscope.config import method as spec
+from sharpscope.config.base import Schedule, check_keys, fill_kinds, short, validate
+from sharpscope.config.method import Method
+from sharpscope.config.reading import load_yaml, merge, method_layer, method_parts
+from sharpscope.config.removed import check_removed
+from sharpscope.config.token_weights import (
+    ConstantWeight,
+    CovarianceGaussianWeight,
+    CustomWeight,
+    EntropyWeight,
+    LinearWeight,
+    MeanOneWeight,
+    PolarityWeight,
+    ReverseWeight,
+    ShuffledWeight,
+    SigmoidWeight,
+    UniformWeight,
+    Weighting,
+    token_weight_kinds,
+)
+from sharpscope.errors import UserError, nearest
+
+
+@dataclass(frozen=True)
+class MethodNote:
+    """A method and its description: full name, source, loss, difference from GRPO, and choices that the source leaves open."""
+
+    method: Method
+    title: str
+    source: str
+    loss: str
+    differs: str
+    choices: str = ""
+
+
+_SG = SigmoidWeight(percentiles="gradient")
+_AR_CLIP = spec.DualClip(low=0.2, high=0.24, bound=10.0)
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method(name="grpo"),
+        Method(name="grpo-sg", weight=_SG),
+        Method(name="tr-grpo", weight=_SG, weight_on="ratio", kl=spec.Kl(weighted=True)),
+        Method(name="ar", weight=LinearWeight(alpha=0.2), clip=_AR_CLIP, aggregate="token_mean"),
+        Method(name="lopti", passes=spec.LoptiPasses(eta=0.4), clip=_AR_CLIP, aggregate="token_mean"),
+        Method(
+            name="ar-lopti",
+            weight=LinearWeight(alpha=0.3),
+            passes=spec.LoptiPasses(eta=0.5),
+            clip=_AR_CLIP,
+            aggregate="token_mean",
+        ),
+        Method(name="cov-grpo", weight=CovarianceGaussianWeight()),
+        Method(name="cov-grpo-completion", weight=CovarianceGaussianWeight(over="completion")),
+        Method(name="clip-cov", clip=spec.PpoClip(low=1.0, high=1.0), tokens=spec.ClipCovTokens()),
+        Method(name="kl-cov", clip=None, penalty=spec.KlCovPenalty()),
+        Method(name="gspo", ratio=spec.SequenceRatio(), clip=spec.PpoClip(low=3e-4, high=4e-4)),
+        Method(name="holder", ratio=spec.HolderRatio(p=Schedule(start=2.0, end=-2.0))),
+        Method(
+            name="dapo",
+            clip=spec.PpoClip(low=0.2, high=0.28),
+            aggregate="token_mean",
+            sampling=spec.Sampling(dynamic=True, overlong=spec.Overlong()),
+        ),
+        Method(name="dr-grpo", advantage=spec.GroupAdvantage(scale="none"), aggregate="constant"),
+        Method(name="cispo", clip=spec.CispoClip(), aggregate="token_mean"),
+        Method(name="bnpo", aggregate="token_mean"),
+        Method(name="dual-clip", clip=spec.DualClip()),
+        Method(name="sapo", clip=spec.SapoClip()),
+        Method(name="gmpo", ratio=spec.SequenceRatio(), clip=spec.GmpoClip()),
+        Method(name="dppo", clip=spec.DppoMask()),
+        Method(name="dppo-kl", clip=spec.DppoMask(divergence="kl", low=0.05, high=0.05)),
+        Method(
+            name="luspo", ratio=spec.SequenceRatio(), clip=spec.PpoClip(low=2e-3, high=2.5e-3), aggregate="sequence_sum"
+        ),
+        Method(name="vespo", clip=spec.VespoGate(), aggregate="token_mean"),
+        Method(name="papo", weight=PolarityWeight()),
+        Method(name="ppo-ewma", proximal=spec.EwmaProximal()),
+        Method(name="high-entropy", tokens=spec.HighEntropyTokens()),
+        Method(
+            name="stapo", clip=spec.PpoClip(low=0.2, high=0.28), tokens=spec.SpuriousTokens(), aggregate="kept_mean"
+        ),
+        Method(
+            name="lp-reg", clip=spec.PpoClip(low=1.0, high=9.0), penalty=spec.LpRegPenalty(), aggregate="token_mean"
+        ),
+        Method(name="grpo-sam", sharpness=spec.Sam()),
+        Method(name="grpo-gnp", sharpness=spec.GradientNormPenalty()),
+        Method(name="lite-ppo", advantage=spec.GroupAdvantage(scale="batch"), aggregate="token_mean"),
+        Method(name="rloo", advantage=spec.LeaveOneOutAdvantage(), aggregate="sequence_sum"),
+        Method(name="reinforce-pp", advantage=spec.WhitenedAdvantage(), aggregate="token_mean"),
+        Method(
+            name="reinforce-pp-baseline", advantage=spec.WhitenedAdvantage(baseline="group"), aggregate="token_mean"
+        ),
+        Method(name="opo", advantage=spec.LengthBaselineAdvantage(), aggregate="token_mean"),
+        Method(name="otb", advantage=spec.TokenBaselineAdvantage(), aggregate="token_mean"),
+        Method(name="gdpo", advantage=spec.DecoupledAdvantage()),
+        Method(name="maxrl", advantage=spec.MeanScaledAdvantage(), aggregate="token_mean"),
+    )
+}
+
+SUFFIXES: dict[str, str] = {
+    "shuffled": "each token's weight is drawn from its completion's by the gradient they carry (matched: tokens permutes)",
+    "reverse": "w ← L + U − w",
+    "constant": "every weight is the step's mean, weighted by the gradient",
+    "mean-one": "weights divided by the step's mean, weighted by the gradient",
+    "entropy": "the weight depends on the position's entropy instead of the token's probability",
+}
+"""Suffixes of the controls: `<method>-<suffix>` replaces the method's weight."""
+
+
+def method_names() -> list[str]:
+    """Names of the methods, without the controls."""
+    return list(METHODS)
+
+
+def control_names() -> list[str]:
+    """Names of the controls: every weighted method with every suffix that applies to it."""
+    return [f"{name}-{suffix}" for name, method in METHODS.items() for suffix in SUFFIXES if _applies(method, suffix)]
+
+
+def _applies(method: Method, suffix: str) -> bool:
+    return not isinstance(method.weight, UniformWeight) and (suffix != "reverse" or method.weight.bounded)
+
+
+def named_method(name: str) -> Method:
+    """Return the method called `name`.
+
+    Args:
+        name: a method of `method_names`; `module:function`, plain GRPO with the user's own token weights; or either with
+            the suffix of a control (`SUFFIXES`).
+
+    Raises:
+        UserError: The method is unknown, or the control does not apply to it.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    suffix = _suffix(name)
+    if suffix is not None:
+        base = name.removesuffix(f"-{suffix}")
+        method = named_method(base)
+        if not _applies(method, suffix):
+            why = "are all 1" if isinstance(method.weight, UniformWeight) else "have no bounds"
+            raise UserError(f"method = {name!r}: control {suffix!r} does not apply to {base!r}, whose weights {why}")
+        return method.model_copy(update={"name": name, "weight": _control(method.weight, suffix)})
+    if ":" in name:
+        return Method(name=name, weight=CustomWeight(function=name))
+    close = nearest(name, [*method_names(), *control_names()])
+    hint = close if "did you mean" in close else "; `sharpscope methods` lists them; own weights: module:function"
+    raise UserError(f"method = {name!r}: unknown{hint}")
+
+
+def _control(weight: Any, suffix: str) -> Weighting:
+    match suffix:
+        case "shuffled":
+            return ShuffledWeight(of=weight, matched="gradient")
+        case "reverse":
+            return ReverseWeight(of=weight)
+        case "constant":
+            return ConstantWeight(of=weight, matched="gradient")
+        case "mean-one":
+            return MeanOneWeight(of=weight, matched="gradient")
+    return EntropyWeight(percentiles="gradient")
+
+
+def _suffix(name: str) -> str | None:
+    return next((suffix for suffix in SUFFIXES if name.endswith(f"-{suffix}")), None)
+
+
+def describe(name: str) -> MethodNote:
+    """Return the description of a named method (methods.yaml), a control or the user's own weights (`module:function`).
+
+    Raises:
+        UserError: The method is unknown, or the control does not apply to it.
+    """
+    method, suffix = named_method(name), _suffix(name)
+    if name in METHODS:
+        return MethodNote(method, **_texts()[name])
+    if suffix is None:
+        differs = "The function's weights multiply the clipped surrogate."
+        return MethodNote(method, "GRPO with token weights of the user's own", name, "GRPO with w_t·min(…)", differs)
+    base = describe(name.removesuffix(f"-{suffix}"))
+    return MethodNote(
+        method=method,
+        title=f"{base.title}, control: {suffix}",
+        source=f"control of this project around {base.method.name} ({base.source})",
+        loss=f"{base.loss}; control: {SUFFIXES[suffix]}",
+        differs=f"As {base.method.name}, but {SUFFIXES[suffix]}.",
+        choices=base.choices,
+    )
+
+
+@cache
+def _texts() -> dict[str, dict[str, str]]:
+    texts: dict[str, dict[str, str]] = load_yaml(Path(__file__).with_name("methods.yaml").read_text(encoding="utf-8"))
+    return texts
+
+
+def constants(method: Method) -> str:
+    """The numbers in the parts of a method that differ from GRPO's, as `clip.low 0.2, clip.high 0.28`."""
+    found = []
+    for part in Method.model_fields:
+        value = getattr(method, part)
+        if isinstance(value, spec.Part) and value != getattr(METHODS["grpo"], part):
+            numbers = {name: n for name, n in value if isinstance(n, float | int) and not isinstance(n, bool)}
+            found += [f"{part}.{name} {number:g}" for name, number in numbers.items()]
+    return ", ".join(found)
+
+
+# -- methods as text ---------------------------------------------------------------------------------------------------
+
+
+def expand_method(given: Any) -> dict[str, Any]:
+    """All settings of a method given as text (`method_layer`) or as a mapping of its changes, with a `name`.
+
+    Raises:
+        UserError: the method is unknown or has another form.
+    """
+    given = method_layer(given) if isinstance(given, str) else given
+    if not isinstance(given, Mapping):
+        raise UserError(f"method = {short(given)}: must be a method's name or a mapping with a name")
+    return merge(named_method(str(given.get("name", "grpo"))).model_dump(mode="json"), given)
+
+
+def parse_method(text: str, token_weights: str | None = None) -> Method:
+    """The method written as `[label=]name[+field=value…]`, such as `flat=mine:flat_top` or `grpo-sg+weight.U=4`.
+
+    Args:
+        text: see `named_method` for the name; fields are those of a run's `method`.
+        token_weights: `--token-weights`, see `weight_layer`.
+
+    Raises:
+        UserError: the method or a field is unknown, or a value is invalid.
+    """
+    try:
+        data = expand_method(text)
+        check_removed({"method": method_layer(text)})
+        if token_weights is not None:
+            data = merge(data, weight_layer(token_weights, data))
+        data = fill_kinds(Method, data)
+        check_keys(Method, data, "method")
+        method: Method = validate(Method, data)
+    except UserError as error:
+        raise UserError(f"--methods {text}: {error}") from None
+    return method
+
+
+def parse_methods(texts: Sequence[str], token_weights: str | None = None) -> dict[str, Method]:
+    """Several methods by label (`arm_name`).
+
+    Args:
+        texts: see `parse_method`.
+        token_weights: given to the only method, or to those of several that have token weights.
+
+    Raises:
+        UserError: a method is wrong or given twice, or none has the token weights that are to be replaced.
+    """
+    methods: dict[str, Method] = {}
+    for text in texts:
+        method = parse_method(text)
+        if token_weights is not None and (len(texts) == 1 or not isinstance(method.weight, UniformWeight)):
+            method = parse_method(text, token_weights)
+        if arm_name(text) in methods:
+            raise UserError(f"--methods {arm_name(text)}: given twice; give one a label: label=method")
+        methods[arm_name(text)] = method
+    if not methods:
+        raise UserError("--methods: names nothing; `sharpscope methods` lists the methods")
+    if token_weights is not None and all(isinstance(method.weight, UniformWeight) for method in methods.values()):
+        raise UserError(f"--token-weights {token_weights}: no method has token weights; add grpo-sg to --methods")
+    return methods
+
+
+def arm_name(text: str) -> str:
+    """The label in `[label=]name[+field=value…]`, else the whole text."""
+    return method_parts(text)[0] or text.strip()
+
+
+def weight_layer(text: str, method: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that give a complete `method` the token weights `text` (`--token-weights`).
+
+    Args:
+        text: `paper` or `calibrated` (presets of the sigmoid), or `module:function`.
+        method: as `expand_method` returns it. A control (shuffled, reverse, constant, mean_one) keeps its kind; the
+            innermost weight changes.
+
+    Raises:
+        UserError: the weights do not apply to the method.
+    """
+    if ":" in text:
+        value = {"kind": "custom", "function": text}
+    elif text in ("paper", "calibrated"):
+        value = {"preset": text}
+    else:
+        raise UserError(f"--token-weights {text}: must be paper, calibrated, or module:function")
+    weight, depth, kinds = method.get("weight"), 0, token_weight_kinds()
+    while isinstance(weight, Mapping) and "of" in kinds.get(str(weight.get("kind")), UniformWeight).model_fields:
+        weight, depth = weight.get("of"), depth + 1
+    kind = weight.get("kind") if isinstance(weight, Mapping) else None
+    name = method.get("name")
+    if kind == "entropy":
+        raise UserError(
+            f"--token-weights {text}: not available for method {name}, whose weights depend on the entropy; "
+            "remove --token-weights, or choose another control such as -shuffled"
+        )
+    if "preset" in value and kind not in (None, "sigmoid"):
+        raise UserError(
+            f"--token-weights {text}: applies to sigmoid weights, and those of method {name} are {kind}; "
+            "choose a method such as grpo-sg, or remove --token-weights"
+        )
+    layer: dict[str, Any] = value
+    for _ in range(depth):
+        layer = {"of": layer}
+    return {"weight": layer}
+
+
+# -- labels ------------------------------------------------------------------------------------------------------------
+
+
+def method_label(method: Method) -> str:
+    """Return the method's label, else its name followed by the fields that were changed: `grpo-sg+weight.tau=4`.
+
+    Pass the configured method: a calibrated one differs by its resolved constants.
+    """
+    if method.label is not None:
+        return method.label
+    try:
+        base: Mapping[str, Any] = named_method(method.name).model_dump(mode="json")
+    except UserError:
+        return method.name
+    return "+".join([method.name, *_changes(method.model_dump(mode="json"), base, "")])
+
+
+def control_label(label: str, suffix: str) -> str:
+    """Label of a control around a labeled method: `grpo-sg+weight.U=4`, `reverse` → `grpo-sg-reverse+weight.of.U=4`."""
+    name, *changes = label.split("+")
+    inside = "weight." if suffix == "entropy" else "weight.of."  # the entropy control has no inner weight
+    inner = (re.sub(r"^weight\.", inside, change) for change in changes)
+    return "+".join([f"{name}-{suffix}", *inner])
+
+
+def _changes(value: Mapping[str, Any], base: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, new in value.items():
+        old = base.get(key)
+        if new == old:
+            continue
+        path = f"{prefix}{key}"
+        if isinstance(new, Mapping) and isinstance(old, Mapping) and new.get("kind") == old.get("kind"):
+            yield from _changes(new, old, f"{path}.")
+        elif isinstance(new, Mapping) and "kind" in new:
+            yield f"{path}={_kinds(new)}"
+        elif isinstance(new, float):
+            yield f"{path}={new:g}"
+        else:
+            yield f"{path}={'none' if new is None else new}"
+
+
+def _kinds(value: Mapping[str, Any]) -> str:
+    inner = value.get("of")
+    if isinstance(inner, Mapping):
+        return f"{value['kind']}({_kinds(inner)})"
+    return str(value["function"] if value["kind"] == "custom" else value["kind"])

@@ -1,0 +1,178 @@
+"""Read configurations: YAML files (untrusted, so bounded), `--set path=value`, and how layers are merged."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from pydantic import BaseModel
+
+from sharpscope.errors import UserError
+
+YAML_LIMIT = 4_000_000
+"""Maximum size of a configuration file [bytes]."""
+YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError, OverflowError, TypeError, AttributeError, KeyError)
+"""Exceptions that invalid YAML can raise; PyYAML's constructors also raise Python's built-in ones."""
+_NODES = 200_000
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, which also rejects duplicate keys instead of using the last value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """As in PyYAML; a key given twice raises."""
+        keys = set()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge" or key.value.__hash__ is None:
+                continue
+            if (key.tag, key.value) in keys:
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
+            keys.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(text: str) -> Any:
+    """Parse YAML text into plain values.
+
+    Raises:
+        yaml.YAMLError: Invalid YAML, a tag of another type, a duplicate key, or aliases that expand to more than 200,000
+            values or contain themselves. Values that Python cannot represent raise other YAML_ERRORS.
+    """
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _expanded_size(node, {}, ())
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _expanded_size(node: yaml.Node, sizes: dict[int, int], ancestors: tuple[int, ...]) -> int:
+    """Number of values in a node, with aliases counted at each use."""
+    if id(node) in ancestors:
+        raise yaml.constructor.ConstructorError(None, None, "an alias contains itself", node.start_mark)
+    if id(node) not in sizes:
+        path = (*ancestors, id(node))
+        total = 1
+        if isinstance(node, yaml.SequenceNode):
+            total += sum(_expanded_size(child, sizes, path) for child in node.value)
+        elif isinstance(node, yaml.MappingNode):
+            total += sum(_expanded_size(part, sizes, path) for pair in node.value for part in pair)
+        if total > _NODES:
+            text = f"aliases expand to more than {_NODES:,} values"
+            raise yaml.constructor.ConstructorError(None, None, text, node.start_mark)
+        sizes[id(node)] = total
+    return sizes[id(node)]
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """Read a YAML mapping with a safe loader.
+
+    Raises:
+        UserError: The file is missing, unreadable, too large, or not a YAML mapping.
+    """
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(YAML_LIMIT + 1)
+        if len(content) > YAML_LIMIT:
+            raise UserError(f"config file '{file}': is larger than {YAML_LIMIT:,} bytes; give a configuration file")
+        data = load_yaml(content.decode("utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"config file '{file}' does not exist; give the path of a YAML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"config file '{file}' cannot be read: {error}") from None
+    except YAML_ERRORS as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or error
+        raise UserError(f"config file '{file}'{line}: not valid YAML ({problem})") from None
+    if not isinstance(data, dict | None):
+        raise UserError(f"config file '{file}': must be a mapping of field names to values, not {type(data).__name__}")
+    return data or {}
+
+
+def to_yaml(config: BaseModel) -> str:
+    """Return the configuration as YAML; `build_config` reads it back to the same value."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    """`a.b` and a value as `{"a": {"b": value}}`."""
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return cast("dict[str, Any]", value)
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """Parse `a.b=c` into `{"a": {"b": c}}`, with the value read as YAML.
+
+    Raises:
+        UserError: The text has another form, or the value is not valid YAML.
+    """
+    path, sign, raw = text.partition("=")
+    if not sign or not path.strip():
+        raise UserError(f"--set {text}: must have the form field.subfield=value")
+    try:
+        value = load_yaml(raw)
+    except YAML_ERRORS:
+        raise UserError(f"--set {text}: the value is not valid YAML; put text in quotes") from None
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
+        value = float(value)  # YAML 1.1 reads 1e-4 as a string
+    return nested(path.strip(), value)
+
+
+def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
+    """Parse several overrides (see `parse_override`) and merge them in order."""
+    return merge_all(parse_override(text) for text in texts)
+
+
+def merge_all(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge layers in order (see `merge`)."""
+    data: dict[str, Any] = {}
+    for layer in layers:
+        data = merge(data, layer)
+    return data
+
+
+def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge `extra` into `base` recursively; a part whose `kind` (or a method whose `name`) changes is replaced.
+
+    A part without a `kind` keeps its settings when it gets one; `check_keys` rejects settings that do not apply.
+    """
+    result = dict(base)
+    for key, new in extra.items():
+        old = result.get(key)
+        value = method_layer(new) if key == "method" and isinstance(new, str) else new
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            changed = any(tag in value and tag in old and value[tag] != old[tag] for tag in ("kind", "name"))
+            result[key] = dict(value) if changed else merge(old, value)
+        else:
+            result[key] = value
+    return result
+
+
+_CHANGE = re.compile(r"\+(?=[A-Za-z_][A-Za-z0-9_.]*=)")
+
+
+def method_parts(text: str) -> tuple[str | None, str, list[str]]:
+    """Label, name and changes of a method written as `[label=]name[+field=value…]`.
+
+    Raises:
+        UserError: the text has another form.
+    """
+    head, *changes = _CHANGE.split(text.strip())
+    label, sign, name = head.rpartition("=")
+    if not name or (sign and not label):
+        raise UserError(f"method {text!r}: must have the form [label=]name[+field=value…]")
+    return label or None, name, changes
+
+
+def method_layer(text: str) -> dict[str, Any]:
+    """The settings of a method written as `[label=]name[+field=value…]`."""
+    label, name, changes = method_parts(text)
+    return merge({"name": name} | ({"label": label} if label else {}), parse_overrides(changes))

@@ -1,0 +1,75 @@
+"""Settings of version 0.2 that are gone: an error in a user's configuration, ignored in that of a recorded run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sharpscope.errors import UserError
+
+REMOVED: dict[str, str] = {
+    "name": "give `out`, the run's folder",
+    "method.advantage.ddof": "it is 1",
+    "method.advantage.epsilon": "it is the published constant",
+    "method.penalty.estimator": "it is |ln r|",
+}
+"""Path of a setting -> what to use instead."""
+
+NONE_KINDS: dict[str, str] = {
+    "clip": "none",
+    "correction": "none",
+    "entropy": "none",
+    "tokens": "all",
+    "penalty": "none",
+    "proximal": "behavior",
+    "passes": "single",
+    "sharpness": "none",
+}
+"""Parts of a method that are null in 0.3 -> the kind that said so in 0.2."""
+
+
+def check_removed(data: Mapping[str, Any]) -> None:
+    """Check that no setting of 0.2 is used that is gone.
+
+    Raises:
+        UserError: one is used; the message says what replaces it.
+    """
+    for path, instead in REMOVED.items():
+        if _has(data, path.split(".")):
+            raise UserError(f"{path}: removed in 0.3: {instead}")
+    method = data.get("method")
+    for part, kind in NONE_KINDS.items():
+        value = method.get(part) if isinstance(method, Mapping) else None
+        if isinstance(value, Mapping) and value.get("kind") == kind:
+            raise UserError(f"method.{part}.kind = {kind}: removed in 0.3: set method.{part} to null")
+
+
+def without_removed(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of a recorded run in the form of this version."""
+    result = dict(data)
+    for path in REMOVED:
+        result = _without(result, path.split("."))
+    if isinstance(result.get("method"), Mapping):
+        result["method"] = without_none_kinds(result["method"])
+    return result
+
+
+def without_none_kinds(method: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded method, with null for the parts that 0.2 called none, all, behavior or single."""
+    return {
+        name: None if isinstance(value, Mapping) and value.get("kind") == NONE_KINDS.get(name, "") else value
+        for name, value in method.items()
+    }
+
+
+def _has(data: Any, path: list[str]) -> bool:
+    if not isinstance(data, Mapping) or path[0] not in data:
+        return False
+    return len(path) == 1 or _has(data[path[0]], path[1:])
+
+
+def _without(data: Any, path: list[str]) -> Any:
+    if not isinstance(data, Mapping) or path[0] not in data:
+        return data
+    rest = {name: value for name, value in data.items() if name != path[0]}
+    return rest if len(path) == 1 else {**data, path[0]: _without(data[path[0]], path[1:])}

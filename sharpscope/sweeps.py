@@ -1,0 +1,440 @@
+"""Sweeps: runs from one file or from lists of methods and seeds, validated first, then executed in worker processes."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from sharpscope.config import (
+    ClaimsSpec,
+    RunConfig,
+    Spec,
+    check_keys,
+    make_config,
+    merge,
+    method_label,
+    parse_methods,
+    read_yaml,
+    to_yaml,
+    validate,
+)
+from sharpscope.config.reading import merge_all, nested
+from sharpscope.config.removed import without_removed
+from sharpscope.errors import UserError, nearest
+from sharpscope.traces import has_writer, held_text, read_run_info
+
+NOT_COMPARED = ("out", "threads", "policy.device", "method.label")
+"""Fields that may differ between a planned run and the one in its folder."""
+
+_RESERVED = {"seed": "list seeds under `seeds`", "out": "set `out` of the sweep"}
+"""Field that the sweep sets -> what to do instead."""
+
+
+def _reject_reserved(fields: Mapping[str, Any]) -> None:
+    for path, value in fields.items():
+        if path in _RESERVED:
+            raise ValueError(f"{path} = {value!r} does not belong here; {_RESERVED[path]}")
+
+
+class SweepPart(Spec):
+    """Runs of all combinations methods × settings × grid × seeds."""
+
+    purpose: str = Field("", description="Purpose in one sentence.")
+    base: dict[str, Any] = Field(default_factory=dict, description="Configuration fields, nested, common to all runs.")
+    methods: tuple[str, ...] = Field(
+        ("grpo", "grpo-sg"), min_length=1, description="Methods, as [label=]name[+field=value…]."
+    )
+    settings: tuple[dict[str, Any], ...] = Field(
+        ({},), min_length=1, description="Alternative settings: mappings from a field path (optimizer.lr) to a value."
+    )
+    grid: dict[str, tuple[Any, ...]] = Field(
+        default_factory=dict, description="Field path to its values; every combination is run with every setting."
+    )
+    seeds: tuple[int, ...] = Field((0,), min_length=1, description="Training seeds.")
+
+    @field_validator("methods", "seeds")
+    @classmethod
+    def _distinct(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        if len(set(value)) != len(value):
+            raise ValueError("has duplicate values; remove them")
+        return value
+
+    @field_validator("base", "grid", "settings")
+    @classmethod
+    def _check_fields(cls, value: Any) -> Any:
+        for fields in value if isinstance(value, tuple) else (value,):
+            _reject_reserved(fields)
+        return value
+
+    @model_validator(mode="after")
+    def _grid_has_values(self) -> SweepPart:
+        empty = [path for path, values in self.grid.items() if not values]
+        if empty:
+            raise ValueError(f"grid.{empty[0]} has no values; add some or remove it")
+        return self
+
+
+class SweepSpec(SweepPart):
+    """Configuration of a sweep: one product of runs, or several named parts."""
+
+    out: str = Field("runs", description="Folder for the run folders.")
+    claims: ClaimsSpec = Field(
+        default_factory=ClaimsSpec, description="The rules of the claims; see `sharpscope study declare`."
+    )
+    smoke: dict[str, Any] = Field(
+        default_factory=dict, description="Field paths to values that make every run small, for --smoke."
+    )
+    parts: dict[str, SweepPart] = Field(
+        default_factory=dict,
+        description="Named parts, run in order. Each has its own methods, settings, grid and seeds, and a base that extends the "
+        "sweep's. The sweep itself must not set these.",
+    )
+
+    @field_validator("smoke")
+    @classmethod
+    def _check_smoke(cls, value: dict[str, Any]) -> dict[str, Any]:
+        _reject_reserved(value)
+        return value
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> SweepSpec:
+        given = {"methods", "settings", "grid", "seeds"} & self.model_fields_set
+        if self.parts and given:
+            raise ValueError(f"{sorted(given)[0]} cannot be combined with parts; set it in each part")
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedRun:
+    """One run of a sweep and its status."""
+
+    config: RunConfig
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run."""
+        return self.config.run_dir
+
+    @property
+    def name(self) -> str:
+        """Name of the run's folder."""
+        return self.run_dir.name
+
+    @property
+    def status(self) -> str:
+        """Planned | running | finished | interrupted | failed, from run.json.
+
+        A run with status `running` whose process has ended counts as interrupted.
+        """
+        if not (self.run_dir / "run.json").exists():
+            return "planned"
+        status = str(read_run_info(self.run_dir)["status"])
+        if status == "running":
+            return "running" if has_writer(self.run_dir) else "interrupted"
+        return status
+
+    @property
+    def steps_done(self) -> int:
+        """Number of recorded steps."""
+        return int(read_run_info(self.run_dir)["steps_done"]) if (self.run_dir / "run.json").exists() else 0
+
+
+def read_sweep(file: Path) -> SweepSpec:
+    """Read and validate the file of a sweep.
+
+    Raises:
+        UserError: the file or a field is invalid.
+    """
+    return make_sweep(read_yaml(file))
+
+
+def make_sweep(data: Mapping[str, Any]) -> SweepSpec:
+    """Validate the configuration of a sweep.
+
+    Raises:
+        UserError: a field is unknown or invalid.
+    """
+    check_keys(SweepSpec, data)
+    spec: SweepSpec = validate(SweepSpec, data)
+    return spec
+
+
+def plan_sweep(
+    spec: SweepSpec,
+    smoke: bool = False,
+    only: Sequence[str] = (),
+    changes: Mapping[str, Any] | None = None,
+    token_weights: str | None = None,
+) -> list[PlannedRun]:
+    """Plan every run of a sweep, in the order parts, seeds, settings, methods, so that early runs can be compared.
+
+    Args:
+        spec: configuration of the sweep.
+        smoke: apply `spec.smoke` and append `-smoke` to the output folder.
+        only: names of the parts to return; empty returns all. All parts are validated.
+        changes: nested fields that override those of the file.
+        token_weights: token weights of all methods that have some (`parse_methods`).
+
+    Raises:
+        UserError: a combination is not a valid configuration, two runs have the same folder, a part does not exist, or the
+            folder of a run contains a run with other settings.
+    """
+    for name in only:
+        if name not in spec.parts:
+            raise UserError(f"part {name!r}: the sweep has no such part{nearest(name, spec.parts)}")
+    parts = spec.parts or {"": spec}
+    planned = {name: list(_plan_part(spec, part, smoke, changes or {}, token_weights)) for name, part in parts.items()}
+    folders: set[Path] = set()
+    for run in itertools.chain.from_iterable(planned.values()):
+        if run.run_dir in folders:
+            raise UserError(f"sweep: two runs would share the folder {run.run_dir}; remove the duplicate setting")
+        folders.add(run.run_dir)
+    selected = [run for name, runs in planned.items() for run in runs if not only or name in only]
+    for run in selected:
+        _check_existing(run)
+    return selected
+
+
+def _plan_part(
+    spec: SweepSpec, part: SweepPart, smoke: bool, changes: Mapping[str, Any], token_weights: str | None
+) -> Iterator[PlannedRun]:
+    base = merge(spec.base, part.base) if part is not spec else dict(spec.base)
+    out = Path(f"{Path(spec.out)}-smoke" if smoke else spec.out)
+    # Validated here, so that a wrong method is one error and not one for each run.
+    methods = list(zip(part.methods, parse_methods(part.methods, token_weights).values(), strict=True))
+    points = [dict(zip(part.grid, values, strict=True)) for values in itertools.product(*part.grid.values())]
+    for seed, setting, point in itertools.product(part.seeds, part.settings, points):
+        settings = {**setting, **point}
+        small = spec.smoke if smoke else {}
+        for text, method in methods:
+            layers = [base, {"method": text if token_weights is None else method.model_dump(mode="json")}]
+            layers += [nested(path, value) for path, value in settings.items()] + [changes]
+            layers += [nested(path, value) for path, value in small.items()]
+            name = run_name(method.label or (text if token_weights is None else method_label(method)), settings, seed)
+            yield PlannedRun(make_config(merge_all([*layers, {"seed": seed, "out": str(out / name)}])))
+
+
+def _check_existing(run: PlannedRun) -> None:
+    """Check that an existing run has the planned settings; settings that exist in only one version are not compared."""
+    if not (run.run_dir / "run.json").exists():
+        return
+    existing = without_removed(read_run_info(run.run_dir)["config"])
+    differences = list(_differences(existing, run.config.model_dump(mode="json")))
+    if differences:
+        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise UserError(
+            f"sweep: {run.run_dir} contains a run with other settings ({'; '.join(differences[:3])}{more}); choose another --out"
+        )
+
+
+def _differences(existing: Mapping[str, Any], planned: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key in planned:
+        path = f"{prefix}{key}"
+        if key not in existing or path in NOT_COMPARED:
+            continue
+        old, new = existing[key], planned[key]
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and old.get("kind") == new.get("kind"):
+            yield from _differences(old, new, f"{path}.")
+        elif old != new:
+            yield f"{path} = {_kind(old)}, planned {_kind(new)}"
+
+
+def _kind(value: Any) -> str:
+    return str(value["kind"]) if isinstance(value, Mapping) and "kind" in value else str(value)
+
+
+def run_name(method: str, settings: Mapping[str, Any], seed: int) -> str:
+    """Name of a run, such as `grpo-sg+lr=0.0001-s3`; long names are shortened with a hash."""
+    whole = "+".join([method, *(f"{path.split('.')[-1]}={value}" for path, value in settings.items())])
+    text = re.sub(r"[^A-Za-z0-9._+=-]+", "-", whole)
+    if len(text) > 80:
+        text = f"{text[:70]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+    return f"{text}-s{seed}"
+
+
+# -- execution ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SweepOutcome:
+    """Result of a sweep: names of runs by how they ended.
+
+    Attributes:
+        finished: runs that finished in this call.
+        skipped: runs that had finished before.
+        failed: runs that ended with an error or by a health rule. Without run.json they restart at the next call, otherwise
+            with `retry`.
+        interrupted: runs that the next call continues.
+        held: run in use by another process -> message with the process and the fix.
+        errors: run that failed, or was interrupted other than by the user -> reason.
+    """
+
+    finished: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    interrupted: list[str] = field(default_factory=list)
+    held: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+def to_do(runs: Sequence[PlannedRun], retry: bool) -> list[PlannedRun]:
+    """Runs to execute: all but finished, running and, unless `retry`, failed ones."""
+    skip = {"finished", "running"} | (set() if retry else {"failed"})
+    return [run for run in runs if run.status not in skip]
+
+
+def execute(
+    runs: Sequence[PlannedRun],
+    *,
+    workers: int,
+    threads: int,
+    retry: bool = False,
+    on_progress: Callable[[Sequence[PlannedRun]], None] | None = None,
+) -> SweepOutcome:
+    """Execute the unfinished runs of a sweep in worker processes.
+
+    After Ctrl-C every active run completes its step and saves a checkpoint; the next call resumes it.
+
+    Args:
+        runs: all runs of the sweep.
+        workers: number of processes.
+        threads: number of threads per process.
+        retry: execute failed runs again.
+        on_progress: called several times a second with the active runs.
+    """
+    pending = to_do(runs, retry)
+    with tempfile.TemporaryDirectory(prefix="sharpscope-sweep-") as folder:
+        ended = _processes(pending, Path(folder), workers, threads, on_progress or (lambda active: None))
+    outcome = SweepOutcome()
+    for run in runs:
+        _add_run(outcome, run, run in pending, *ended.get(run, (0, "")))
+    return outcome
+
+
+def _add_run(outcome: SweepOutcome, run: PlannedRun, executed: bool, code: int, text: str) -> None:
+    """Add a run to `outcome`, given the exit code and the output of its worker (0 and empty if it had none)."""
+    status = run.status
+    if status == "finished":
+        (outcome.finished if executed else outcome.skipped).append(run.name)
+    elif status == "running":
+        outcome.held[run.name] = held_text(run.run_dir)
+    elif status == "failed" or (code > 0 and code != INTERRUPTED) or (code < 0 and status == "planned"):
+        # A positive exit code is an error of the program, which would repeat.
+        outcome.failed.append(run.name)
+        outcome.errors[run.name] = _reason(run, code, text)
+    else:
+        outcome.interrupted.append(run.name)
+        if code < 0:
+            outcome.errors[run.name] = _reason(run, code, text)
+
+
+INTERRUPTED = 130
+"""Exit code of a run that Ctrl-C ended."""
+
+
+def _reason(run: PlannedRun, code: int, text: str) -> str:
+    """Why a run did not finish: the worker's error, the end in run.json, the signal, or the last line of output."""
+    lines = text.strip().splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if errors:
+        return errors[-1]
+    if run.status == "failed" and read_run_info(run.run_dir).get("end"):
+        return str(read_run_info(run.run_dir)["end"])
+    if code < 0:
+        return f"process ended by signal {-code} ({signal.strsignal(-code)})"
+    return lines[-1] if lines else f"exit code {code} without output"
+
+
+def _processes(
+    pending: Sequence[PlannedRun],
+    configs: Path,
+    workers: int,
+    threads: int,
+    on_progress: Callable[[Sequence[PlannedRun]], None],
+) -> dict[PlannedRun, tuple[int, str]]:
+    """Exit code and output of the workers that were not interrupted by the user."""
+    waiting, ended = list(pending), {}
+    active: dict[PlannedRun, tuple[subprocess.Popen[bytes], Path]] = {}
+    limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+    environment = {**os.environ, **limits, "TOKENIZERS_PARALLELISM": "false"}
+    with _forward_interrupts(lambda: [process for process, _ in active.values()]) as stopping:
+        while waiting or active:
+            while waiting and len(active) < workers and not stopping():
+                run = waiting.pop(0)
+                log = configs / f"{run.name}.log"
+                command = _command(run, configs, threads)
+                with log.open("wb") as stream:
+                    process = subprocess.Popen(
+                        command, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                    )
+                active[run] = (process, log)
+            if stopping():
+                waiting.clear()
+            time.sleep(0.2)
+            for run, (process, log) in list(active.items()):
+                if process.poll() is not None:
+                    del active[run]
+                    if not stopping():
+                        ended[run] = process.returncode, log.read_text(encoding="utf-8", errors="replace")
+            on_progress(list(active))
+    return ended
+
+
+def _command(run: PlannedRun, configs: Path, threads: int) -> list[str]:
+    """Command line that starts a run, or resumes it from its last checkpoint."""
+    base = [sys.executable, "-m", "sharpscope", "run", "--quiet"]
+    if run.status in ("interrupted", "failed"):
+        return [*base, "--resume", str(run.run_dir)]
+    path = configs / f"{run.name}.yaml"
+    path.write_text(to_yaml(run.config.model_copy(update={"threads": threads})), encoding="utf-8")
+    return [*base, str(path)]
+
+
+@contextmanager
+def _forward_interrupts(processes: Callable[[], list[subprocess.Popen[bytes]]]) -> Iterator[Callable[[], bool]]:
+    """Forward Ctrl-C to the workers: the first ends their step, the second stops them. Yields whether it was pressed."""
+    stopping = False
+
+    def handler(number: int, frame: object) -> None:
+        nonlocal stopping
+        stopping = True
+        for process in processes():
+            process.send_signal(signal.SIGINT)
+
+    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: stopping
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
+
+
+def estimate_step_seconds(run: PlannedRun, threads: int, steps: int = 2) -> float:
+    """Measure the median time of one step of `run` [s] in a temporary folder; the first step is excluded."""
+    from sharpscope.traces import load_run
+    from sharpscope.training import train
+
+    with tempfile.TemporaryDirectory(prefix="sharpscope-estimate-") as folder:
+        never = {"every": 0}
+        changes = {"out": f"{folder}/run", "steps": steps + 1, "threads": threads}
+        parts = {name: getattr(run.config, name).model_copy(update=never) for name in ("evaluation", "probes")}
+        config = run.config.model_copy(update=changes | parts)
+        train(config)
+        table = load_run(config.run_dir).steps.iloc[1:]
+        shutil.rmtree(config.run_dir, ignore_errors=True)
+    return float(table[["generation_s", "training_s", "recording_s"]].sum(axis=1).median())
