@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,11 @@ import typer.main
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from pydantic import BaseModel
 from typer.cli import get_docs_for_click
 from typer.core import TyperGroup
 
 from sharpscope.cli import app
-from sharpscope.config import ForkSpec, RunConfig, describe, kinds_of, method_names, part_model, type_text
+from sharpscope.config import ForkSpec, RunConfig, constants, describe, method_names, settings_of
 from sharpscope.diagnose import RULES
 from sharpscope.diagnose.quantities import BY_NAME
 from sharpscope.traces import schema_markdown
@@ -81,42 +79,26 @@ def _unindent(lines: str) -> str:
 
 
 def _configuration() -> str:
-    """A section for each model of the configuration; fields that hold a model link to its section."""
+    """A table for each part of the configuration, for each kind that it may have."""
     lines = [
         "# Configuration",
         "",
-        "The fields of a run, for YAML files and `--set path=value`. `sharpscope config --explain` prints those of one configuration.",
+        "The settings of a run, for YAML files and `--set path=value`. `sharpscope config` prints the common ones, "
+        "`sharpscope config PART` those of a part.",
     ]
-    titles: dict[type[BaseModel], str] = {RunConfig: "Run", ForkSpec: "Fork (--set fork.…)"}
-    pending: list[type[BaseModel]] = [RunConfig, ForkSpec]
-    while pending:
-        model = pending.pop(0)
-        summary = (model.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
-        lines += ["", f"## {titles[model]} {{ #{model.__name__} }}", "", summary, ""]
-        lines += ["| field | values | default | description |", "|---|---|---|---|"]
-        for name, field in model.model_fields.items():
-            parts = kinds_of(field.annotation) or {None: part_model(field.annotation, {})}
-            links = []
-            for kind, part in parts.items():
-                if part is None:
-                    continue
-                if part not in titles:
-                    titles[part] = name.replace("_", " ") + (f": {kind}" if kind else "")
-                    pending.append(part)
-                links.append(f"[{kind or titles[part]}](#{part.__name__})")
-            values = f"`{type_text(field.annotation, field.metadata)}`"
-            if links:
-                values = ("number, or " if "float" in values else "") + ", ".join(links)
-            default = "required" if field.is_required() else _default(field.get_default(call_default_factory=True))
-            cells = (f"`{name}`", values, default, html.escape(field.description or ""))
-            lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    for title, model, prefix in (("Run", RunConfig, ""), ("Fork (--set fork.…)", ForkSpec, "fork.")):
+        section = None
+        for row in settings_of(model, prefix):
+            part = row.path.removeprefix(prefix).split(".")[0] if "." in row.path.removeprefix(prefix) else ""
+            heading = f"{title}: {part}" if part else title
+            heading += f", kind {row.kind}" if row.kind else ""
+            if heading != section:
+                section = heading
+                lines += ["", f"## {heading}", "", "| setting | values | default | description |", "|---|---|---|---|"]
+            code = [f"`{text}`" if text else "" for text in (row.path, row.values, row.default)]
+            cells = (text.replace("|", "&#124;").replace("\n", " ") for text in (*code, html.escape(row.description)))
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _default(value: Any) -> str:
-    if isinstance(value, BaseModel):
-        return f"`{value.kind}`" if hasattr(value, "kind") else ""
-    return f"`{json.dumps(value, ensure_ascii=False)}`"
 
 
 def _methods() -> str:
@@ -130,10 +112,10 @@ def _methods() -> str:
         note = describe(name)
         lines += ["", f"## {name}", "", f"**{note.title}.** {note.differs}", ""]
         rows = {
-            "loss": note.equation,
-            "constants": note.constants,
+            "loss": note.loss,
+            "constants": constants(note.method),
             "source": note.source,
-            "choices of this project": note.ours,
+            "choices of this project": note.choices,
         }
         lines += [f"- *{title}*: {text}" for title, text in rows.items() if text]
     return "\n".join(lines) + "\n"

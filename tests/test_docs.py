@@ -15,7 +15,8 @@ import torch
 import typer.main
 
 from sharpscope.cli import app
-from sharpscope.config import build_config
+from sharpscope.config import build_config, parse_methods, read_yaml
+from sharpscope.sweeps import plan_sweep, read_sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -62,15 +63,19 @@ def test_a_documented_command_is_accepted(page: str, words: list[str], monkeypat
         return  # `sharpscope` alone
     context = command.make_context(command.name, rest)
     if command.name == "run" and context.params["resume"] is None:
-        from sharpscope.cli.training import command_values
+        from sharpscope.cli.running import SWEEP_FIELDS, command_values
 
         monkeypatch.chdir(ROOT)
         given = context.params
         file = None if given["config"] is None else Path(given["config"])
-        weights = given["token_weights"]
-        if ":" not in str(given["task"]) and ":" not in str(weights):  # modules of the reader's own
-            values = {name: given[name] for name in ("method", "task", "model", "steps", "seed", "lr", "out")}
-            build_config(file, given["set_"] or (), command_values(**values), weights)
+        if file is not None and SWEEP_FIELDS & set(read_yaml(file)):
+            assert plan_sweep(read_sweep(file))
+        elif not any(
+            ":" in str(given[name]) for name in ("task", "method", "methods", "token_weights")
+        ):  # the reader's modules
+            values = {name: given[name] for name in ("method", "task", "model", "steps", "seed", "lr", "label")}
+            build_config(file, given["set_"] or (), command_values(**values), given["token_weights"])
+            parse_methods((given["methods"] or "grpo").split(","))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

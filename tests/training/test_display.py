@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 from sharpscope.cli.sweeping import _Bars
 
+from sharpscope.cli import running
 from sharpscope.cli.console import progress
 from sharpscope.training import display as shown
 from sharpscope.training.display import RichDisplay, minutes
@@ -41,13 +42,13 @@ def test_minutes(seconds, text):
 
 def test_a_sweep_prints_its_steps(monkeypatch, capsys):
     runs = [
-        SimpleNamespace(steps_done=done, config=SimpleNamespace(steps=10), run_dir=SimpleNamespace(name=name))
+        SimpleNamespace(steps_done=done, config=SimpleNamespace(steps=10), name=name)
         for name, done in (("one", 10), ("two", 3))
     ]
-    monkeypatch.setattr(_Bars, "LINE_EVERY", 0.0)
-    with _Bars(runs) as bars:
-        bars.update(runs, runs[1:])
-    assert capsys.readouterr().err == "13 of 20 steps of all runs; running: two 3 of 10\n"
+    monkeypatch.setattr(running, "LINE_EVERY", 0.0)
+    with running._Bar(runs) as bar:
+        bar.update(runs[1:])
+    assert capsys.readouterr().err == "13 of 20 steps of all runs; running: two 3/10\n"
 
 
 def test_parts_of_a_report_are_printed_without_control_characters(capsys):
