@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-from sharpscope.cli.sweeping import _Bars
 
 from sharpscope.cli import running
 from sharpscope.cli.console import progress
