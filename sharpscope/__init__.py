@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from sharpscope.forks import rotate as rotate
     from sharpscope.integrations.trl import record as record
     from sharpscope.probes import attribute as attribute
+    from sharpscope.probes import critical_sharpness as critical_sharpness
     from sharpscope.probes import curvature as curvature
     from sharpscope.probes import score_norms as score_norms
     from sharpscope.probes import sharpness as sharpness
+    from sharpscope.probes import update_direction as update_direction
     from sharpscope.tasks import register_task as register_task
     from sharpscope.traces import load_run as load_run
     from sharpscope.traces import load_runs as load_runs
@@ -31,8 +33,10 @@ _MODULES = {
     "fork": "sharpscope.forks",
     "score_norms": "sharpscope.probes",
     "attribute": "sharpscope.probes",
+    "critical_sharpness": "sharpscope.probes",
     "curvature": "sharpscope.probes",
     "sharpness": "sharpscope.probes",
+    "update_direction": "sharpscope.probes",
     "rotate": "sharpscope.forks",
     "register_task": "sharpscope.tasks",
     "register_token_weight": "sharpscope.config",

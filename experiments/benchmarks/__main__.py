@@ -204,36 +204,18 @@ def analyze(
 
 
 @app.command("curvature")
-def curvature(
-    out: Annotated[Path, typer.Option(help="Folder for the table and the numbers.")] = Path("experiments/benchmarks"),
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for both sides.")] = None,
-    part: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="eigenvalue, trace, product, memory or rounds; may be repeated. Others keep their numbers in the folder."
-        ),
-    ] = None,
-) -> None:
-    """Hessian products, eigenvalues and trace against curvlinops and PyHessian, a product's memory, a round's seconds.
+def curvature(threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for both sides.")] = 1) -> None:
+    """The top eigenvalue against PyHessian's, and a Hessian product with and without its graph kept.
 
     Example:
 
-      python -m experiments.benchmarks curvature --part eigenvalue --out bench
+      python -m experiments.benchmarks curvature
     """
-    from experiments.benchmarks.curvature_report import PARTS, measure, write
-    from sharpscope.errors import nearest
+    from experiments.benchmarks.curvature import table
     from sharpscope.recording import environment
 
-    for name in part or []:
-        if name not in PARTS:
-            raise UserError(f"--part {name}: unknown{nearest(name, PARTS)}")
     environment.set_threads(threads)
-    for name in PARTS:
-        if part is None or name in part:
-            typer.echo(f"{name} ...", err=True)
-            text, numbers = write({name: measure(name)}, out)
-    typer.echo(text.read_text(encoding="utf-8"))
-    typer.echo(f"written: {text}, {numbers}")
+    typer.echo(table())
 
 
 @app.command("rollout")

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from experiments.benchmarks.cell import SHAPES
-from experiments.benchmarks.curvature_memory import GIVEN_BACK
 from sharpscope.errors import UserError
 
 RATIO, MEMORY_GIB = 1.5, 1.6
 """Limits of the local norms of 512 tokens: in forward and backward passes over them, and above weights and gradient [GiB]."""
 
 PARTS = ("norms", "sam")
+
+GIVEN_BACK = 128 * 1024  # freed blocks of more bytes than this return to the system
 
 
 def measure(part: str, shape: str, layers: int | None, threads: int, repeats: int) -> dict[str, Any]:
