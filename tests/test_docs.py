@@ -113,7 +113,10 @@ def test_the_documented_probes_run():
     mask = torch.zeros_like(input_ids)
     mask[:, 3:] = 1
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+    weight.grad = 4 * weight.detach() ** 3
     names = {
+        "optimizer": torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0),
+        "lr": 0.1,
         "model": model,
         "input_ids": input_ids,
         "mask": mask,
@@ -135,6 +138,8 @@ def test_the_documented_probes_run():
     assert names["found"].largest == pytest.approx(48, rel=1e-3)  # of Σ θ⁴: 12 θ² at −2
     at = torch.tensor([4.0, -32.0], dtype=torch.float64)
     assert names["rise"].first_order == pytest.approx(0.05 * at.norm().item(), rel=1e-6)
+    # AdamW's first step is the sign of the gradient: (1 − η)⁴ + (2 − η)⁴ = 17 at η = 3.
+    assert names["critical"].lr == pytest.approx(3, rel=1 / 16)
 
 
 def test_the_documented_token_weight_runs(tmp_path, monkeypatch):
