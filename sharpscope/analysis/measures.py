@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from sharpscope.analysis.study import per_run
 from sharpscope.traces import MAX_SATURATION
@@ -20,6 +23,32 @@ SMOOTHING = 10
 """Steps over which a reward or a training accuracy is averaged [steps]."""
 FUNCTIONAL = "expected_failure"
 """The functional whose sharpness is compared between methods and with the gap."""
+
+
+@dataclass(frozen=True)
+class Dose:
+    """How far the treatment turned the update away from that of the reference objective on the same rollouts.
+
+    Attributes:
+        method: the treatment.
+        rotation: mean over the steps of the treatment's runs [degrees]; None where it was not recorded.
+        noise: mean angle between independent halves of a batch [degrees]; None where it was not recorded.
+    """
+
+    method: str
+    rotation: float | None
+    noise: float | None = None
+
+    @property
+    def text(self) -> str:
+        """The dose in one sentence."""
+        if self.rotation is None:
+            return (
+                f"rotation of the update by {self.method} not recorded (steps.update_rotation); a method that changes the update "
+                "little would look the same"
+            )
+        noise = "" if self.noise is None else f", the batch's noise by {self.noise:.3g}°"
+        return f"the weights of {self.method} turned the update by {self.rotation:.3g}°{noise}"
 
 
 @per_run
@@ -185,3 +214,88 @@ def clipped_updates(run: Run) -> pd.Series:
         return pd.Series(dtype=float)
     made = updates[~updates["skipped"].astype(bool)]
     return (made["clip_factor"] < 1).groupby(made["step"]).mean()
+
+
+def log_ratios(frame: pd.DataFrame) -> pd.DataFrame:
+    """A paired frame with ln(treatment/baseline) as `difference`; rows with a value that is not positive are left out."""
+    positive = frame[(frame["baseline"] > 0) & (frame["treatment"] > 0)]
+    ends = (np.log(positive[name].to_numpy(dtype=float)) for name in ("treatment", "baseline"))
+    return positive.assign(difference=np.subtract(*ends))
+
+
+def dose_of(runs: Iterable[Run], method: str) -> Dose:
+    """Mean rotation of the update and mean angle between halves of a batch over the steps of `runs` [degrees]."""
+    several = list(runs)
+
+    def mean(column: str) -> float | None:
+        means = [float(run.steps[column].mean()) for run in several if column in run.steps]
+        known = [value for value in means if math.isfinite(value)]
+        return float(np.mean(known)) if known else None
+
+    return Dose(method, mean("update_rotation"), mean("noise_rotation"))
+
+
+def answer_noise(run: Run, split: str, step: int, temperature: float = SAMPLED) -> float | None:
+    """Variance of an accuracy from sampling k answers to each of its n fixed prompts; None if it was not evaluated.
+
+    V_w/(n·k) with V_w = (p(1 − p) − n·s²)·k/(k − 1), s the standard error clustered by prompt; p(1 − p)/n, an upper bound, for
+    one answer per prompt.
+    """
+    rows = run.eval[(run.eval["split"] == split) & (run.eval["step"] == step)]
+    rows = rows[np.isclose(rows["temperature"], temperature)]
+    single = rows[rows["level"] != "all"]
+    rows = single if len(single) else rows
+    if not len(rows):
+        return None
+    n, k, p = (rows[name].to_numpy(dtype=float) for name in ("n", "k", "accuracy"))
+    error = rows["std_error"].to_numpy(dtype=float) if "std_error" in rows else np.full(len(n), math.nan)
+    within = np.maximum(0.0, p * (1 - p) - n * error**2) * k / np.maximum(k - 1, 1)
+    within = np.where((k > 1) & np.isfinite(error), within, p * (1 - p))
+    return float(np.sum((n / n.sum()) ** 2 * within / (n * k)))
+
+
+UNKNOWN_NOISE = (
+    "the sampling noise of the gap is not known, so neither is its reliability: no training answers to count"
+)
+
+
+def gap_noise(run: Run, step: int) -> float | None:
+    """Variance of the generalization gap from sampling answers: held-out answers plus training answers; None without either.
+
+    Where the split `train` was not evaluated, the training rollouts are taken as independent answers, which gives an upper bound.
+    """
+    outside, inside = answer_noise(run, "heldout", step), answer_noise(run, "train", step)
+    if inside is None:
+        trained = train_accuracy(run, step)
+        inside = None if trained is None else trained[0] * (1 - trained[0]) / trained[1]
+    return None if outside is None or inside is None else outside + inside
+
+
+def reliability(values: NDArray[np.floating], noise: NDArray[np.floating], groups: Sequence[Any]) -> float:
+    """1 − (mean noise variance)/(variance within groups), at least 0: the share of the spread that is no sampling noise.
+
+    Args:
+        values, noise: (n,) a number per run and its sampling variance.
+        groups: (n,) only runs of one group are compared; a group of one run says nothing.
+    """
+    frame = pd.DataFrame({"value": values, "group": [repr(group) for group in groups]})
+    centered = frame["value"] - frame.groupby("group")["value"].transform("mean")
+    freedom = len(frame) - frame["group"].nunique()
+    total = float((centered**2).sum() / freedom) if freedom > 0 else 0.0
+    return max(0.0, 1 - float(np.mean(noise)) / total) if total > 0 else 0.0
+
+
+def unreliable(result: float, floor: float, values: NDArray[np.floating], noise: NDArray[np.floating]) -> str:
+    """Why a gap of reliability `result` < `floor` cannot be predicted, and how many times as many answers would do."""
+    sampled = float(np.mean(noise))
+    if len(values) < 2:
+        return "one run is left to test: the spread of the gap over runs, and with it its reliability, is not known"
+    total = sampled / (1 - result) if result > 0 else float(np.var(values, ddof=1))
+    text = (
+        f"the gap's reliability is {result:.2f}, below {floor:g}: its standard deviation over the runs compared is "
+        f"{100 * total**0.5:.2g} points, that of sampling answers {100 * sampled**0.5:.2g} points"
+    )
+    if result <= 0:
+        return text + "; evaluate more prompts and samples"
+    more = sampled / (total - sampled) * floor / (1 - floor)
+    return text + f"; {math.ceil(10 * more) / 10:g} times as many answers would do"

@@ -15,11 +15,42 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.terms import DEFAULT, Terms
 from sharpscope.analysis.tokens import SAMPLE, Reduced, Reducer, sample_tokens, scan
 
 if TYPE_CHECKING:
     from sharpscope.traces import Run, Runs
+
+LEVEL = 0.05
+ORDER = ("C7", "C4", "C10")
+LEAST_ROTATION = 5.0
+"""Mean rotation of the optimizer's step that a method must cause before it is compared [degrees].
+
+Half of what weights in [1, 1.4] can do to a gradient of orthogonal token gradients, arctan(0.4/(2·√1.4)) = 9.6°.
+"""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Terms that a study declares before its data.
+
+    Attributes:
+        level: error rate of each test.
+        order: the primary claims, in the order in which they are tested.
+        margins: claim → margin in the unit of its rule; claims not named keep their rule's margin.
+        least_rotation: mean rotation of the update below which methods are not compared [degrees].
+    """
+
+    level: float = LEVEL
+    order: tuple[str, ...] = ORDER
+    margins: Mapping[str, float] = field(default_factory=dict)
+    least_rotation: float = LEAST_ROTATION
+
+    def margin(self, claim: str, default: float) -> float:
+        """The declared margin of a claim, or `default`, that of its rule."""
+        return self.margins.get(claim, default)
+
+
+DEFAULT = Terms()
 
 NOT_A_SETTING = (
     "seed",
@@ -228,7 +259,9 @@ class Study:
         by_key = {method: self._by_key(method) for method in (first, second)}
         for method in (first, second):
             if not by_key[method]:
-                return Pairing(missing=f"no finished run of {method}")
+                return Pairing(
+                    missing=f"no finished run of {method}; there are runs of {', '.join(self.methods) or 'none'}"
+                )
         pairs: dict[str, list[Pair]] = {}
         for key, of_baseline in by_key[first].items():
             of_treatment = by_key[second].get(key, {})

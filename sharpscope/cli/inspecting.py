@@ -15,7 +15,6 @@ def register(app: typer.Typer) -> None:
     app.command("show")(show)
     app.command("tokens")(tokens)
     app.command("analyze")(analyze)
-    app.command("claims")(claims)
 
 
 def show(
@@ -115,69 +114,3 @@ def analyze(
 
         if not webbrowser.open(written.page.resolve().as_uri()):
             typer.echo(f"cannot start a browser; open {written.page} yourself", err=True)
-
-
-def claims(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs.")],
-    claim: Annotated[
-        list[str] | None, typer.Option(help="Name of a claim, such as C7. Repeatable. Default: all.")
-    ] = None,
-    details: Annotated[
-        bool, typer.Option("--details", help="Print statistic, interval, rule, confounders and data of each claim.")
-    ] = False,
-    baseline: Annotated[str | None, typer.Option(help="Baseline method. Default: the study's, or grpo.")] = None,
-    treatment: Annotated[
-        str | None, typer.Option(help="Method that the claims are tested for. Default: the study's, or grpo-sg.")
-    ] = None,
-    study: Annotated[
-        Path | None,
-        typer.Option(
-            help="YAML file of the study: its margins, level and order are used, its declaration is checked and quoted."
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for claims.json and claims.md."),
-    ] = None,
-) -> None:
-    """Test the published claims on runs. Verdicts: supported, refuted, inconclusive or untestable.
-
-    Examples:
-      sharpscope claims runs/
-
-      sharpscope claims runs/ --claim C7 --details --treatment gspo
-
-      sharpscope claims data/reference --out experiments/studies/1/results
-
-      sharpscope claims runs/study --study experiments/studies/1/study.yaml
-    """
-    from sharpscope.analysis import load_several, nothing_found
-    from sharpscope.analysis.claims import (
-        UNDECLARED,
-        declared_rules,
-        quote,
-        test_claims,
-        verdict_text,
-        write_claims,
-    )
-    from sharpscope.cli.studying import terms_of
-    from sharpscope.config import ClaimsSpec
-    from sharpscope.errors import UserError
-    from sharpscope.sweeps import read_sweep
-
-    loaded = load_several(runs)
-    if not len(loaded):
-        raise UserError(nothing_found(runs, loaded))
-    spec = ClaimsSpec() if study is None else read_sweep(study).claims
-    terms, methods = terms_of(spec), (baseline or spec.baseline, treatment or spec.treatment)
-    declared = UNDECLARED
-    if study is not None:
-        declared = quote(study, declared_rules(terms, *methods), loaded)
-        typer.echo(printable(declared))
-    verdicts = test_claims(loaded, claim, baseline=methods[0], treatment=methods[1], terms=terms)
-    for verdict in verdicts:
-        text = verdict_text(verdict) if details else verdict.line()
-        typer.echo("\n".join(map(printable, text.split("\n"))))
-    if out is not None:
-        files = write_claims(verdicts, out, declared)
-        typer.echo(f"{len(files)} files. Written: {out}/ (open {files[1]})")

@@ -9,33 +9,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sharpscope.analysis.claims.base import Claim
 from sharpscope.analysis.claims.registry import CLAIMS
-from sharpscope.analysis.terms import Terms
+from sharpscope.analysis.study import Terms
 from sharpscope.errors import UserError
 from sharpscope.traces import Run, write_atomic
 
 
 def declared_rules(terms: Terms, baseline: str, treatment: str) -> dict[str, Any]:
     """Everything that decides a verdict besides the data: methods, level, order, least dose and each claim's rule."""
+    names = {"{baseline}": baseline, "{treatment}": treatment}
     claims: dict[str, Any] = {}
-    for claim in CLAIMS.values():
-        for version in (claim, claim.beside) if claim.beside is not None else (claim,):
-            rule = version.rule.under(terms, version.key)
-            claims[version.key] = {
-                "title": version.title,
-                "rule": rule.text,
-                "unit_of_n": rule.unit,
-                "minimal_n": rule.minimal_n,
-                "margin": rule.margin,
-                "least_rotation": rule.least_rotation,
-            }
-    return {
-        "baseline": baseline,
-        "treatment": treatment,
-        "level": terms.level,
-        "order": list(terms.order),
-        "claims": claims,
-    }
+    for key, claim in _versions().items():
+        title = claim.title
+        for field, method in names.items():
+            title = title.replace(field, method)
+        claims[key] = {
+            "title": title,
+            "rule": claim.rule_text(terms),
+            "unit_of_n": claim.unit,
+            "minimal_n": claim.minimal_n,
+            "margin": terms.margin(key, claim.margin),
+            "least_rotation": terms.least_rotation if claim.compares else None,
+        }
+    rules = {"baseline": baseline, "treatment": treatment, "level": terms.level, "order": list(terms.order)}
+    return {**rules, "claims": claims}
+
+
+def _versions() -> dict[str, Claim]:
+    return {v.key: v for claim in CLAIMS.values() for v in (claim, claim.other) if v is not None}
 
 
 def check_terms(terms: Terms) -> None:
@@ -44,13 +46,13 @@ def check_terms(terms: Terms) -> None:
     Raises:
         UserError: names the field.
     """
-    versions = {v.key: v for claim in CLAIMS.values() for v in (claim, claim.beside) if v is not None}
+    versions = _versions()
     for field, given, known in (("order", terms.order, CLAIMS), ("margins", tuple(terms.margins), versions)):
         unknown = [name for name in given if name not in known]
         if unknown:
             raise UserError(f"claims.{field}: {unknown[0]} is no claim; give one of {', '.join(known)}")
     for name, margin in terms.margins.items():
-        if versions[name].rule.scale == "points" and margin >= 1:
+        if versions[name].scale == "points" and margin >= 1:
             raise UserError(f"claims.margins: {name} is {margin:g}; give a share below 1: 0.02 is two points")
 
 
@@ -67,14 +69,7 @@ def declaration_file(study: Path) -> Path:
 
 @dataclass(frozen=True)
 class Declared:
-    """The outcome of declaring.
-
-    Attributes:
-        file: of the declaration.
-        hash: of the rules.
-        changed: what differs from the declaration before; empty if nothing does.
-        new: whether there was none before.
-    """
+    """The outcome of declaring: what changed since the declaration before, and whether there was none (`new`)."""
 
     file: Path
     hash: str
@@ -155,7 +150,7 @@ def _states(file: Path) -> list[dict[str, Any]]:
         states = json.loads(file.read_text(encoding="utf-8"))
         intact = bool(states) and all(state["hash"] == rules_hash(state["rules"]) for state in states)
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file}: is not a declaration; restore it, or remove it and declare again") from error
+        raise UserError(f"{file}: is not a declaration; restore it") from error
     if not intact:
         raise UserError(f"{file}: the rules do not fit their hash, so they were edited; restore the file")
     return list(states)

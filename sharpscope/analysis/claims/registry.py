@@ -1,56 +1,42 @@
-"""All claims by name, and the functions that test them together and draw their figures."""
+"""All claims by name, and the functions that test them together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sharpscope.analysis.claims import (
-    c01_logit_bounds,
-    c02_score_norm,
-    c03_dominance,
-    c04_sharpness,
-    c05_bound,
-    c06_gap,
-    c07_generalization,
-    c08_smoothness,
-    c09_influence,
-    c10_alignment,
-    c11_oscillator,
-    c12_entropy,
-    c13_lucky,
-    c14_learning_rate,
-)
+from sharpscope.analysis.claims import accuracy, bound, entropy, gap, gradients, oscillator, sharpness, tokens
 from sharpscope.analysis.claims.base import Claim, Verdict, decide
-from sharpscope.analysis.figures.style import Picture
-from sharpscope.analysis.study import Study
-from sharpscope.analysis.terms import DEFAULT, Terms
+from sharpscope.analysis.claims.checks import CHECKS, Check
+from sharpscope.analysis.study import DEFAULT, Study, Terms
 from sharpscope.analysis.tokens import DECILE_SUMS
 from sharpscope.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from sharpscope.traces import Runs
 
-_ALL = (
-    c01_logit_bounds.CLAIM,
-    c02_score_norm.CLAIM,
-    c03_dominance.CLAIM,
-    c04_sharpness.CLAIM,
-    c05_bound.CLAIM,
-    c06_gap.CLAIM,
-    c07_generalization.CLAIM,
-    c08_smoothness.CLAIM,
-    c09_influence.CLAIM,
-    c10_alignment.CLAIM,
-    c11_oscillator.CLAIM,
-    c12_entropy.CLAIM,
-    c13_lucky.CLAIM,
-    c14_learning_rate.CLAIM,
-)
-CLAIMS: dict[str, Claim] = {claim.name: claim for claim in _ALL}
-REDUCERS = (*(reducer for claim in _ALL for reducer in claim.reducers), *DECILE_SUMS)
-"""Everything that claims and figures need of whole token tables, and that `reduce` keeps in their place."""
+CLAIMS: dict[str, Claim] = {
+    claim.name: claim
+    for claim in (
+        tokens.C2,
+        tokens.C3,
+        sharpness.C4,
+        bound.C5,
+        gap.C6,
+        accuracy.C7,
+        gradients.C8,
+        tokens.C9,
+        accuracy.C10,
+        oscillator.C11,
+        entropy.C12,
+        gradients.C13,
+        accuracy.C14,
+    )
+}
+_READ = [reducer for _, reducer in CHECKS.values()] + [r for claim in CLAIMS.values() for r in claim.reducers]
+REDUCERS = (*dict.fromkeys(_READ), *DECILE_SUMS)
+"""Everything that claims and figures need of whole token tables, and that a reduced copy of a run keeps in their place."""
 
 
 def test_claims(
@@ -58,7 +44,7 @@ def test_claims(
     claims: Sequence[str] | None = None,
     *,
     baseline: str = "grpo",
-    treatment: str = "grpo-sg",
+    treatment: str | None = None,
     ignore: Sequence[str] = (),
     terms: Terms | None = None,
 ) -> list[Verdict]:
@@ -70,21 +56,26 @@ def test_claims(
     Args:
         runs: from `load_runs`; unfinished ones are left out and named.
         claims: names, e.g. ["C7"]; None: all.
-        baseline, treatment: names of the two methods compared, as in run.json. Where a claim says GRPO-SG it is tested on
-            `treatment`. If no run has one of them, the claims that need it are untestable and say so.
+        baseline, treatment: names of the two methods compared, as in run.json; None: see `study_of`.
         ignore: settings in which the two runs of a pair may differ, e.g. optimizer.lr if it was tuned for each method.
         terms: margins, level, order and least dose; None: those of the rules.
 
     Raises:
-        UserError: an unknown claim, or a method compared with itself.
+        UserError: an unknown claim, an unknown treatment, or a method compared with itself.
     """
-    names = claim_names(claims)
+    names = [name for name in claim_names(claims) if name in CLAIMS]
     study = study_of(runs, baseline, treatment, ignore, terms)
-    study.read_tokens([reducer for name in _tested(names, study.terms) for reducer in CLAIMS[name].reducers])
+    read(study, names)
     return verdicts_of(study, names)
 
 
 test_claims.__test__ = False  # type: ignore[attr-defined]  # not a test, whatever its name looks like
+
+
+def read(study: Study, names: Sequence[str]) -> None:
+    """Stream the token tables once for the claims `names`, and for the checks of these names."""
+    reducers = [reducer for name in _tested(names, study.terms) for reducer in CLAIMS[name].reducers]
+    study.read_tokens(list(dict.fromkeys([*reducers, *(CHECKS[name][1] for name in names if name in CHECKS)])))
 
 
 def verdicts_of(study: Study, names: Sequence[str] = tuple(CLAIMS)) -> list[Verdict]:
@@ -94,69 +85,77 @@ def verdicts_of(study: Study, names: Sequence[str] = tuple(CLAIMS)) -> list[Verd
     stopping at the first claim that is not rejected keeps the chance of any wrong rejection at the level (Maurer, Hothorn and
     Lehmacher 1995), for `supported` and for `refuted` separately.
     """
-    methods = (study.baseline, study.treatment)
+
+    def verdict(claim: Claim) -> Verdict:
+        return decide(claim, claim.measure(study), (study.baseline, study.treatment), study.terms)
+
     result: dict[str, Verdict] = {}
     for name in _tested(names, study.terms):
         claim = CLAIMS[name]
-        verdict = decide(claim, claim.test(study), methods, study.terms)
-        if claim.beside is not None:
-            beside = decide(claim.beside, claim.beside.test(study), methods, study.terms)
-            verdict = replace(verdict, beside=beside)
-        result[name] = verdict
+        result[name] = replace(verdict(claim), other=None if claim.other is None else verdict(claim.other))
     largest, before = 0.0, set[str]()
     for name in study.terms.order:
-        if name not in result:
-            continue
-        verdict = result[name]
-        before.add(verdict.verdict)
-        largest = max(largest, 1.0 if verdict.p_value is None else verdict.p_value)
-        adjusted = None if verdict.p_value is None else largest
-        confirmatory = before in ({"supported"}, {"refuted"})
-        result[name] = replace(verdict, p_adjusted=adjusted, confirmatory=confirmatory)
-    return [result[name] for name in names]
+        if name in result:
+            found = result[name]
+            before.add(found.verdict)
+            largest = max(largest, 1.0 if found.p_value is None else found.p_value)
+            adjusted, alike = None if found.p_value is None else largest, before in ({"supported"}, {"refuted"})
+            result[name] = replace(found, p_adjusted=adjusted, confirmatory=alike)
+    return [result[name] for name in names if name in result]
 
 
-def claim_pictures(verdicts: Sequence[Verdict], study: Study) -> Iterator[Picture]:
-    """The figures of the claims that compare methods or arms, in the claims' order; of a claim's version beside it after its own."""
-    for verdict in verdicts:
-        claim = CLAIMS[verdict.claim]
-        if claim.draw is not None:
-            yield from claim.draw(verdict, study)
-        if claim.beside is not None and claim.beside.draw is not None and verdict.beside is not None:
-            yield from claim.beside.draw(verdict.beside, study)
+def checks_of(study: Study, names: Sequence[str] = tuple(CHECKS)) -> list[Check]:
+    """Checks of the recording; the study has read the tokens that they need."""
+    return [CHECKS[name][0](study) for name in names if name in CHECKS]
 
 
 def study_of(
     runs: Runs,
     baseline: str = "grpo",
-    treatment: str = "grpo-sg",
+    treatment: str | None = None,
     ignore: Sequence[str] = (),
     terms: Terms | None = None,
 ) -> Study:
     """The runs laid out for comparing two methods.
 
+    Args:
+        runs, baseline, ignore, terms: see `test_claims`.
+        treatment: None: grpo-sg where it was run, or else the other method with the most finished runs.
+
     Raises:
-        UserError: a method compared with itself.
+        UserError: a method compared with itself, or one that no finished run has; it lists those that are there.
     """
+    study = Study(runs.by_name, baseline, treatment or "grpo-sg", tuple(ignore), terms=terms or DEFAULT)
+    there = {method: len(study.of(method)) for method in study.methods}
+    if treatment is None:
+        others = [method for method in there if method != baseline]
+        if others and study.treatment not in there:
+            study.treatment = max(others, key=lambda method: there[method])
+        return study
     if baseline == treatment:
         raise UserError(f"treatment {treatment}: the same as the baseline; give another method")
-    return Study(runs.by_name, baseline, treatment, tuple(ignore), terms=terms or DEFAULT)
+    for field, method in (("baseline", baseline), ("treatment", treatment)):
+        if there and method not in there:
+            listed = ", ".join(f"{name} ({count})" for name, count in there.items())
+            raise UserError(f"{field} {method}: no finished run of it; there are runs of {listed}")
+    return study
 
 
 def claim_names(claims: Sequence[str] | None) -> list[str]:
-    """The claims asked for, in order and upper case; None: all.
+    """The claims asked for, in order and upper case; None: all. C1 is a check of the recording and among them.
 
     Raises:
         UserError: an unknown claim.
     """
+    known = ["C1", *CLAIMS]
     if claims is None:
-        return list(CLAIMS)
+        return known
     asked = [claims] if isinstance(claims, str) else list(claims)
     for name in asked:
-        if name.upper() not in CLAIMS:
-            raise UserError(f"claim {name}: no such claim{nearest(name.upper(), CLAIMS)}")
+        if name.upper() not in known:
+            raise UserError(f"claim {name}: no such claim{nearest(name.upper(), known)}")
     wanted = {name.upper() for name in asked}
-    return [name for name in CLAIMS if name in wanted]
+    return [name for name in known if name in wanted]
 
 
 def _tested(names: Sequence[str], terms: Terms) -> list[str]:

@@ -1,26 +1,29 @@
-"""Verdicts as claims.json for programs, claims.md for people, and text for a terminal."""
+"""Verdicts as claims.json for programs, claims.md for people, and sections for terminal and page."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from sharpscope.analysis.claims.base import Estimate, Verdict, margin_text
+import pandas as pd
+
+from sharpscope.analysis.claims.base import Verdict
+from sharpscope.analysis.claims.checks import Check
+from sharpscope.analysis.claims.registry import checks_of, claim_names, read, verdicts_of
+from sharpscope.analysis.power import power_table, powers_of
+from sharpscope.analysis.sections import Section
+from sharpscope.analysis.study import Study
 from sharpscope.analysis.text import escape_markdown, number
 from sharpscope.traces import output_folder, write_atomic
 
 LIMITS = (
     "Small scale refutes nothing about large models: each verdict is about the runs named under it. Each test has a level of 5 % "
     "unless declared otherwise: `supported` needs a two-sided p of no effect below it, `refuted` a one-sided p of an effect as large "
-    "as the margin. Primary claims are tested in a fixed order (C7, C4, C10 unless declared otherwise); where all up to one have the "
-    "same verdict it is confirmatory, and the chance that any confirmatory verdict of that kind is wrong is at most the level. The "
-    "other verdicts are exploratory, each tested by itself. A claim is "
-    "untestable where the sample could give only one of the two verdicts. p-values come from sign flips or permutations and are exact "
-    "for values that are symmetric when there is no effect. Verdicts follow p-values; the 95 % intervals beside them were measured to "
-    "cover 95 % (6 to 14 clusters) or 92 to 93 % (15 to 30, BCa) of normal samples, with heavy tails 95 % or 88 to 89 %, with strong "
-    "skew 85 to 89 %."
+    "as the margin. Primary claims are tested in a fixed order; where all up to one have the same verdict it is confirmatory. The "
+    "others are exploratory. A claim is untestable where the sample could give only one of the two verdicts. p-values come from sign "
+    "flips or permutations and are exact for values that are symmetric when there is no effect; a method that rarely collapses is "
+    "not symmetric, so look at the median and the worst pair."
 )
 UNDECLARED = (
     "No declaration was checked: whether margins, level and order were fixed before the data is not known "
@@ -28,108 +31,75 @@ UNDECLARED = (
 )
 
 
+def verdict_table(verdicts: Iterable[Verdict]) -> pd.DataFrame:
+    """A row for each verdict, those on second versions included."""
+    rows = []
+    for verdict in (v for one in verdicts for v in one.versions):
+        effect = verdict.effect
+        mark = "" if not verdict.primary else " (primary, confirmatory)" if verdict.confirmatory else " (primary)"
+        rows.append(
+            {
+                "claim": verdict.name,
+                "verdict": verdict.verdict,
+                "title": verdict.title + mark,
+                "effect": "–" if effect is None else effect.text,
+                "95 % interval": "–" if effect is None else effect.ends(effect.interval or effect.t) or "–",
+                "p": number(verdict.p_value),
+                "n": verdict.n,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
 def claims_json(verdicts: Sequence[Verdict]) -> str:
     """The verdicts as a JSON array (see `Verdict.to_dict`); no NaN in it."""
     return json.dumps([verdict.to_dict() for verdict in verdicts], indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def claims_markdown(verdicts: Sequence[Verdict], declared: str = UNDECLARED) -> str:
-    """The verdicts as Markdown: one table, then each claim with rule, numbers, confounders and what was read.
-
-    `declared`: what is known of the declaration of the rules.
-    """
-    pair = verdicts[0].methods if verdicts else ("", "")
-    lines = ["# Claims", "", LIMITS, "", escape_markdown(declared), ""]
-    lines += [f"Treatment {escape_markdown(pair[1])}, baseline {escape_markdown(pair[0])}.", ""] if verdicts else []
-    lines += ["| | claim | verdict | effect | 95 % interval | p | n |", "|---|---|---|---|---|---|---|"]
-    lines += [_row(v) for verdict in verdicts for v in versions(verdict)]
-    for verdict in verdicts:
-        for v in versions(verdict):
-            name = f"{verdict.claim}{f' ({v.version})' if v is not verdict else ''}"
-            lines += [
-                "",
-                f"## {name}: {escape_markdown(v.title)}",
-                "",
-                f"**{v.verdict}**: {escape_markdown(v.reason)}.",
-                "",
-            ]
-            lines += [f"- {escape_markdown(line)}" for line in _details(v)]
+def claims_markdown(verdicts: Sequence[Verdict], checks: Sequence[Check] = (), declared: str = UNDECLARED) -> str:
+    """The verdicts as Markdown: one table, then each claim with rule and numbers; `declared`: what is known of the rules."""
+    table = verdict_table(verdicts).map(escape_markdown)
+    rows = [list(table.columns), ["---"] * len(table.columns), *table.to_numpy().tolist()]
+    lines = ["# Claims", "", LIMITS, "", escape_markdown(declared), "", *(f"| {' | '.join(row)} |" for row in rows)]
+    for verdict in (v for one in verdicts for v in one.versions):
+        lines += ["", f"## {verdict.name}: {escape_markdown(verdict.title)}", "", f"**{verdict.verdict}**", ""]
+        lines += [f"- {escape_markdown(line)}" for line in verdict.details()]
+    if checks:
+        lines += ["", "## Checks of the recording", "", *(f"- {escape_markdown(check.line())}" for check in checks)]
     return "\n".join(lines) + "\n"
 
 
-def versions(verdict: Verdict) -> list[Verdict]:
-    """A verdict, and that on the other version of its claim if there is one."""
-    return [verdict] if verdict.beside is None else [verdict, verdict.beside]
-
-
-def _row(v: Verdict) -> str:
-    effect = "–" if v.effect is None else v.effect.text
-    interval = "–" if v.effect is None or v.interval is None else v.effect.interval_text
-    marks = [v.version] if v.version else []
-    marks += ["primary, confirmatory" if v.confirmatory else "primary"] if v.role == "primary" else []
-    mark = f" ({'; '.join(marks)})" if marks else ""
-    title, effect = escape_markdown(v.title), escape_markdown(effect)
-    return f"| {v.claim} | {title}{mark} | **{v.verdict}** | {effect} | {interval} | {number(v.p_value)} | {v.n} |"
-
-
-def verdict_text(verdict: Verdict) -> str:
-    """One claim in full, as plain text."""
-    parts = []
-    for v in versions(verdict):
-        line = replace(v, beside=None).line()
-        parts += [line, f"  {v.reason}", *(f"  {detail}" for detail in _details(v))]
-    return "\n".join(parts)
-
-
-def write_claims(verdicts: Sequence[Verdict], out: str | Path, declared: str = UNDECLARED) -> list[Path]:
+def write_claims(
+    verdicts: Sequence[Verdict], out: str | Path, checks: Sequence[Check] = (), declared: str = UNDECLARED
+) -> list[Path]:
     """Write claims.json and claims.md into `out`; returns both paths.
-
-    `declared`: what is known of the declaration of the rules.
 
     Raises:
         UserError: if the folder cannot be made.
     """
     folder = output_folder(out)
-    paths = [folder / "claims.json", folder / "claims.md"]
-    for path, text in zip(paths, (claims_json(verdicts), claims_markdown(verdicts, declared)), strict=True):
-        write_atomic(path, text)
-    return paths
+    texts = {"claims.json": claims_json(verdicts), "claims.md": claims_markdown(verdicts, checks, declared)}
+    for name, text in texts.items():
+        write_atomic(folder / name, text)
+    return [folder / name for name in texts]
 
 
-def _details(v: Verdict) -> list[str]:
-    lines = [f"source: {v.source}", f"rule: {v.rule.text}"]
-    margin = "" if v.rule.margin is None else f", margin {margin_text(v.rule.margin, v.rule.scale)}"
-    least = "" if v.rule.least_rotation is None else f", least rotation of the update {v.rule.least_rotation:g}°"
-    lines.append(
-        f"level {100 * v.rule.level:g} %{margin}{least}; at least {v.rule.minimal_n} {v.rule.unit}, here {v.n}"
-    )
-    if v.effect is not None:
-        lines.append("effect: " + _estimate(v.effect))
-    if v.p_value is not None:
-        lines.append(f"p = {number(v.p_value)}")
-    if v.role == "primary":
-        lines.append(
-            f"primary; {'confirmatory' if v.confirmatory else 'not confirmatory: a claim before it has another verdict'}"
+def claim_sections(study: Study, declared: str = UNDECLARED) -> list[Section]:
+    """The verdicts on all claims with their figures, the checks of the recording, and what the tests can decide."""
+    from sharpscope.analysis.claims.figures import figures_of
+
+    read(study, claim_names(None))
+    verdicts = verdicts_of(study)
+    sections = [Section("Claims", verdict_table(verdicts), f"{LIMITS} {declared}", "Claims", "claims")]
+    checks = "\n".join(check.line() for check in checks_of(study))
+    sections.append(Section("Checks of the recording", checks, "", "Claims"))
+    for verdict in (v for one in verdicts for v in one.versions):
+        sections.append(Section(f"{verdict.name}: {verdict.verdict}", "\n".join(verdict.details()), "", "Claims"))
+        sections += [Section("", figure, caption, "Claims", name) for name, figure, caption in figures_of(verdict)]
+    powers = power_table(powers_of(verdicts))
+    if len(powers):
+        note = (
+            "Chance of each verdict by Student's t with the spread of these runs, and the pairs that 80 % of both need."
         )
-    lines += ["also: " + _estimate(estimate) for estimate in v.others]
-    lines += [f"confounder: {c.name}: {c.handling}" for c in v.confounders]
-    lines += [f"note: {note}" for note in v.notes]
-    by_what: dict[tuple[str, str, str], list[str]] = {}
-    for rows in v.rows:
-        by_what.setdefault((rows.table, ", ".join(rows.columns), rows.filter), []).append(rows.run)
-    lines += [
-        f"read: {table} ({columns}), {filter_}, of {len(runs)} runs: "
-        f"{', '.join(runs[:3])}{' …' if len(runs) > 3 else ''}"
-        for (table, columns, filter_), runs in by_what.items()
-    ]
-    if v.settles:
-        lines.append(f"what would settle it: {v.settles}")
-    return lines
-
-
-def _estimate(e: Estimate) -> str:
-    interval = "" if e.interval is None else f" {e.interval_text} ({e.interval.level:.0%}, {e.interval.kind})"
-    p = "" if e.p_value is None else f", p = {number(e.p_value)}"
-    n = "" if e.n is None else f", n = {e.n}"
-    note = f" ({e.note})" if e.note else ""
-    return f"{e.name}: {e.text}{interval}{p}{n}{note}"
+        sections.append(Section("Power", powers, note, "Claims", "power"))
+    return sections

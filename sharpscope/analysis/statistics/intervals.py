@@ -2,19 +2,15 @@
 
 | kind | used for | clusters |
 |---|---|---|
-| `t` | the mean of a sample, in figures and summaries (Student) | from 2 |
-| `percentile-t` | the mean of a sample, in tables and claims (bootstrap-t, Hall 1988) | 4 to 14 |
-| `bca` | the same and any other statistic (`scipy.stats.bootstrap`, Efron 1987) | from 15 |
+| `t` | the mean of a sample (Student) | from 2 |
 | `sign-flip` | the mean of paired differences (exact; inverts the test that gives their p-value) | 6 to 14 |
-| `clopper-pearson` | a share of independent trials | any |
+| `bca` | the same and any other statistic (`scipy.stats.bootstrap`, Efron 1987) | from 15 |
 | `wilson` | an accuracy over prompts with one or several completions each | any |
 
-Measured coverage of nominal 95 % (1,000 samples each; `tests/analysis/statistics/test_statistics.py` repeats it):
+Measured coverage of nominal 95 % (1,000 samples each; `tests/analysis/statistics/test_intervals.py` repeats it):
 
 | kind, clusters | normal | heavy tails (t, 3 degrees) | skewed (lognormal) |
 |---|---|---|---|
-| percentile-t, 5 | 0.95 | 0.95 | 0.88 |
-| percentile-t, 10 | 0.95 | 0.93 | 0.91 |
 | sign-flip, 6 | 0.97 | 0.98 | 0.89 |
 | sign-flip, 10 | 0.95 | 0.95 | 0.85 |
 | bca, 15 | 0.92 | 0.88 | 0.85 |
@@ -32,16 +28,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import ndtri, stdtrit
 
 from sharpscope.analysis.statistics.permutation import sign_flip_interval
 
-Kind = Literal["t", "bca", "percentile-t", "sign-flip", "clopper-pearson", "wilson"]
-
 BCA_FROM = 15
-PERCENTILE_T_FROM = 4
 RESAMPLES = 4_999
 PRIOR_COUNT = 2.0
 """How much `accuracy_interval` trusts the largest design effect, as a number of answers of the rarer kind."""
@@ -55,7 +47,7 @@ class Interval:
 
     low: float
     high: float
-    kind: Kind
+    kind: Literal["t", "bca", "sign-flip", "wilson"]
     level: float = 0.95
 
     def __str__(self) -> str:
@@ -66,33 +58,14 @@ class Interval:
         return f"[{100 * self.low:.{digits}f}, {100 * self.high:.{digits}f}]"
 
 
-def mean_interval(
-    values: Sequence[float] | NDArray[np.floating],
-    method: Literal["bootstrap", "t"] = "bootstrap",
-    level: float = 0.95,
-    seed: int = 0,
-) -> Interval | None:
-    """Interval of the mean of a sample `values` (n,), one number per cluster; None where `method` gives no finite one.
-
-    Args:
-        values: the sample.
-        method: `t`: mean ± t_{(1+level)/2, n−1}·s/√n, from 2 values. `bootstrap`: percentile-t from 4 values, BCa from 15;
-            values that are all equal give an interval of no width.
-        level: confidence.
-        seed: of the resamples.
-    """
+def mean_interval(values: Sequence[float] | NDArray[np.floating], level: float = 0.95) -> Interval | None:
+    """Student's interval of the mean of `values` (n,), mean ± t_{(1+level)/2, n−1}·s/√n; None for fewer than 2 finite ones."""
     data = np.asarray(values, dtype=np.float64)
-    if method == "t":
-        half = _half_width(data, level)
-        mean = float(data.mean()) if len(data) else math.nan
-        return Interval(mean - half, mean + half, "t", level) if math.isfinite(half) else None
-    data = np.sort(data)  # resamples must not depend on the order
-    if len(data) >= BCA_FROM:
-        return bootstrap_interval(data, None, level, seed)
-    if len(data) < PERCENTILE_T_FROM:
+    n = len(data)
+    if n < 2 or not np.isfinite(data).all():
         return None
-    results = _percentile_t(data, level, seed)
-    return results if np.isfinite([results.low, results.high]).all() else None
+    half = float(stdtrit(n - 1, (1 + level) / 2)) * (float(data.std(ddof=1)) / math.sqrt(n))
+    return Interval(float(data.mean()) - half, float(data.mean()) + half, "t", level)
 
 
 def to_halve(n: int, level: float = 0.95) -> int:
@@ -120,30 +93,6 @@ def series_mean(values: NDArray[np.floating]) -> tuple[float, float]:
     return mean, math.sqrt(total / (x.size - 1) / effective)
 
 
-def _half_width(data: NDArray[np.float64], level: float) -> float:
-    n = len(data)
-    return math.nan if n < 2 else float(stdtrit(n - 1, (1 + level) / 2)) * (float(data.std(ddof=1)) / math.sqrt(n))
-
-
-def band(frame: pd.DataFrame, by: Sequence[str], value: str = "value", *, log: bool = False) -> pd.DataFrame:
-    """Mean and 95 % t-interval over the rows of `frame` (one per seed) with equal `by`: columns by…, mean, low, high, n.
-
-    A value that is not a number makes all three NaN: nothing is left out silently. low and high are NaN where n = 1.
-    `log`: of ln(value), transformed back (a geometric mean); values ≤ 0 count as not a number.
-    """
-    rows = []
-    for key, group in frame.groupby(list(by), sort=True, dropna=False):
-        values = group[value].to_numpy(dtype=float)
-        if log:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                values = np.where(values > 0, np.log(values), np.nan)
-        mean, half = float(values.mean()), _half_width(values, 0.95)
-        ends = (mean, mean - half, mean + half)
-        mean, low, high = (math.exp(end) for end in ends) if log else ends
-        rows.append((*key, mean, low, high, len(values)))
-    return pd.DataFrame(rows, columns=[*by, "mean", "low", "high", "n"])
-
-
 def contrast_interval(values: NDArray[np.floating], level: float = 0.95, seed: int = 0) -> Interval | None:
     """Interval of the mean of paired differences `values` (n,): BCa, below 15 exact sign flips, None if n is too small.
 
@@ -154,14 +103,6 @@ def contrast_interval(values: NDArray[np.floating], level: float = 0.95, seed: i
         return bootstrap_interval(data, None, level, seed)
     ends = sign_flip_interval(data, level) if len(data) else None
     return None if ends is None else Interval(*ends, "sign-flip", level)
-
-
-def share_interval(hits: int, trials: int, level: float = 0.95) -> Interval:
-    """Clopper-Pearson interval of a share: `hits` of `trials` independent ones; its coverage is at least `level`."""
-    from scipy.stats import binomtest  # takes longer to import than `show` needs for the rest
-
-    ends = binomtest(hits, trials).proportion_ci(level, method="exact")
-    return Interval(float(ends.low), float(ends.high), "clopper-pearson", level)
 
 
 def accuracy_interval(
@@ -242,18 +183,3 @@ def bootstrap_interval(
     )
     ends = result.confidence_interval
     return Interval(float(ends.low), float(ends.high), "bca", level)
-
-
-def _percentile_t(data: NDArray[np.float64], level: float, seed: int) -> Interval:
-    """Bootstrap-t: quantiles of (mean* − mean)/se* in place of Student's."""
-    n, mean, error = len(data), data.mean(), data.std(ddof=1) / np.sqrt(len(data))
-    if error <= 1e-12 * np.abs(data).max():
-        return Interval(float(mean), float(mean), "percentile-t", level)
-    drawn = data[np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))]  # (resamples, n)
-    shift, spread = drawn.mean(axis=1) - mean, drawn.std(axis=1, ddof=1) / np.sqrt(n)
-    flat = (
-        spread <= 1e-12 * np.abs(data).max()
-    )  # one value drawn n times: no error to divide by, so as far out as can be
-    t = np.where(flat, np.copysign(np.inf, shift), shift / np.where(flat, 1.0, spread))
-    low, high = np.quantile(t, [(1 - level) / 2, (1 + level) / 2], method="nearest")
-    return Interval(float(mean - high * error), float(mean - low * error), "percentile-t", level)

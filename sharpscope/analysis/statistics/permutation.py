@@ -1,30 +1,36 @@
-"""Sign-flip (paired permutation) tests of a mean over clusters, and their intervals.
+"""Tests by permutation: sign flips of a mean over clusters, correlation, and Kendall's τ over a grid of settings.
 
-The test asks whether values that are symmetric about `shift` would have a mean as far from it as the one seen. Paired
-differences of two methods with the same distribution are symmetric about 0 whatever that distribution is, so the
-test is
-exact for them at any number of pairs, with heavy tails too (Fisher 1935; Pitman 1937).
+The sign-flip test asks whether values that are symmetric about `shift` would have a mean as far from it as the one seen. Paired
+differences of two methods with the same distribution are symmetric about 0 whatever that distribution is, so the test is
+exact for them at any number of pairs, with heavy tails too (Fisher 1935; Pitman 1937). It is not exact where a method rarely
+collapses: then the differences are not symmetric, and the median and the worst pair say more.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import ndtr
 
 Alternative = Literal["two-sided", "greater", "less"]
 
 EXACT_UP_TO = 14
 """Clusters up to which all 2^n sign patterns are counted; beyond, DRAWS random ones and the pattern seen."""
 DRAWS = 9_999
+PERMUTATIONS = 9_999
 
 
 def sign_flip_p(
     values: NDArray[np.floating], alternative: Alternative = "two-sided", shift: float = 0.0, seed: int = 0
 ) -> float:
-    """p-value of "the values are symmetric about `shift`" against a mean above, below or beside it.
+    """p-value of "the values are symmetric about `shift`" against a mean above, below or away from it.
 
     Args:
         values: (n,) one number per cluster, n ≥ 1, finite.
@@ -39,13 +45,13 @@ def sign_flip_p(
     Raises:
         ValueError: no values, or not finite.
     """
-    centerd = _checked(values) - shift
-    n = len(centerd)
+    centered = _checked(values) - shift
+    n = len(centered)
     signs = _patterns(n) if n <= EXACT_UP_TO else _draws(n, seed)
-    sums = signs @ centerd
-    seen = centerd.sum()
+    sums = signs @ centered
+    seen = centered.sum()
     # a sum that differs from the one seen by rounding alone is the same
-    slack = 1e-12 * np.abs(centerd).sum()
+    slack = 1e-12 * np.abs(centered).sum()
     if alternative == "greater":
         extreme = sums >= seen - slack
     elif alternative == "less":
@@ -53,40 +59,6 @@ def sign_flip_p(
     else:
         extreme = np.abs(sums) >= abs(seen) - slack
     return float(np.mean(extreme)) if n <= EXACT_UP_TO else float((1 + np.sum(extreme)) / (1 + len(signs)))
-
-
-def sign_flip_tests(
-    values: NDArray[np.floating], margin: float, seed: int = 0
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """p-values of both tests of a claim for many samples at once: `sign_flip_p(x)` and `sign_flip_p(x, "less", margin)`.
-
-    Args:
-        values: (B, n) samples of n clusters.
-        margin: center under the second null hypothesis.
-        seed: of the random sign patterns where n > EXACT_UP_TO.
-
-    Returns:
-        (B,) two-sided p of a mean of 0, and (B,) one-sided p of a mean of at least `margin`.
-    """
-    data = np.asarray(values, dtype=np.float64)
-    n = data.shape[1]
-    exact = n <= EXACT_UP_TO
-    signs = _patterns(n) if exact else _draws(n, seed)
-    shift = signs.sum(axis=1) * margin
-    both, below = np.empty(len(data)), np.empty(len(data))
-    for start in range(0, len(data), CHUNK):
-        rows = data[start : start + CHUNK]
-        sums, seen = rows @ signs.T, rows.sum(axis=1, keepdims=True)
-        slack = 1e-12 * np.abs(rows).sum(axis=1, keepdims=True)
-        both[start : start + CHUNK] = np.sum(np.abs(sums) >= np.abs(seen) - slack, axis=1)
-        slack = 1e-12 * np.abs(rows - margin).sum(axis=1, keepdims=True)
-        below[start : start + CHUNK] = np.sum(sums - shift <= seen - n * margin + slack, axis=1)
-    extra, total = (0, len(signs)) if exact else (1, len(signs) + 1)
-    return (both + extra) / total, (below + extra) / total
-
-
-CHUNK = 200
-"""Samples whose sign patterns are held at once."""
 
 
 def smallest_sign_flip_p(n: int, alternative: Alternative = "two-sided") -> float:
@@ -132,3 +104,153 @@ def _patterns(n: int) -> NDArray[np.float64]:
 def _draws(n: int, seed: int) -> NDArray[np.float64]:
     """(DRAWS, n) random sign patterns."""
     return np.asarray(np.random.default_rng([seed, n]).integers(0, 2, (DRAWS, n)) * 2.0 - 1.0, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Pearson's correlation r of n pairs.
+
+    Attributes:
+        value: r; NaN where one side does not vary or n < 3.
+        p_value: two-sided, the share of permutations of one side with |r| at least as large, the one seen counted in.
+        n: number of pairs.
+    """
+
+    value: float
+    p_value: float
+    n: int
+
+    def p_below(self, size: float) -> float:
+        """p-value of "r ≥ size" against less (Fisher's z, standard error 1/√(n − 3)); 1 where it cannot be tested."""
+        if self.n <= 3 or not math.isfinite(self.value):
+            return 1.0
+        z = math.atanh(min(max(self.value, -0.999999), 0.999999)) - math.atanh(size)
+        return float(ndtr(z * math.sqrt(self.n - 3)))
+
+
+def correlation(x: NDArray[np.floating], y: NDArray[np.floating], seed: int = 0) -> Correlation:
+    """Correlation of x (n,) and y (n,), one value of each per cluster."""
+    a, b = (np.asarray(values, dtype=np.float64) - np.mean(values) for values in (x, y))
+    n, scale = len(a), float(np.linalg.norm(a) * np.linalg.norm(b))
+    if n < 3 or not scale > 0:
+        return Correlation(math.nan, 1.0, n)
+    orders = np.argsort(np.random.default_rng([seed, n]).random((PERMUTATIONS, n)), axis=1)
+    drawn, seen = a[orders] @ b / scale, float(a @ b / scale)
+    hits = int(np.sum(np.abs(drawn) >= abs(seen) - 1e-12))
+    return Correlation(seen, (1 + hits) / (1 + PERMUTATIONS), n)
+
+
+def kendall(x: NDArray[np.floating], y: NDArray[np.floating]) -> float:
+    """Kendall's τ-a: mean over pairs of sign(Δx)·sign(Δy); NaN for fewer than 2 values. Ties count 0."""
+    a, b = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    i, j = np.triu_indices(len(a), 1)
+    return float(np.mean(np.sign(a[i] - a[j]) * np.sign(b[i] - b[j]))) if len(i) else float("nan")
+
+
+@dataclass(frozen=True)
+class Granulated:
+    """Granulated Kendall coefficient (Jiang et al. 2020, "Fantastic generalization measures").
+
+    Attributes:
+        value: Ψ, mean over axes of `axes`.
+        axes: axis → ψ, the mean τ over groups of runs that differ in this axis alone.
+        strata: (S,) Ψ of each stratum by itself.
+        p_value: two-sided, permuting y within strata.
+        smallest_p: what perfect agreement would give: no smaller p can be had from this grid.
+        pairs: number of compared pairs.
+    """
+
+    value: float
+    axes: dict[str, float]
+    strata: NDArray[np.float64]
+    p_value: float
+    smallest_p: float
+    pairs: int
+
+
+def granulated_kendall(
+    x: NDArray[np.floating],
+    y: NDArray[np.floating],
+    axes: dict[str, Sequence[Hashable]],
+    stratum: Sequence[Hashable],
+    seed: int = 0,
+) -> Granulated | None:
+    """Rank correlation of x and y between runs of one stratum that differ in one axis only.
+
+    Args:
+        x, y: (n,) one value per run.
+        axes: axis → its setting in each run (n,).
+        stratum: what is held fixed (n,); runs are compared and y is permuted within equal values only.
+        seed: of the PERMUTATIONS random orders.
+
+    Returns:
+        None if no two runs can be compared.
+    """
+    pairs = _pairs(axes, stratum)
+    if not pairs:
+        return None
+    first, second, weight, axis = (np.array(column) for column in zip(*pairs, strict=True))
+    a, b = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    labels, member = np.unique([repr(s) for s in stratum], return_inverse=True)
+    signs = np.sign(a[first] - a[second])
+
+    def psi(values: NDArray[np.float64], sign: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.sign(values[..., first] - values[..., second]) @ (sign * weight)
+
+    orders = _permutations(member, seed)  # (P, n)
+    value = float(psi(b, signs))
+    drawn, best = psi(b[orders], signs), psi(a[orders], signs)
+    agreement = np.sign(b[first] - b[second]) * signs
+    by_axis = {name: _weighted_mean(agreement, weight, axis == name) for name in axes if (axis == name).any()}
+    in_stratum = [_stratum_psi(agreement, weight, axis, member[first] == s) for s in range(len(labels))]
+    return Granulated(
+        value,
+        by_axis,
+        np.array([v for v in in_stratum if v is not None]),
+        float(np.mean(np.abs(drawn) >= abs(value) - 1e-12)),
+        float(np.mean(np.abs(best) >= abs(psi(a, signs)) - 1e-12)),
+        len(pairs),
+    )
+
+
+def _pairs(axes: dict[str, Sequence[Hashable]], stratum: Sequence[Hashable]) -> list[tuple[int, int, float, str]]:
+    """(i, j, weight, axis) of runs that differ in one axis alone; groups of an axis, and axes, count equally."""
+    groups: dict[str, list[list[tuple[int, int]]]] = {}
+    for name in axes:
+        others = [axes[other] for other in axes if other != name]
+        cells: dict[Hashable, list[int]] = {}
+        for run, key in enumerate(zip(stratum, *others, strict=True)):
+            cells.setdefault(key, []).append(run)
+        result = [
+            [(i, j) for i, j in itertools.combinations(runs, 2) if axes[name][i] != axes[name][j]]
+            for runs in cells.values()
+        ]
+        if any(result):
+            groups[name] = [group for group in result if group]
+    return [
+        (i, j, 1 / (len(groups) * len(of_axis) * len(group)), name)
+        for name, of_axis in groups.items()
+        for group in of_axis
+        for i, j in group
+    ]
+
+
+def _permutations(member: NDArray[np.int_], seed: int) -> NDArray[np.int_]:
+    """(P, n) orders that move runs within their stratum only; the first is the one seen."""
+    inside = [np.flatnonzero(member == s) for s in np.unique(member)]
+    rng = np.random.default_rng(seed)
+    orders = np.tile(np.arange(len(member)), (PERMUTATIONS + 1, 1))
+    for keys in inside:
+        orders[1:, keys] = keys[np.argsort(rng.random((PERMUTATIONS, len(keys))), axis=1)]
+    return orders
+
+
+def _weighted_mean(values: NDArray[np.float64], weight: NDArray[np.float64], chosen: NDArray[np.bool_]) -> float:
+    return float(np.sum(values[chosen] * weight[chosen]) / np.sum(weight[chosen]))
+
+
+def _stratum_psi(
+    agreement: NDArray[np.float64], weight: NDArray[np.float64], axis: NDArray[np.str_], inside: NDArray[np.bool_]
+) -> float | None:
+    parts = [_weighted_mean(agreement, weight, inside & (axis == name)) for name in np.unique(axis[inside])]
+    return float(np.mean(parts)) if parts else None

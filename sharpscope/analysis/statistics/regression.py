@@ -16,6 +16,15 @@ from sharpscope.analysis.statistics.permutation import (
 )
 
 
+def weighted_ranks(values: NDArray[np.floating], weight: NDArray[np.floating]) -> NDArray[np.float64]:
+    """(n,) mid-ranks in (0, 1): the share of weight below plus half of the weight that ties."""
+    data, w = np.asarray(values, dtype=np.float64), np.asarray(weight, dtype=np.float64)
+    levels, key = np.unique(data, return_inverse=True)
+    mass = np.bincount(key, weights=w, minlength=len(levels))
+    below = np.cumsum(mass) - mass
+    return np.asarray((below + mass / 2)[key] / w.sum())
+
+
 def cluster_moments(
     y: NDArray[np.floating],
     x: NDArray[np.floating],

@@ -8,38 +8,29 @@ linearly, so a grid over (ω, ζ) with linear least squares at each point finds 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from sharpscope.analysis.claims.base import (
-    Claim,
     Condition,
-    Confounder,
     Estimate,
     Evidence,
     Finding,
-    Rule,
-    Sample,
-    Verdict,
-    directional,
-    every,
-    log_margin,
+    PairedClaim,
     mean_estimate,
     present,
-    rows_of,
     unfinished,
 )
-from sharpscope.analysis.claims.measures import probe_rows
-from sharpscope.analysis.figures.style import BLUE, GRAY, VERMILLION, Picture, finish, panels, plain, styled
-from sharpscope.analysis.statistics import mean_interval, sign_flip_p, smallest_sign_flip_p
-from sharpscope.analysis.study import GRID, Study, grid_settings
-from sharpscope.traces import Run
+from sharpscope.analysis.measures import probe_rows
+from sharpscope.analysis.statistics import sign_flip_p, smallest_sign_flip_p
+from sharpscope.analysis.study import Study
+
+if TYPE_CHECKING:
+    from sharpscope.traces import Run
 
 Array = NDArray[np.float64]
 
@@ -47,31 +38,17 @@ FOLDS = 5
 SMALLEST_ZETA, LARGEST_ZETA = 0.05, 20.0
 FASTEST_SWING = 1.5
 """Frequency above which a swing is not told from noise, about four steps a period [1/step]."""
-NAME = "C11"
-MARGIN = 0.02
 FEWEST = 40
 """Steps that a curve must have [steps]."""
 GOOD_FIT = 0.9
 WITHIN = 2.0
 """Factor within which the fitted frequency must lie around the predicted one."""
-GAIN, GAIN_UNIT = "how much larger the exponential's prediction error is", "ln(exponential's / oscillator's)"
 STIFFNESS = ("preconditioned_largest", "largest")
 """Quantities of the probes table that stand for the stiffness, the first that is recorded."""
 
 
-def fits_frame(study: Study) -> pd.DataFrame:
-    """One row per run: fitted and predicted frequency and damping, errors of prediction of both models, R².
-
-    `main`: whether the run has the setting that is tested; the others differ from it only in the grid's settings.
-    """
-    methods = (study.baseline, study.treatment)
-    main = study.alike(*methods)
-    family = study.alike(*methods, but=list(GRID.values()))
-    rows = [row | {"main": name in main} for name, run in family.items() if (row := _row(name, run)) is not None]
-    return pd.DataFrame(rows)
-
-
 def _row(name: str, run: Run) -> dict[str, Any] | None:
+    """Fitted and predicted frequency and damping, errors of prediction of both models, R²."""
     steps = run.steps.sort_values("step")
     steps = steps[np.isfinite(steps["reward_mean"].to_numpy(dtype=float))]
     t, reward = steps["step"].to_numpy(dtype=float), steps["reward_mean"].to_numpy(dtype=float)
@@ -81,22 +58,16 @@ def _row(name: str, run: Run) -> dict[str, Any] | None:
     ours, rival = prediction_errors(t, reward)
     plain, corrected = explained(fit, reward)
     omega, zeta = predicted(run)
-    return {
-        "run": name,
-        "method": run.method,
-        "seed": run.seed,
-        "steps": len(t),
-        **grid_settings(run),
-        "gain": math.log(rival / ours) if ours > 0 and rival > 0 else 0.0,
-        "omega": fit.parameters[0],
-        "zeta": fit.parameters[1],
+    row = {"run": name, "seed": run.seed, "steps": len(t), "omega": fit.parameters[0], "zeta": fit.parameters[1]}
+    ratio = math.log(ours / rival) if ours > 0 and rival > 0 else 0.0
+    row |= {
+        "difference": ratio,
         "r2": plain,
         "r2_corrected": corrected,
         "omega_predicted": omega,
         "zeta_predicted": zeta,
-        "noise": noise_variance(reward),
-        "final": float(reward[-max(5, len(reward) // 10) :].mean()),
     }
+    return row
 
 
 def predicted(run: Run) -> tuple[float, float]:
@@ -118,118 +89,40 @@ def predicted(run: Run) -> tuple[float, float]:
     return math.nan, math.nan
 
 
-def _group_size(frame: pd.DataFrame) -> tuple[Estimate, ...]:
-    """Effect of the group size on the final reward and its noise, other settings equal."""
-    if "group size" not in frame or frame["group size"].nunique() < 2:
-        return ()
-    held = [c for c in ("method", "seed", "learning rate", "weight decay") if c in frame]
-    means, slopes = [], []
-    for _, rows in frame.groupby(held):
-        if rows["group size"].nunique() > 1:
-            x = np.log(rows["group size"].to_numpy())
-            means.append(np.polyfit(x, rows["final"].to_numpy(), 1)[0])
-            slopes.append(np.polyfit(x, np.log(rows["noise"].to_numpy()), 1)[0])
-    return present(
-        mean_estimate("final reward per unit of ln G", np.array(means), "reward", "the model says 0"),
-        mean_estimate("slope of ln noise variance on ln G", np.array(slopes), "1", "the model says −1; p of 0"),
-    )
-
-
-def test(study: Study) -> Finding:
-    """ln(MSE of the exponential / MSE of the oscillator) on steps that were not fitted; seeds as clusters."""
-    family = fits_frame(study)
-    frame = family[family["main"]] if len(family) else family
+def measure(study: Study) -> Finding:
+    """ln(MSE of the oscillator / MSE of the exponential) on steps that were not fitted; seeds as clusters."""
+    runs = study.alike(study.baseline, study.treatment)
+    frame = pd.DataFrame([row for name, run in runs.items() if (row := _row(name, run)) is not None])
     if not len(frame):
         return Finding(missing=f"no run of {study.baseline} or {study.treatment} has {FEWEST} steps with a reward")
-    by_seed = frame.groupby("seed").mean(numeric_only=True)
-    gain = by_seed["gain"].to_numpy()
+    frame = frame.assign(away=np.log(frame["omega"] / frame["omega_predicted"]))
+    by_seed = frame.groupby("seed").mean(numeric_only=True).reset_index()
+    error = mean_estimate(C11.effect, by_seed["difference"], C11.effect_unit, "", "log")
     if hidden := _hidden(frame):
-        return Finding(
-            missing=hidden,
-            others=present(mean_estimate(GAIN, gain, GAIN_UNIT, "", "log")),
-            frames={"fits": frame.drop(columns="main")},
-        )
-    margin = log_margin(study.terms.margin(NAME, MARGIN), "lower")  # an error lower by that share
-    away = (
-        frame.assign(away=np.log(frame["omega"] / frame["omega_predicted"])).groupby("seed")["away"].mean().to_numpy()
-    )
-    evidence = every((directional(gain, "higher", margin), _near(away)))
-    quality = by_seed["r2_corrected"].to_numpy()
+        return Finding(missing=hidden, others=present(error), frames={"fits": frame})
+    away, quality = by_seed["away"].to_numpy(), by_seed["r2_corrected"].to_numpy()
     good = bool(np.isfinite(quality).all() and quality.mean() >= GOOD_FIT)
+    medians = (
+        ("fitted damping ratio ζ", "zeta", "1"),
+        ("damping ratio from optimizer and curvature", "zeta_predicted", "1"),
+        ("fitted frequency ω", "omega", "1/step"),
+        ("frequency from optimizer and curvature", "omega_predicted", "1/step"),
+    )
     return Finding(
-        effect=mean_estimate(GAIN, gain, GAIN_UNIT, "", "log"),
-        n=len(by_seed),
-        evidence=evidence,
+        parts={"": by_seed},
+        evidence=(_near(away),),
         conditions=(Condition(f"the oscillator explains {GOOD_FIT:.0%} of what is not noise", good),),
-        confounders=(
-            Confounder("more free parameters", "models are compared on blocks of steps that were not fitted"),
-            Confounder(
-                "noise of a step's reward", "R² is also given with the noise, known from second differences, taken out"
-            ),
-            Confounder("several runs of a seed", "averaged: one cluster"),
-        ),
         others=present(
-            *_estimates(frame, by_seed, away),
-            *_group_size(family),
+            Estimate("R² of the oscillator", float(by_seed["r2"].mean()), "1", note="published: at least 0.91"),
+            *(Estimate(name, float(frame[c].median()), unit, note="median over runs") for name, c, unit in medians),
+            mean_estimate("fitted frequency against the predicted one", away, "ln ratio", "p of equal", "log"),
         ),
-        rows=rows_of(frame["run"], "steps", ("step", "reward_mean", "updates"), "all steps with a reward")
-        + rows_of(frame["run"], "probes", ("value",), f"quantity {' or '.join(STIFFNESS)}"),
         notes=(
             "if both models fit alike, this favors the overdamped limit, hence no inertia",
             *study.elsewhere(study.baseline, study.treatment),
             *unfinished(study),
         ),
-        frames={"fits": frame.drop(columns="main")},
-        samples=(
-            Sample(
-                "gain over the exponential",
-                gain,
-                tuple(by_seed.index),
-                "higher",
-                margin,
-                runs=len(frame) // len(by_seed),
-                note="the test of the frequency is not in this power",
-            ),
-        ),
-    )
-
-
-def _estimates(frame: pd.DataFrame, by_seed: pd.DataFrame, away: NDArray[np.float64]) -> tuple[Estimate, ...]:
-    """How well the oscillator fits, and its damping and frequency beside those that optimizer and curvature predict."""
-    quality = by_seed["r2_corrected"].to_numpy()
-    return present(
-        Estimate(
-            "R² of the oscillator",
-            float(by_seed["r2"].mean()),
-            "1",
-            mean_interval(by_seed["r2"].to_numpy()),
-            None,
-            len(by_seed),
-            "published: at least 0.91",
-        ),
-        Estimate(
-            "R² with the noise taken out",
-            float(np.nanmean(quality)) if np.isfinite(quality).any() else math.nan,
-            "1",
-            n=int(np.isfinite(quality).sum()),
-            note="seeds whose variance is not all noise",
-        ),
-        Estimate(
-            "fitted damping ratio ζ",
-            float(frame["zeta"].median()),
-            "1",
-            note="median over runs; above 1 it does not swing",
-        ),
-        Estimate(
-            "damping ratio from optimizer and curvature",
-            float(frame["zeta_predicted"].median()),
-            "1",
-            note="median over runs",
-        ),
-        Estimate("fitted frequency ω", float(frame["omega"].median()), "1/step", note="median over runs"),
-        Estimate("frequency from optimizer and curvature", float(frame["omega_predicted"].median()), "1/step"),
-        mean_estimate("fitted frequency against the predicted one", away, "ln ratio", "p of equal", "log"),
-        Estimate("share of runs whose fit swings (ζ < 1)", float((frame["zeta"] < 1).mean()), "1", n=len(frame)),
+        frames={"fits": frame},
     )
 
 
@@ -257,52 +150,6 @@ def _near(away: Array) -> Evidence:
     outside = min(sign_flip_p(away, "less", shift=-edge), sign_flip_p(away, "greater", shift=edge))
     smallest = smallest_sign_flip_p(len(away), "greater")
     return Evidence(inside, abs(float(away.mean())) < edge, outside, smallest, smallest, parts=1)
-
-
-def fitted_curves(run: Run) -> pd.DataFrame:
-    """step, reward, oscillator, exponential: a run's reward and both fits, for the figure."""
-    steps = run.steps.sort_values("step")
-    steps = steps[np.isfinite(steps["reward_mean"].to_numpy(dtype=float))]
-    t, reward = steps["step"].to_numpy(dtype=float), steps["reward_mean"].to_numpy(dtype=float)
-    return pd.DataFrame(
-        {
-            "step": t,
-            "reward": reward,
-            "oscillator": fit_oscillator(t, reward).curve,
-            "exponential": fit_exponential(t, reward).curve,
-        }
-    )
-
-
-def reward_fit(curves: Mapping[str, pd.DataFrame]) -> Figure:
-    """Reward of a run, the damped oscillator and its overdamped limit, a panel for each run (C11).
-
-    `curves`: title → step, reward, oscillator, exponential.
-    """
-    with styled():
-        figure, axes = panels(len(curves))
-        for axis, (title, rows) in zip(axes, curves.items(), strict=True):
-            axis.plot(rows["step"], rows["reward"], ".", color=GRAY, markersize=3, label="reward")
-            axis.plot(rows["step"], rows["oscillator"], color=VERMILLION, label="damped oscillator")
-            axis.plot(rows["step"], rows["exponential"], color=BLUE, linestyle="--", label="single exponential")
-            axis.set(xlabel="step", ylabel="mean reward [reward]", title=plain(title))
-        finish(figure, axes)
-    return figure
-
-
-def draw(verdict: Verdict, study: Study) -> Iterator[Picture]:
-    """Reward of the first run of each method with both fits."""
-    chosen: dict[str, pd.DataFrame] = {}
-    for method in (study.baseline, study.treatment):
-        for name, run in sorted(study.alike(method).items()):
-            if len(run.steps) >= 10 and run.steps["reward_mean"].notna().sum() >= 10:
-                chosen[name] = fitted_curves(run)
-                break
-    if not chosen:
-        yield Picture("reward_fit", "", missing="reward fit: no finished run has 10 steps with a reward", claim=NAME)
-        return
-    caption = "Reward of one run of each method with the damped oscillator and its overdamped limit (C11)."
-    yield Picture("reward_fit", caption, reward_fit(chosen), claim=NAME)
 
 
 @dataclass(frozen=True)
@@ -427,22 +274,21 @@ def _linear(shape: Array, reward: Array, keep: NDArray[np.bool_] | None, paramet
     return Fit(limit, -slope, parameters, curve, float(np.mean((curve - reward)[used] ** 2)))
 
 
-CLAIM = Claim(
-    NAME,
-    "reward follows the damped-oscillator model",
-    "arXiv 2606.30789 (R² ≥ 0.91)",
-    Rule(
-        "supported: on blocks of steps that were not fitted (the first block always is) the oscillator predicts reward better "
-        f"than the single exponential (sign-flip test over seeds), explains {GOOD_FIT:.0%} of what is not noise, and its frequency is "
-        f"shown to lie within a factor of {WITHIN:g} of that predicted from optimizer and curvature; refuted: its error is shown to be "
-        "smaller by less than {margin}, or the frequency to lie outside (Bonferroni); untestable where the predicted frequency cannot "
-        "be seen in one reward per step",
-        "seeds",
-        6,
-        MARGIN,
-        scale="log",
-    ),
-    "more seeds, longer runs, curvature probes for the stiffness",
-    test,
-    draw=draw,
+C11 = PairedClaim(
+    name="C11",
+    title="reward follows the damped-oscillator model",
+    source="arXiv 2606.30789 (R² ≥ 0.91)",
+    rule="supported: on blocks of steps that were not fitted (the first block always is) the oscillator predicts reward better "
+    f"than the single exponential (sign-flip test over seeds), explains {GOOD_FIT:.0%} of what is not noise, and its frequency is "
+    f"shown to lie within a factor of {WITHIN:g} of that predicted from optimizer and curvature; refuted: its error is shown to be "
+    "smaller by less than {margin}, or the frequency to lie outside (Bonferroni); untestable where the predicted frequency cannot "
+    "be seen in one reward per step",
+    measure=measure,
+    margin=0.02,
+    scale="log",
+    direction="lower",
+    effect="prediction error of the oscillator against the exponential's",
+    effect_unit="ln(oscillator's / exponential's)",
+    unit="seeds",
+    settles="more seeds, longer runs, curvature probes for the stiffness",
 )

@@ -1,0 +1,334 @@
+"""C7, C10 and C14: held-out accuracy of the treatment against the baseline, against controls, and at other learning rates.
+
+Greedy accuracy decides; accuracy at temperature 1 and pass@k are given with it, since a method that changes entropy changes
+accuracy at temperature 1 trivially.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from sharpscope.analysis.claims import one_update
+from sharpscope.analysis.claims.base import (
+    Condition,
+    Finding,
+    PairedClaim,
+    difference_estimate,
+    pairing_notes,
+    present,
+    unfinished,
+)
+from sharpscope.analysis.measures import (
+    GREEDY,
+    SAMPLED,
+    answer_noise,
+    dose_of,
+    evaluations,
+    gap,
+    last_step,
+    train_accuracy,
+)
+from sharpscope.analysis.statistics import sign_flip_p
+from sharpscope.analysis.study import GRID, Pair, Pairing, PairMeasure, Study, grid_settings, most_common
+from sharpscope.config import control_label
+
+if TYPE_CHECKING:
+    from sharpscope.traces import Run
+
+UNIT = "share of completions"
+NOT_GREEDY = "no pair was evaluated greedily on held-out prompts at one step; set evaluation.temperatures to [0, 1]"
+CONTROLS = {
+    "shuffled": "the same weights, without their alignment with probability",
+    "constant": "the same mean weight on every token",
+    "reverse": "the weights reversed",
+    "entropy": "weights that follow the position's entropy instead",
+}
+RIVALS = ("reverse", "shuffled")
+"""Controls that C10 names."""
+MATCHED = 1.5
+"""Factor by which the rotations of the update may differ for the dose to count as matched."""
+RATE_SEEDS = 6
+"""Seeds of a learning rate; one with fewer is shown, not tested."""
+
+
+def evaluated(temperature: float, split: str = "heldout", column: str = "accuracy") -> PairMeasure:
+    """Both runs' share of correct completions at the last step at which both were evaluated so."""
+
+    def measure(first: Run, second: Run) -> tuple[float, float] | None:
+        step = last_step(first, second, split=split, temperature=temperature, column=column)
+        if step is None:
+            return None
+        a, b = (evaluations(run, split, temperature, column)[step][0] for run in (first, second))
+        return a, b
+
+    return measure
+
+
+def _at_last_step(value: Callable[[Run, int], Any]) -> PairMeasure:
+    """`value` of both runs at the last held-out evaluation at temperature 1."""
+
+    def measure(first: Run, second: Run) -> tuple[float | None, float | None] | None:
+        step = last_step(first, second)
+        return None if step is None else (value(first, step), value(second, step))
+
+    return measure
+
+
+def _trained(run: Run, step: int) -> float | None:
+    found = train_accuracy(run, step)
+    return None if found is None else found[0]
+
+
+def compare_accuracy(study: Study, pairings: Mapping[str, Pairing], required: Collection[str]) -> Finding:
+    """Greedy held-out accuracy of each pairing as parts; those that are not `required`, T = 1 and pass@k are further numbers."""
+    greedy = {name: study.differences(pairing, evaluated(GREEDY)) for name, pairing in pairings.items()}
+    sampled = {name: study.differences(pairing, evaluated(SAMPLED)) for name, pairing in pairings.items()}
+    others = []
+    for name, pairing in pairings.items():
+        against = f" against {name}" if name else ""
+        passed = study.differences(pairing, evaluated(SAMPLED, column="pass_at_k"))
+        if name not in required:
+            others.append(difference_estimate(f"held-out accuracy, greedy{against}", greedy[name], UNIT, "", "points"))
+        others += [
+            difference_estimate(f"held-out accuracy, T = 1{against}", sampled[name], UNIT, "", "points"),
+            difference_estimate(f"held-out pass@k, T = 1{against}", passed, UNIT, "", "points"),
+        ]
+    lacking = [name for name in required if not len(greedy[name])]
+    missing = ""
+    if lacking:
+        rest = [name for name in lacking if not len(sampled[name]) and name]
+        missing = f"no run of {', '.join(rest)} that pairs with one of {study.treatment}" if rest else NOT_GREEDY
+    depends = [] if missing else [_temperature(study, greedy[name], sampled[name], name) for name in required]
+    undecided, notes = (
+        "; ".join(text for kind, text in filter(None, depends) if kind == want) for want in (True, False)
+    )
+    return Finding(
+        parts={} if missing else {name: greedy[name] for name in required},
+        missing=missing,
+        undecided=undecided,
+        others=present(*others),
+        notes=(notes,) if notes else (),
+        frames={"accuracy": pd.concat([f.assign(name=name) for name, f in greedy.items()], ignore_index=True)},
+        dose=dose_of(study.alike(study.treatment).values(), study.treatment),
+    )
+
+
+def _temperature(study: Study, greedy: pd.DataFrame, sampled: pd.DataFrame, name: str) -> tuple[bool, str] | None:
+    """Whether the effect depends on the temperature, so that neither verdict may be given; and the sentence that says so."""
+    both = greedy.merge(sampled, on="seed", suffixes=("", "_sampled"))
+    if not len(both):
+        return None
+    a, b = (both[column].to_numpy(dtype=float) for column in ("difference", "difference_sampled"))
+    same_sign = a.mean() * b.mean() >= 0
+    found = [sign_flip_p(values) <= study.terms.level for values in (a, b)]
+    against = f" against {name}" if name else ""
+    numbers = f"greedy {100 * a.mean():+.2g} points, T = 1 {100 * b.mean():+.2g} points{against}"
+    if found[1] and not (found[0] and same_sign):
+        return True, f"the effect depends on the temperature: {numbers}, shown at T = 1 only"
+    return None if same_sign else (False, f"the effect depends on the temperature, its signs differ: {numbers}")
+
+
+def repeats(run: Run) -> float | None:
+    """Number of passes through the finite training set; None if the configuration does not tell."""
+    per_step = (run.config.get("rollout") or {}).get("prompts_per_step")
+    task = run.config.get("task") or {}
+    size, people = task.get("train_size"), task.get("people", 1)
+    if per_step is None or size is None or not len(run.steps):
+        return None
+    return float(len(run.steps) * per_step / (size * (len(people) if isinstance(people, list | tuple) else 1)))
+
+
+def generalization(study: Study) -> Finding:
+    """Difference of held-out accuracy at the last shared evaluation."""
+    pairing = study.pairing()
+    if pairing.missing:
+        return Finding(missing=pairing.missing)
+    finding = compare_accuracy(study, {"": pairing}, [""])
+    passes = [r for r in (repeats(study.finished[name]) for name in pairing.names) if r is not None]
+    if passes and min(passes) < 1:
+        why = f"training went {min(passes):.2g} times through its set: without repeats there can be no gap"
+        return replace(finding, missing=why)
+    away = study.differences(pairing, evaluated(GREEDY, "unseen"))
+    conditions = []
+    if len(away):
+        values = away["difference"].to_numpy()
+        worse = values.mean() < 0 and sign_flip_p(values, "less") <= study.terms.level
+        conditions.append(Condition("unseen sizes are not shown to be worse", not worse))
+    gaps, trained = (study.differences(pairing, _at_last_step(value)) for value in (gap, _trained))
+    others = present(
+        difference_estimate("accuracy on unseen sizes, greedy", away, UNIT, "", "points"),
+        difference_estimate("training accuracy, T = 1", trained, UNIT, "", "points"),
+        difference_estimate("gap, training − held-out, T = 1", gaps, UNIT, "lower is better", "points"),
+    )
+    through = f"training went {min(passes):.2g} times through its set" if passes else "repeats are not known"
+    return replace(
+        finding,
+        conditions=tuple(conditions),
+        others=finding.others + others,
+        notes=(*finding.notes, *pairing_notes(study, pairing), through, *_answers(study, pairing)),
+    )
+
+
+def _answers(study: Study, pairing: Pairing) -> tuple[str, ...]:
+    """How much of the spread of the greedy differences over pairs is the sampling of answers."""
+    noise = []
+    for pair in pairing.pairs:
+        runs = study.finished[pair.baseline], study.finished[pair.treatment]
+        step = last_step(*runs, temperature=GREEDY)
+        if step is not None:
+            noise.append(sum(answer_noise(run, "heldout", step, GREEDY) or math.nan for run in runs))
+    known = [value for value in noise if math.isfinite(value)]
+    if not known:
+        return ()
+    deviation = math.sqrt(sum(known) / len(known))
+    return (f"standard deviation of a pair from the evaluation's prompts alone: at most {100 * deviation:.2g} points",)
+
+
+def control(study: Study, suffix: str) -> str:
+    """Name of the method that stands for a control: of the variants that were run, the one whose dose is closest.
+
+    A variant is the control with changed constants, such as `grpo-sg-shuffled+weight.U=4`, which match its dose.
+    """
+    plain_name = f"{study.treatment.split('+')[0]}-{suffix}"
+    found = [name for name in study.methods if name == plain_name or name.startswith(f"{plain_name}+")]
+    own = _rotation(study, study.treatment)
+    doses = {name: _rotation(study, name) for name in found}
+    known = {name: abs(math.log(dose / own)) for name, dose in doses.items() if dose and own}
+    return min(known, key=lambda name: known[name]) if known else control_label(study.treatment, suffix)
+
+
+def _rotation(study: Study, method: str) -> float | None:
+    return dose_of(study.alike(method).values(), method).rotation
+
+
+def alignment(study: Study) -> Finding:
+    """Held-out accuracy of the treatment minus that of each control; it must beat the reversed and the shuffled weights."""
+    names = {suffix: control(study, suffix) for suffix in CONTROLS}
+    pairings = {name: study.pairing(baseline=name) for name in names.values()}
+    required = [names[suffix] for suffix in RIVALS]
+    finding = compare_accuracy(study, pairings, required)
+    doses = {name: _rotation(study, name) for name in required}
+    finding = replace(
+        finding,
+        notes=(
+            *finding.notes,
+            f"{study.treatment} at {pairings[required[0]].setting or 'one setting'} against {' and '.join(required)}",
+            *(f"{name}: update turned by {value:.3g}°" for name, value in doses.items() if value is not None),
+            *unfinished(study),
+        ),
+    )
+    own = _rotation(study, study.treatment)
+    known = {name: value for name, value in doses.items() if value is not None}
+    if finding.missing or not own or len(known) < len(doses):
+        return finding
+    if all(1 / MATCHED <= value / own <= MATCHED for value in known.values()):
+        return finding
+    turned = ", ".join(f"{name} by {value:.3g}°" for name, value in known.items())
+    why = (
+        f"the dose is not matched: {study.treatment} turned the update by {own:.3g}°, {turned}; the rule allows a factor of "
+        f"{MATCHED:g} (change the control's weight bounds)"
+    )
+    return replace(finding, missing=why)
+
+
+def rate_pairings(study: Study) -> dict[float, Pairing]:
+    """Learning rate → pairs of the treatment, at its own rate, with the baseline at that rate, all else equal."""
+    rate = (GRID["learning rate"],)
+    treated = study.of(study.treatment)
+    if not treated:
+        return {}
+    main = most_common(sorted(study.setting_key(run) for run in treated.values()))
+    inside = {name: run for name, run in sorted(treated.items()) if study.setting_key(run) == main}
+    ground = study.setting_key(next(iter(inside.values())), rate)
+    by_seed = {run.seed: name for name, run in reversed(inside.items())}
+    result: dict[float, dict[Any, Pair]] = {}
+    for name, run in sorted(study.of(study.baseline).items()):
+        other = grid_settings(run).get("learning rate")
+        if other is not None and study.setting_key(run, rate) == ground and run.seed in by_seed:
+            result.setdefault(other, {}).setdefault(run.seed, Pair(run.seed, name, by_seed[run.seed]))
+    return {value: Pairing(tuple(pairs.values())) for value, pairs in sorted(result.items())}
+
+
+def rates(study: Study) -> Finding:
+    """Held-out accuracy of the treatment minus that of the baseline at each learning rate; it must beat every one."""
+    pairings = rate_pairings(study)
+    treated = study.of(study.treatment)
+    if not pairings:
+        return Finding(missing=f"no run of {study.baseline if treated else study.treatment} to compare")
+    own = grid_settings(study.finished[next(iter(pairings.values())).pairs[0].treatment]).get("learning rate")
+    if own is None:
+        return Finding(missing=f"the learning rate of {study.treatment} is not recorded (optimizer.lr in config.yaml)")
+    named = {f"{study.baseline} at lr {rate:g}": pairing for rate, pairing in pairings.items()}
+    enough = {rate: len(pairing.pairs) >= RATE_SEEDS for rate, pairing in pairings.items()}
+    finding = compare_accuracy(study, named, [f"{study.baseline} at lr {rate:g}" for rate in pairings if enough[rate]])
+    tested = [rate for rate in pairings if enough[rate]]
+    sides = {"below": any(r < own for r in tested), "above": any(r > own for r in tested), "equal to": own in tested}
+    if lacking := [side for side, there in sides.items() if not there]:
+        why = (
+            f"no learning rate of {study.baseline} {' and '.join(lacking)} that of {study.treatment} ({own:g}) has "
+            f"{RATE_SEEDS} seeds in common with it"
+        )
+        return replace(finding, missing=why)
+    few = [
+        f"lr {rate:g} has {len(pairing.pairs)} seeds, too few for the rule: shown, not tested"
+        for rate, pairing in pairings.items()
+        if not enough[rate]
+    ]
+    at = f"{study.treatment} at lr {own:g} against {study.baseline} at {', '.join(f'{rate:g}' for rate in tested)}"
+    return replace(finding, notes=(*finding.notes, at, *few, *unfinished(study)))
+
+
+_ACCURACY: dict[str, Any] = {
+    "margin": 0.02,
+    "scale": "points",
+    "direction": "higher",
+    "effect": "greedy held-out accuracy",
+    "effect_unit": UNIT,
+    "compares": True,
+}
+C7 = PairedClaim(
+    name="C7",
+    title="{treatment} generalizes better",
+    source="arXiv 2511.00066 (K&K, Qwen2.5-3B: 0.39 → 0.63)",
+    rule="supported: greedy held-out accuracy at the last shared evaluation is higher (sign-flip test over seeds), unseen sizes not "
+    "shown to be worse; refuted: it is shown to be higher by less than {margin}; neither where an effect is shown at temperature 1 "
+    "and not when greedy",
+    measure=generalization,
+    settles="more paired seeds or more answers per evaluation at temperature 0, on a finite training set that training goes through "
+    "more than once",
+    version="between runs",
+    other=one_update.C7,
+    **_ACCURACY,
+)
+C10 = PairedClaim(
+    name="C10",
+    title="alignment of the weights of {treatment} with probability is what matters",
+    source="arXiv 2511.00066 (its reversed weights do worse); the other controls are this project's",
+    rule="supported: greedy held-out accuracy is higher than with the same weights reversed and than with the same weights shuffled, "
+    "at matched dose (the larger of the sign-flip p-values over seeds); refuted: it is shown to be higher than one of them by less "
+    "than {margin} (Bonferroni over both); neither where an effect is shown at temperature 1 and not when greedy",
+    measure=alignment,
+    unit="pairs of runs with one seed, fewest over the rivals",
+    settles="more seeds of the treatment and of both controls, with weights that turn the update equally far",
+    version="between runs",
+    other=one_update.C10,
+    **_ACCURACY,
+)
+C14 = PairedClaim(
+    name="C14",
+    title="no learning rate of {baseline} does as well as {treatment}",
+    source="this project: the rival explanation of weights whose mean is above 1",
+    rule="supported: greedy held-out accuracy is higher than that of the baseline at every learning rate of a sweep with rates below, "
+    f"equal to and above the treatment's and at least {RATE_SEEDS} seeds each (the largest of the sign-flip p-values); refuted: it is "
+    "shown to be higher than at one rate by less than {margin} (Bonferroni over the rates); neither where an effect is shown at "
+    "temperature 1 and not when greedy",
+    measure=rates,
+    unit="pairs of runs with one seed, fewest over the rates",
+    settles=f"the baseline at a lower and at a higher learning rate, each with at least {RATE_SEEDS} of the treatment's seeds",
+    **_ACCURACY,
+)

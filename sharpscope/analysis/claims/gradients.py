@@ -1,0 +1,198 @@
+"""C8 and C13: smoothness of the gradient norm, and the gradient shares of lucky and of confident tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from sharpscope.analysis.claims.base import (
+    Condition,
+    Finding,
+    PairedClaim,
+    difference_estimate,
+    log_margin,
+    pairing_notes,
+    present,
+)
+from sharpscope.analysis.measures import dose_of, log_ratios, probe_rows
+from sharpscope.analysis.statistics import sign_flip_p
+from sharpscope.analysis.study import Pairing, Study
+from sharpscope.analysis.tokens import INCLUSION, Columns, Reducer, inverse_inclusion
+
+if TYPE_CHECKING:
+    from sharpscope.traces import Run
+
+FEWEST = 20
+"""Steps with a gradient that a run must have [steps]."""
+SPIKE_Z, WINDOW = 4.0, 50
+UNBIASED, NAIVE = "squared_gradient_norm", "squared_gradient_norm_naive"
+"""Quantities of the probes table: ⟨g₁, g₂⟩ of two independent batches, unbiased for ‖∇J‖², and ‖g‖² of all of the same draws."""
+LOW, HIGH = 0.25, 0.9
+"""Probabilities below which a token is unlikely, above which it is confident."""
+LOG = "ln(treatment / baseline)"
+
+
+def roughness(norms: NDArray[np.float64]) -> float | None:
+    """Median |ln g_{t+1} − ln g_t| of gradient norms (T,), gaps skipped: unchanged if all are multiplied by one number."""
+    good = np.isfinite(norms) & (norms > 0)
+    logs = np.log(np.where(good, norms, 1.0))
+    steps = (logs[1:] - logs[:-1])[good[1:] & good[:-1]]
+    return float(np.median(np.abs(steps))) if len(steps) >= FEWEST - 1 else None
+
+
+def spike_rate(norms: NDArray[np.float64]) -> float | None:
+    """Share of steps whose log norm is SPIKE_Z robust deviations (1.4826·MAD) above the median of the last WINDOW steps."""
+    logs = np.log(norms[np.isfinite(norms) & (norms > 0)])
+    if len(logs) < FEWEST:
+        return None
+    hits = 0
+    for t in range(10, len(logs)):
+        past = logs[max(0, t - WINDOW) : t]
+        middle = np.median(past)
+        hits += bool(logs[t] > middle + SPIKE_Z * 1.4826 * np.median(np.abs(past - middle)))
+    return hits / (len(logs) - 10)
+
+
+def _norms(first: Run, second: Run) -> list[NDArray[np.float64]]:
+    steps = min(len(first.steps), len(second.steps))
+    return [run.steps.sort_values("step")["grad_norm"].to_numpy(dtype=float)[:steps] for run in (first, second)]
+
+
+def noise_share(run: Run) -> float | None:
+    """1 − (unbiased ‖∇J‖²)/(‖g‖² of the same draws), over the steps that have both: the share of the squared norm that is noise."""
+    unbiased, naive = (
+        probe_rows(run, quantity, "surrogate").groupby("step")["value"].mean() for quantity in (UNBIASED, NAIVE)
+    )
+    both = unbiased.index.intersection(naive.index)
+    total = float(naive[both].sum())
+    return float(1 - unbiased[both].sum() / total) if total > 0 else None
+
+
+def smoothness(study: Study) -> Finding:
+    """Log ratio of the roughness of ln‖g‖, treatment over baseline."""
+    pairing = study.pairing()
+    if pairing.missing:
+        return Finding(missing=pairing.missing)
+    rough = log_ratios(study.differences(pairing, lambda a, b: tuple(map(roughness, _norms(a, b)))))
+    if not len(rough):
+        return Finding(missing=f"no pair has {FEWEST} steps with a gradient norm")
+    spikes = study.differences(pairing, lambda a, b: tuple(map(spike_rate, _norms(a, b))))
+    noise = study.differences(pairing, lambda a, b: (noise_share(a), noise_share(b)))
+    more = len(spikes) and sign_flip_p(spikes["difference"].to_numpy(), "greater") <= study.terms.level
+    note = "probe set, plain surrogate"
+    return Finding(
+        parts={"": rough},
+        conditions=(Condition("spikes are not shown to be more frequent", not more),),
+        others=present(
+            difference_estimate("spike rate", spikes, "share of steps", "", "points"),
+            difference_estimate("noise share of ‖g‖²", noise, "share", note, "points"),
+        ),
+        notes=pairing_notes(study, pairing),
+        dose=dose_of((study.finished[pair.treatment] for pair in pairing.pairs), study.treatment),
+    )
+
+
+C8 = PairedClaim(
+    name="C8",
+    title="{treatment}'s gradient-norm trajectory is smoother",
+    source="arXiv 2511.00066",
+    rule="supported: the median |ln g_{t+1} − ln g_t| is lower (sign-flip test of the log ratio over seeds), spikes not shown to "
+    "be more frequent; refuted: it is shown to be lower by less than {margin}",
+    measure=smoothness,
+    margin=0.1,
+    scale="log",
+    direction="lower",
+    effect="roughness",
+    effect_unit=LOG,
+    compares=True,
+)
+
+
+def _shares(tokens: Columns, run: Run) -> dict[str, Any] | None:
+    pull = np.abs(tokens["loss_coef"].astype(np.float64)) * tokens["score_norm_local"].astype(np.float64)
+    pull = pull * inverse_inclusion(tokens)
+    weight, logp = tokens["weight"].astype(np.float64), tokens["logp"]
+    good = np.isfinite(pull) & np.isfinite(weight) & (weight > 0) & (pull > 0)
+    if not good.any():
+        return None
+    pull, plain, logp = pull[good], (pull / np.where(good, weight, 1.0))[good], logp[good]
+    lucky = (logp < np.log(LOW)) & (tokens["advantage"][good] > 0)
+    sure = logp > np.log(HIGH)
+    return {
+        "lucky": float(pull[lucky].sum() / pull.sum()),
+        "confident": float(pull[sure].sum() / pull.sum()),
+        "lucky_unweighted": float(plain[lucky].sum() / plain.sum()),
+        "confident_unweighted": float(plain[sure].sum() / plain.sum()),
+    }
+
+
+SHARES = Reducer(
+    "C13",
+    ("logp", "advantage", "weight", "loss_coef", "score_norm_local", INCLUSION),
+    _shares,
+    needs="score_norm_local",
+)
+
+
+def share_frame(study: Study, *methods: str) -> pd.DataFrame:
+    """run, method, seed, step and the gradient shares of the methods' runs."""
+    columns = ["run", "method", "seed", "step", "lucky", "confident", "lucky_unweighted", "confident_unweighted"]
+    results = study.results(SHARES.name, study.alike(*methods))
+    rows = [{"run": r.run, "method": r.method, "seed": r.seed, "step": r.step, **r.values} for r in results]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _between(shares: pd.DataFrame, pairing: Pairing, column: str) -> pd.DataFrame:
+    """seed, mean share of both runs over the steps recorded in both, ln(treatment/baseline) as `difference`."""
+    by_run = {run: rows.set_index("step")[column] for run, rows in shares.groupby("run")}
+    rows = []
+    for pair in pairing.pairs:
+        a, b = by_run.get(pair.baseline), by_run.get(pair.treatment)
+        if a is not None and b is not None and len(both := a.index.intersection(b.index)):
+            rows.append((pair.seed, float(a[both].mean()), float(b[both].mean())))
+    return log_ratios(pd.DataFrame(rows, columns=["seed", "baseline", "treatment"]))
+
+
+def lucky_spikes(study: Study) -> Finding:
+    """Log ratio of the lucky tokens' gradient share, treatment over baseline, paired by seed."""
+    pairing = study.pairing()
+    if pairing.missing:
+        return Finding(missing=pairing.missing)
+    shares = share_frame(study, study.baseline, study.treatment)
+    lucky, sure = (_between(shares, pairing, column) for column in ("lucky", "confident"))
+    if not len(lucky):
+        return Finding(missing="no pair has score_norm_local at one step")
+    margin = study.terms.margin(C13.key, C13.margin)
+    values = sure["difference"].to_numpy()
+    kept = len(values) and sign_flip_p(values, "greater", shift=-log_margin(margin, "lower")) <= study.terms.level
+    return Finding(
+        parts={"": lucky},
+        conditions=(
+            Condition(f"confident tokens are shown to lose less than {margin:.0%} of their share", bool(kept)),
+        ),
+        others=present(difference_estimate("confident tokens' gradient share", sure, LOG, "", "log")),
+        notes=(f"lucky: π < {LOW:g} and A > 0; confident: π > {HIGH:g}", *pairing_notes(study, pairing)),
+        dose=dose_of((study.finished[pair.treatment] for pair in pairing.pairs), study.treatment),
+    )
+
+
+C13 = PairedClaim(
+    name="C13",
+    title="{treatment} damps lucky spikes while keeping confident tokens",
+    source="arXiv 2511.00066",
+    rule=f"supported: the share of Σ|c|·norm held by tokens with π < {LOW:g} and A > 0 is lower than in the baseline's run of the same "
+    f"seed (sign-flip test over seeds) and that of tokens with π > {HIGH:g} is shown to fall by less than {{margin}}; refuted: it "
+    "is shown to be lower by less than {margin}",
+    measure=lucky_spikes,
+    margin=0.05,
+    scale="log",
+    direction="lower",
+    effect="lucky tokens' gradient share",
+    effect_unit=LOG,
+    compares=True,
+    settles="more paired seeds with recording.token_gradients_every",
+    reducers=(SHARES,),
+)

@@ -1,0 +1,231 @@
+"""What one update does: versions of C4, C7, C9, C10 and C12 from the table `forks` of counterfactual updates.
+
+All arms of a fork start from one state and learn from the same rollouts, and their outcomes are measured on the same completions, at
+matched KL. These versions are reported with those between runs and never change them: one update is not a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.analysis.claims.base import Finding, PairedClaim
+from sharpscope.analysis.forks import NAMES
+from sharpscope.analysis.measures import Dose
+from sharpscope.analysis.study import Study
+from sharpscope.config import control_label
+from sharpscope.traces import MAX_SATURATION, Run
+
+COMPARISON = "kl"
+FEWEST_STATES = 6
+"""States from which they are the clusters; with fewer, batches are, and the verdict is about these states."""
+COMMAND = "sharpscope fork RUN --methods"
+KEY = ["run", "step", "fork", "batch"]
+STATE = ["run", "step"]
+
+
+def forked(study: Study) -> dict[str, Run]:
+    """Runs with counterfactual updates: those of the setting that the claims use, of every method; all if there is no such setting."""
+    runs = study.alike(*study.methods) if study.reference is not None else dict(study.runs)
+    return {name: run for name, run in runs.items() if len(run.forks)}
+
+
+def outcomes(study: Study, outcome: str, comparison: str = COMPARISON) -> pd.DataFrame:
+    """KEY, arm, reference, value, start of every valid row with this outcome."""
+    columns = [*KEY, "arm", "reference", "value", "start"]
+    parts = [pd.DataFrame(columns=columns)]
+    for name, run in forked(study).items():
+        rows = run.forks
+        chosen = rows[(rows["outcome"] == outcome) & (rows["comparison"] == comparison) & ~rows["valid"].eq(False)]
+        parts.append(chosen.assign(run=name)[columns])
+    frame = pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)
+    return frame[frame["value"].notna()]
+
+
+def paired(study: Study, arm: str, rival: str, outcome: str) -> pd.DataFrame:
+    """One row per batch with both arms: KEY, `value` and `change` of the arm, `rival` and `rival_change`, `gain` of the reference.
+
+    `gain` is |mean change of the fork's reference| over its batches, the same in every row.
+    """
+    rows = outcomes(study, outcome)
+    rows = rows.assign(change=rows["value"] - rows["start"])
+    mine, other = (rows[rows["arm"] == name].set_index(KEY)[["value", "change"]] for name in (arm, rival))
+    both = mine.join(other.rename(columns={"value": "rival", "change": "rival_change"}), how="inner").reset_index()
+    return both.assign(
+        gain=abs(float(rows.loc[rows["arm"] == rows["reference"], "change"].mean())) if len(rows) else np.nan
+    )
+
+
+def clusters(frame: pd.DataFrame, column: str) -> pd.DataFrame:
+    """`difference`: means of `column` by state if there are FEWEST_STATES, else by batch; rows without a number are left out.
+
+    Batches of one number and state are one cluster, whatever the fork: forks of a state draw the same rollouts.
+    """
+    frame = frame[np.isfinite(frame[column].to_numpy(dtype=float))]
+    by = STATE if frame.groupby(STATE).ngroups >= FEWEST_STATES else [*STATE, "batch"]
+    return frame.groupby(by)[column].mean().rename("difference").astype(float).reset_index()
+
+
+def dose(study: Study, arm: str) -> Dose:
+    """Mean rotation of the arm's update against the reference's [degrees]."""
+    rows = outcomes(study, "update_rotation", "step")
+    values = rows.loc[rows["arm"] == arm, "value"]
+    return Dose(arm, float(values.mean()) if len(values) else None)
+
+
+def _finding(study: Study, parts: dict[str, pd.DataFrame], arm: str, notes: Sequence[str] = ()) -> Finding:
+    by_state = "batch" not in next(iter(parts.values()))
+    about = "clusters: " + ("states" if by_state else "batches; the verdict is about these states")
+    return Finding(parts=parts, notes=(about, *notes), dose=dose(study, arm))
+
+
+def _nothing(study: Study, outcome: str, arm: str, rival: str, arms: Sequence[str]) -> Finding:
+    command = f"{COMMAND} {','.join(dict.fromkeys([study.baseline, *arms]))}"
+    return Finding(missing=f"no counterfactual update measures {outcome} of {arm} and {rival} ({command})")
+
+
+def _changes(study: Study, pairs: Sequence[tuple[str, str]], outcome: str) -> Finding:
+    """Differences between arms of an outcome's change, as shares of the reference's change."""
+    parts = {}
+    for arm, rival in pairs:
+        frame = paired(study, arm, rival, outcome)
+        frame = clusters(frame.assign(share=(frame["change"] - frame["rival_change"]) / frame["gain"]), "share")
+        if not len(frame):
+            return _nothing(study, outcome, arm, rival, [name for pair in pairs for name in pair])
+        parts["" if len(pairs) == 1 else rival] = frame
+    return _finding(study, parts, pairs[0][0])
+
+
+def _sharpness(study: Study) -> Finding:
+    """Log ratio of SAM sharpness per unit of 1 − loss after the update; saturated batches are left out."""
+    arm, rival = study.treatment, study.baseline
+    frame = paired(study, arm, rival, "sam_sharpness")
+    failure = paired(study, arm, rival, "train_failure")[[*KEY, "value", "rival"]]
+    frame = frame.merge(failure, on=KEY, suffixes=("", "_failure"))
+    if not len(frame):
+        return _nothing(study, "sam_sharpness and train_failure", arm, rival, [arm])
+    units = [frame[name] / (1 - frame[f"{name}_failure"]) for name in ("value", "rival")]
+    most = np.maximum(*units).astype(float)
+    fit = (most <= MAX_SATURATION) & (frame["value"] > 0) & (frame["rival"] > 0)
+    if not fit.any():
+        why = (
+            f"sharpness is saturated: {most.median():.2f} of the largest possible rise, the limit is {MAX_SATURATION:g}"
+        )
+        return Finding(missing=f"{why}; fork with a smaller radius", dose=dose(study, arm))
+    parts = {"": clusters(frame.assign(ratio=np.log((units[0] / units[1])[fit].astype(float))), "ratio")}
+    notes = [f"{(~fit).sum()} of {len(frame)} batches are saturated and left out"] if not fit.all() else []
+    return _finding(study, parts, arm, notes)
+
+
+def _accuracy(study: Study) -> Finding:
+    return _changes(study, [(study.treatment, study.baseline)], "heldout_failure")
+
+
+def _alignment(study: Study) -> Finding:
+    rivals = [control_label(study.treatment, control) for control in ("reverse", "shuffled")]
+    return _changes(study, [(study.treatment, rival) for rival in rivals], "heldout_failure")
+
+
+def _entropy(study: Study) -> Finding:
+    return _changes(study, [("cov-grpo", study.baseline)], "entropy")
+
+
+def _unlikely(study: Study) -> Finding:
+    """Change of held-out failure by an update with the unlikely tokens alone, in units of the reference's change."""
+    name = f"{study.baseline}+tokens.kind=probability"
+    arms = sorted(outcomes(study, "heldout_failure")["arm"].unique())
+    low = next((arm for arm in arms if arm == "low" or (arm.startswith(name) and "side=high" not in arm)), name)
+    high = next(
+        (arm for arm in arms if arm == "high" or (arm.startswith(name) and "side=high" in arm)),
+        f"{name}+tokens.side=high",
+    )
+    frame = paired(study, low, high, "heldout_failure")
+    own, more = frame["change"] / frame["gain"], (frame["change"] - frame["rival_change"]) / frame["gain"]
+    parts = {name: clusters(frame.assign(share=values), "share") for name, values in (("the start", own), (high, more))}
+    if not len(parts["the start"]):
+        arms_text = f"{study.baseline},low={name},high={name}+tokens.side=high"
+        return Finding(missing=f"no counterfactual update with the unlikely tokens alone ({COMMAND} {arms_text})")
+    return replace(_finding(study, parts, low, [f"arms {low} and {high}"]), dose=None)
+
+
+_COMMON: dict[str, Any] = {
+    "unit": "batches of rollouts (states, from 6 states on)",
+    "settles": "more batches, or states of more runs, with `sharpscope fork`",
+    "version": "one update",
+}
+_OURS: dict[str, Any] = {"source": "this project: counterfactual updates", "compares": True, **_COMMON}
+_CHANGE = f"change of {NAMES['heldout_failure']}"
+_SHARE = "share of the reference's change"
+C4 = PairedClaim(
+    name="C4",
+    title="one update with the weights of {treatment} lowers sharpness",
+    rule="supported: after one update at matched KL, SAM sharpness per unit of 1 − loss, not saturated, is lower than after the "
+    "baseline's from the same state and rollouts (sign-flip test of the log ratio); refuted: it is shown to be lower by less than "
+    "{margin}",
+    measure=_sharpness,
+    margin=0.01,
+    scale="log",
+    direction="lower",
+    effect="SAM sharpness per unit of 1 − loss",
+    effect_unit="ln(treatment / baseline)",
+    **_OURS,
+)
+C7 = PairedClaim(
+    name="C7",
+    title="one update with the weights of {treatment} generalizes better",
+    rule="supported: one update at matched KL lowers expected held-out failure at temperature 1 more than the baseline's from the same "
+    "state and rollouts; refuted: it is shown to gain less than {margin} of the baseline's gain",
+    measure=_accuracy,
+    margin=0.1,
+    scale="percent",
+    direction="lower",
+    effect=_CHANGE,
+    effect_unit=_SHARE,
+    **_OURS,
+)
+C10 = PairedClaim(
+    name="C10",
+    title="one update depends on the alignment of the weights of {treatment}",
+    rule="supported: one update at matched KL lowers expected held-out failure at temperature 1 more than with the weights reversed and "
+    "than with the weights shuffled (the larger p); refuted: it is shown to gain less than {margin} of the baseline's gain over one "
+    "of them (Bonferroni)",
+    measure=_alignment,
+    margin=0.1,
+    scale="percent",
+    direction="lower",
+    effect=_CHANGE,
+    effect_unit=_SHARE,
+    **_OURS,
+)
+C12 = PairedClaim(
+    name="C12",
+    title="one update with covariance-aware weights keeps entropy",
+    rule="supported: after one update at matched KL, entropy at fixed tokens is higher under cov-grpo than under the baseline; refuted: "
+    "it is shown to be higher by less than {margin} of the baseline's change",
+    measure=_entropy,
+    margin=0.1,
+    scale="percent",
+    direction="higher",
+    effect=f"change of {NAMES['entropy']}",
+    effect_unit=_SHARE,
+    **_OURS,
+)
+C9 = PairedClaim(
+    name="C9",
+    title="low-probability tokens hurt held-out performance",
+    source="arXiv 2505.12929 and 2511.00066",
+    rule="supported: an update at matched KL with the unlikely tokens alone raises expected held-out failure, and raises it more than one "
+    "with the likely tokens alone (the larger p); refuted: it is shown to raise it by less than {margin} of the reference's change, or "
+    "by less than that more than the likely tokens (Bonferroni)",
+    measure=_unlikely,
+    margin=0.1,
+    scale="percent",
+    direction="higher",
+    effect=_CHANGE,
+    effect_unit=_SHARE,
+    **_COMMON,
+)

@@ -1,0 +1,336 @@
+"""C2, C3 and C9: what recorded tokens say of the score norm, of its concentration, and of low-probability tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from sharpscope.analysis.claims import one_update
+from sharpscope.analysis.claims.base import (
+    Claim,
+    Condition,
+    Estimate,
+    Evidence,
+    Finding,
+    PairedClaim,
+    margin_text,
+    mean_estimate,
+    present,
+)
+from sharpscope.analysis.statistics import (
+    ClusterSlope,
+    cluster_moments,
+    sign_flip_p,
+    smallest_sign_flip_p,
+    weighted_ranks,
+)
+from sharpscope.analysis.study import Study
+from sharpscope.analysis.tokens import DECILES, INCLUSION, Columns, Reduced, Reducer, deciles, inverse_inclusion
+
+if TYPE_CHECKING:
+    from sharpscope.traces import Run
+
+CLUSTERS = "clusters (steps × seeds)"
+
+# C2: the full score norm grows as 1 − π.
+
+SHARED = ("logp", "position", "collision", "logit_grad_norm", "head_grad_norm")
+LOWEST = 1e-6
+"""1 − π below this is float32's rounding [1]."""
+FEWEST_SLOPE, FEWEST_CURVE, FEWEST_INFLUENCE = 8, 50, 100
+"""Tokens that a step must have for its slope, its Lorenz curve and its influence to be counted [tokens]."""
+
+
+def _design(tokens: Columns, norm: NDArray[Any], weight: NDArray[Any]) -> dict[str, Any] | None:
+    """Moments of one step: ln norm on ln(1 − π), controlling position, ln ‖h‖ and collision; and the same of ranks."""
+    rest = -np.expm1(tokens["logp"].astype(np.float64))
+    head, logit = tokens["head_grad_norm"].astype(np.float64), tokens["logit_grad_norm"].astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        hidden = np.log(head) - np.log(logit)  # ln(‖h‖/T), since ‖∂ℓ/∂W‖ = ‖∂ℓ/∂z‖·‖h‖/T
+        y, x = np.log(norm), np.log(rest)
+    controls = [tokens["position"].astype(np.float64), hidden, tokens["collision"].astype(np.float64)]
+    good = (rest > LOWEST) & np.isfinite(y) & np.isfinite(hidden) & np.isfinite(controls[2]) & (weight > 0)
+    if good.sum() < FEWEST_SLOPE:
+        return None
+    w = weight[good]
+    columns = [x[good], *(c[good] for c in controls), y[good]]
+    ranks = [weighted_ranks(column, w) for column in columns]
+    return {
+        "moments": cluster_moments(columns[-1], columns[0], columns[1:-1], w),
+        "ranks": cluster_moments(ranks[-1], ranks[0], ranks[1:-1], w),
+        "tokens": int(good.sum()),
+        "sample": np.column_stack([rest[good], norm[good], w])[:64],
+    }
+
+
+def _full(tokens: Columns, run: Run) -> dict[str, Any] | None:
+    norm, chance = tokens["score_norm"].astype(np.float64), tokens["draw_probability"].astype(np.float64)
+    exact = np.isfinite(norm) & (tokens["score_norm_std_error"] == 0)
+    # where no token was drawn at random, no probability is recorded: all that have a norm count alike
+    weight = np.where(exact, 1.0 / np.where(chance > 0, chance, 1.0), 0.0)
+    return _design(tokens, np.where(exact, norm, np.nan), weight)
+
+
+def _local(tokens: Columns, run: Run) -> dict[str, Any] | None:
+    norm = tokens["score_norm_local"].astype(np.float64)
+    return _design(tokens, norm, np.where(np.isfinite(norm), inverse_inclusion(tokens), 0.0))
+
+
+FULL = Reducer("C2", (*SHARED, "score_norm", "score_norm_std_error", "draw_probability"), _full, needs="score_norm")
+LOCAL = Reducer("C2 local", (*SHARED, "score_norm_local", INCLUSION), _local, needs="score_norm_local")
+
+
+def _clustered(results: Sequence[Reduced], key: str, by: str) -> ClusterSlope:
+    """Slope over clusters: (seed, step), or with `by="seed"` seeds. Moments of one cluster are summed."""
+    sums: dict[Any, NDArray[np.float64]] = {}
+    for result in results:
+        cluster = (result.seed, result.step) if by == "step" else result.seed
+        sums[cluster] = sums.get(cluster, 0.0) + result.values[key]
+    return ClusterSlope(np.array(list(sums.values())))
+
+
+def _slope_estimate(name: str, slope: ClusterSlope, note: str) -> Estimate:
+    return Estimate(name, slope.value, "1", slope.interval(), slope.p(0.0), slope.clusters, note)
+
+
+def score_norm(study: Study) -> Finding:
+    """Slope of ln score_norm on ln(1 − π) with controls, and its equivalence to 1."""
+    alike = study.alike(study.baseline, study.treatment)
+    results, local = study.results(FULL.name, alike), study.results(LOCAL.name, alike)
+    others = []
+    if local:
+        note = "all tokens, credit through other positions left out; p of slope 0"
+        others = [_slope_estimate("slope with the local norm", _clustered(local, "moments", "step"), note)]
+    if not results:
+        return Finding(missing="no token has an exact score_norm", others=tuple(others))
+    slope, ranks = _clustered(results, "moments", "step"), _clustered(results, "ranks", "step")
+    seeds = _clustered(results, "moments", "seed")
+    margin = study.terms.margin(C2.key, C2.margin)
+    low, high = 1 - margin, 1 + margin
+    interval, smallest = slope.interval(), smallest_sign_flip_p(slope.clusters, "greater")
+    positive = ranks.value > 0 and ranks.p(0.0) <= study.terms.level
+    holds = interval is None or interval.low <= 1 <= interval.high
+    sample = np.concatenate([r.values["sample"] for r in results])
+    return Finding(
+        effect=Estimate("slope of ln ‖∇ log π‖ on ln(1 − π)", slope.value, "1", interval),
+        n=slope.clusters,
+        evidence=(
+            Evidence(
+                max(slope.p(low, "greater"), slope.p(high, "less")),
+                low < slope.value < high,
+                min(slope.p(low, "less"), slope.p(high, "greater")),
+                smallest,
+                smallest,
+            ),
+        ),
+        conditions=(
+            Condition("the partial rank correlation is positive", positive),
+            Condition("the slope's interval holds 1, the slope that is claimed", holds),
+        ),
+        others=(
+            _slope_estimate("partial rank slope", ranks, "ranks in place of logarithms; p of slope 0"),
+            _slope_estimate("slope, seeds as clusters", seeds, "wider question: other seeds; p of slope 0"),
+            *others,
+        ),
+        notes=(
+            f"{sum(r.values['tokens'] for r in results)} tokens in {slope.clusters} steps of {seeds.clusters} seeds",
+            *study.elsewhere(study.baseline, study.treatment),
+        ),
+        frames={"sample": pd.DataFrame(sample, columns=["one_minus_pi", "score_norm", "sampling_weight"])},
+    )
+
+
+C2 = Claim(
+    name="C2",
+    title="the full score norm grows as 1 − π",
+    source="arXiv 2511.00066: a token's gradient norm lies between constants times (1 − π)",
+    rule="supported: the slope of ln norm on ln(1 − π) is shown to lie within 1 ± {margin} (two one-sided tests), its interval holds "
+    "1, and the partial rank correlation is positive; refuted: the slope is shown to lie outside",
+    measure=score_norm,
+    margin=0.5,
+    unit=CLUSTERS,
+    settles="more steps with recording.token_gradients_every and recording.exact_random, on more seeds",
+    reducers=(FULL, LOCAL),
+    figures=(("binned", "sample", "one_minus_pi", "score_norm", "exact norm against 1 − π"),),
+)
+
+# C3: few tokens dominate the gradient, more than if the norm were 1 − π.
+
+TOP, HALF = 0.01, 0.5
+"""Share of the tokens called few, and the share of the gradient that they must hold. The top tenth holds 99 % of the gradient
+already where the norm is 1 − π."""
+GRADIENT = "share of Σ|c|·‖∇ log π‖"
+
+
+def lorenz(values: NDArray[np.floating], weights: NDArray[np.floating], points: int = 101) -> NDArray[np.float64]:
+    """Lorenz curve (points,) of `values` (n,) ≥ 0: share of the total held by the smallest 0, 1/(points − 1), …, 1 of the members.
+
+    A member with weight w counts as w members.
+    """
+    order = np.argsort(values, kind="stable")
+    held, count = (values * weights)[order], weights[order]
+    if (weights == weights[0]).all():  # evenly spaced without rounding
+        members = np.linspace(0.0, 1.0, len(values) + 1)
+        held = values[order]
+    else:
+        members = np.concatenate([[0.0], np.cumsum(count) / count.sum()])
+    return np.interp(np.linspace(0.0, 1.0, points), members, np.concatenate([[0.0], np.cumsum(held) / held.sum()]))
+
+
+def _concentration(tokens: Columns, run: Run) -> dict[str, Any] | None:
+    coef = np.abs(tokens["loss_coef"].astype(np.float64))
+    norm = tokens["score_norm_local"].astype(np.float64)
+    # tokens of groups without variance have no gradient whatever their norm, and would make any rest look dominant
+    used = np.isfinite(norm) & (coef > 0)
+    if used.sum() < FEWEST_CURVE:
+        return None
+    pull = coef[used] * norm[used]
+    null = coef[used] * -np.expm1(tokens["logp"][used].astype(np.float64))
+    if not (pull.sum() > 0 and null.sum() > 0):
+        return None
+    weights = inverse_inclusion(tokens)[used]
+    return {"lorenz": lorenz(pull, weights), "lorenz_null": lorenz(null, weights)}
+
+
+CURVES = Reducer("C3", ("logp", "loss_coef", "score_norm_local", INCLUSION), _concentration, needs="score_norm_local")
+
+
+def dominance(study: Study) -> Finding:
+    """Share of Σ|c|·‖∇ log π‖ held by the top hundredth of the tokens, beyond that of a null with norm = 1 − π."""
+    results = study.results(CURVES.name, study.alike(study.baseline))
+    if not results:
+        return Finding(missing=f"no step of {study.baseline} has score_norm_local on enough tokens")
+
+    def top(curve: Sequence[float]) -> float:
+        return float(1 - np.interp(1 - TOP, np.linspace(0, 1, len(curve)), curve))
+
+    rows = [(r.seed, r.step, top(r.values["lorenz_null"]), top(r.values["lorenz"])) for r in results]
+    frame = pd.DataFrame(rows, columns=["seed", "step", "baseline", "treatment"])
+    # runs of other settings with the same seed share their puzzles: one cluster
+    means = frame.groupby(["seed", "step"], as_index=False).mean()
+    means["difference"] = means["treatment"] - means["baseline"]
+    notes = (
+        f"{frame['seed'].nunique()} seeds, {frame['step'].nunique()} recorded steps; local norms, without credit through other positions",
+        *study.elsewhere(study.baseline),
+    )
+    margin, room = study.terms.margin(C3.key, C3.margin), 1 - float(means["baseline"].mean())
+    shares = [
+        mean_estimate(name, means[column].to_numpy(), GRADIENT, scale="percent")
+        for name, column in (("share of the top hundredth", "treatment"), ("the null's share", "baseline"))
+    ]
+    others = tuple(replace(share, p_value=None) for share in present(*shares))
+    if room < margin:
+        missing = (
+            f"the null's top hundredth holds {1 - room:.1%}, which leaves no room for {margin_text(margin, 'points')} more: whatever "
+            "the norms are, the margin cannot be reached"
+        )
+        return Finding(missing=missing, others=others, notes=notes)
+    half = sign_flip_p(means["treatment"].to_numpy(), "greater", shift=HALF) <= study.terms.level
+    return Finding(
+        parts={"": means},
+        conditions=(Condition("the top hundredth of the tokens is shown to hold more than half", half),),
+        others=others,
+        notes=notes,
+    )
+
+
+C3 = PairedClaim(
+    name="C3",
+    title="few tokens dominate the gradient",
+    source="arXiv 2505.12929 and 2511.00066: low-probability tokens dominate the update",
+    rule="supported: the top hundredth of the tokens holds more of Σ|c|·norm than where norm = 1 − π, and more than half; "
+    "refuted: it is shown to hold less than {margin} more than that null's; untestable where the null leaves less room than that",
+    measure=dominance,
+    margin=0.05,
+    scale="points",
+    direction="higher",
+    effect="share of the top hundredth beyond the null's",
+    effect_unit=GRADIENT,
+    unit=CLUSTERS,
+    settles="more steps with recording.token_gradients_every, on more seeds; a policy that is less sure of its tokens",
+    reducers=(CURVES,),
+)
+
+# C9: low-probability tokens hurt held-out performance.
+
+
+def _mean_where(values: NDArray[np.float64], weights: NDArray[np.float64], chosen: NDArray[np.bool_]) -> float:
+    return float(np.average(values[chosen], weights=weights[chosen])) if chosen.any() else np.nan
+
+
+def _by_decile(tokens: Columns, run: Run) -> dict[str, Any] | None:
+    influence = tokens["heldout_influence"].astype(np.float64)
+    advantage = tokens["advantage"].astype(np.float64)
+    used = np.isfinite(influence) & np.isfinite(advantage) & (advantage != 0)
+    weight = inverse_inclusion(tokens)[used]
+    scale = np.average(np.abs(influence[used]), weights=weight) if used.sum() >= FEWEST_INFLUENCE else 0.0
+    if not scale > 0:
+        return None
+    positive, decile = advantage[used] > 0, deciles(tokens["logp"][used]) - 1
+    low = decile == 0
+    mean = functools.partial(_mean_where, influence[used] / scale, weight)
+    cells = [
+        {"advantage": sign, "decile": d + 1, "influence": mean(chosen & (decile == d))}
+        for sign, chosen in (("positive", positive), ("negative", ~positive))
+        for d in range(DECILES)
+    ]
+    parts = {"low": low, "rest": ~low, "low_positive": low & positive, "low_negative": low & ~positive}
+    return {name: mean(chosen) for name, chosen in parts.items()} | {"cells": cells}
+
+
+INFLUENCE = Reducer("C9", ("logp", "advantage", "heldout_influence", INCLUSION), _by_decile, needs="heldout_influence")
+HURTS = "step's mean |influence|; negative hurts"
+
+
+def influence(study: Study) -> Finding:
+    """Mean first-order influence of the lowest tenth by probability, in units of the step's mean |influence|."""
+    results = study.results(INFLUENCE.name, study.alike(study.baseline))
+    if not results:
+        return Finding(missing=f"no step of {study.baseline} has heldout_influence on enough tokens")
+    names = ("low", "rest", "low_positive", "low_negative")
+    frame = pd.DataFrame([{"seed": r.seed, "step": r.step, **{k: r.values[k] for k in names}} for r in results])
+    means = frame.groupby(["seed", "step"], as_index=False).mean()
+    worse = sign_flip_p((means["low"] - means["rest"]).to_numpy(), "less") <= study.terms.level
+    cells = pd.concat([pd.DataFrame(r.values["cells"]).assign(seed=r.seed, step=r.step) for r in results])
+    return Finding(
+        parts={"": means.assign(difference=means["low"])},
+        conditions=(Condition("the lowest tenth is shown to do worse than the other tokens", worse),),
+        others=present(
+            mean_estimate("lowest tenth, positive advantage", means["low_positive"].dropna(), HURTS),
+            mean_estimate("lowest tenth, negative advantage", means["low_negative"].dropna(), HURTS),
+            mean_estimate("all other tokens", means["rest"], HURTS),
+        ),
+        notes=(
+            f"{frame['seed'].nunique()} seeds, {frame['step'].nunique()} recorded steps",
+            *study.elsewhere(study.baseline),
+        ),
+        frames={"influence": cells.reset_index(drop=True)},
+    )
+
+
+C9 = replace(
+    one_update.C9,
+    other=PairedClaim(
+        name="C9",
+        title=one_update.C9.title,
+        source=one_update.C9.source,
+        rule="supported: the mean first-order influence of the lowest tenth by probability is below 0 and below that of the "
+        "other tokens; refuted: it is shown to be above −{margin} mean |influence|",
+        measure=influence,
+        margin=0.1,
+        direction="lower",
+        effect="mean influence of the lowest tenth by probability",
+        effect_unit=HURTS,
+        unit=CLUSTERS,
+        settles="more steps with recording.heldout_influence_every, on more seeds",
+        version="influence of recorded tokens",
+        figures=(("curve", "influence", "decile", "influence", "influence by decile of probability"),),
+    ),
+    reducers=(INFLUENCE,),
+)
