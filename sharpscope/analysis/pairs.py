@@ -150,7 +150,7 @@ def _summary(seeds: Sequence[Any], parts: Sequence[Difference]) -> dict[str, Any
     data = np.array([one.treatment - one.baseline for one in parts])
     mean, median = float(data.mean()), float(np.median(data))
     if n > 1:
-        interval = mean_interval(data, "t")
+        interval = mean_interval(data)
         low, high = (interval.low, interval.high) if interval else (math.nan, math.nan)
     else:
         low, high = mean - 1.959964 * parts[0].error, mean + 1.959964 * parts[0].error

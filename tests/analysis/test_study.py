@@ -1,17 +1,9 @@
-"""Intervals by value, and which runs may be pooled or compared."""
+"""Which runs may be pooled or compared."""
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
-import pandas as pd
-import pytest
-
-from sharpscope.analysis.statistics import band, mean_interval
 from sharpscope.analysis.study import studies
 from sharpscope.traces import load_runs
-from tests.oracles.analysis import T_975, mean_and_half
 from tests.traces.synthetic import Shape, write_run
 
 TINY = Shape(steps=3, prompts=1, group_size=2, length=2, eval_every=3, eval_prompts=10)
@@ -21,38 +13,11 @@ def _write(path, **options):
     return write_run(path, **({"shape": TINY, "tokens": False, "probes": False} | options))
 
 
-@pytest.mark.parametrize("n", [df + 1 for df in T_975])
-def test_t_intervals_are_students(n):
-    values = np.random.default_rng(n).normal(size=n)
-    mean, half = mean_and_half(list(values))
-    result = mean_interval(values, "t")
-    assert result.kind == "t" and (result.low, result.high) == pytest.approx((mean - half, mean + half), rel=1e-6)
-
-
-def test_one_value_has_no_interval_and_nan_is_not_dropped():
-    assert mean_interval([2.0], "t") is None and mean_interval([1.0, math.nan, 2.0], "t") is None
-    frame = pd.DataFrame({"step": [1, 2, 2], "value": [2.0, 1.0, math.nan]})
-    rows = band(frame, ["step"])
-    assert (
-        rows["mean"].iloc[0] == 2.0 and rows[["low", "high"]].isna().all(axis=None) and math.isnan(rows["mean"].iloc[1])
-    )
-
-
 def test_runs_on_another_device_are_seeds_of_one_setting(tmp_path):
     for seed, device in enumerate(("cpu", "cuda")):
         _write(tmp_path / f"a{seed}", seed=seed, config={"device": device})
     (study,) = studies(load_runs(tmp_path))
     assert study.labels == ["grpo"] and len(study.settings[0].runs) == 2
-
-
-def test_band_on_a_log_axis_is_the_geometric_mean():
-    frame = pd.DataFrame({"step": [1, 1, 2, 2], "value": [1.0, 100.0, 0.0, 5.0]})
-    rows = band(frame, ["step"], log=True)
-    mean, half = mean_and_half([math.log(1.0), math.log(100.0)])
-    assert rows.loc[0, ["mean", "low", "high"]].tolist() == pytest.approx(
-        [math.exp(mean), math.exp(mean - half), math.exp(mean + half)], rel=1e-6
-    )
-    assert rows.loc[1, "mean":"high"].isna().all() and rows["n"].tolist() == [2, 2]
 
 
 def test_seeds_are_one_setting_and_other_settings_are_told_apart(tmp_path):

@@ -97,7 +97,9 @@ class Estimate:
         parts += [] if self.p_value is None else [f"p = {self.p_value:.2g}"]
         parts += [] if self.n is None else [f"n = {self.n}"]
         if self.median is not None and self.worst is not None:
-            parts += [f"median {shown(self.median, self.scale)}, worst {shown(self.worst[0], self.scale)} ({self.worst[1]})"]
+            parts += [
+                f"median {shown(self.median, self.scale)}, worst {shown(self.worst[0], self.scale)} ({self.worst[1]})"
+            ]
         return ", ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -319,8 +321,8 @@ class PairedClaim(Claim):
         name = self.effect + (f" against {weakest}" if weakest else "")
         effect = mean_estimate(name, data, self.effect_unit, "", self.scale)
         worst = int(np.argmin(sign * data))
-        row = frame.iloc[worst]
-        cluster = ", ".join(f"{key} {row[key]}" for key in ("seed", "step", "batch") if key in frame)
+        keys = [key for key in ("seed", "step", "batch") if key in frame]
+        cluster = ", ".join(f"{key} {frame[key].iloc[worst]}" for key in keys)
         joined = every([*tests.values(), *finding.evidence])
         if not finding.evidence:
             joined = replace(joined, p_supported=tests[weakest].p_supported)

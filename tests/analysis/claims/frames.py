@@ -58,12 +58,12 @@ def study(*runs: FrameRun) -> Any:
     return SimpleNamespace(by_name={run.name: run for run in runs})
 
 
-def eval_frame(rows: list[tuple[int, str, float]], n: int = 400) -> pd.DataFrame:
-    """(step, split, accuracy) as eval rows at temperature 1, beside greedy rows that must not be read."""
+def eval_frame(rows: list[tuple[int, str, float]], n: int = 400, shift: float = 0.0) -> pd.DataFrame:
+    """(step, split, accuracy) as greedy eval rows, and rows at temperature 1 whose accuracy is higher by `shift`."""
     table = [
-        {"step": step, "split": split, "level": "3", "n": n, "k": 1, "accuracy": value + shift, "temperature": heat}
+        {"step": step, "split": split, "level": "3", "n": n, "k": 1, "accuracy": value + more, "temperature": heat}
         for step, split, value in rows
-        for heat, shift in ((0.0, 0.3), (1.0, 0.0))
+        for heat, more in ((0.0, 0.0), (1.0, shift))
     ]
     return pd.DataFrame(table, columns=["step", "split", "level", "n", "k", "accuracy", "temperature"])
 
@@ -121,6 +121,8 @@ def frame_run(
     noise: int = 0,
     tag: str = "",
     answers: int = 400,
+    ceiling: float | None = 1.0,
+    shift: float = 0.0,
 ) -> FrameRun:
     """One run. `config` is laid over CONFIG's parts; `sharpness` becomes sam, asam and largest at three steps."""
     rng = np.random.default_rng([seed, noise, *method.encode(), *tag.encode()])
@@ -132,9 +134,10 @@ def frame_run(
     surface = list(probes or [])
     if sharpness is not None:
         for step, functional in itertools.product((0, steps // 2, steps), ("expected_failure", "nll")):
-            value = 2.0 if step == 0 else sharpness
+            value = 0.2 if step == 0 else sharpness
             row = {"step": step, "functional": functional}
-            surface += [{**row, "quantity": q, "value": value, "rho": 0.05} for q in ("sam", "asam")]
+            most = ceiling if functional == "expected_failure" else None
+            surface += [{**row, "quantity": q, "value": value, "rho": 0.05, "ceiling": most} for q in ("sam", "asam")]
             surface.append({**row, "quantity": "largest", "value": 10 * value})
     return FrameRun(
         name=f"{method}{tag}-{seed}",
@@ -142,7 +145,7 @@ def frame_run(
         seed=seed,
         config=whole,
         steps=steps_frame(rng, steps, **(columns or {})),
-        eval=eval_frame(rows, answers),
+        eval=eval_frame(rows, answers, shift),
         probes=probe_frame(surface),
         token_frame=tokens,
     )

@@ -10,21 +10,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.claims.c11_oscillator import oscillator_shapes
+from sharpscope.analysis import claims
+from sharpscope.analysis.claims.oscillator import oscillator_shapes
 from tests.analysis.claims.frames import draw, frame_run, paired_study, prompt_frame, study, tokens_frame
 
 SIGN = {"effect": 1.0, "none": 0.0, "wrong": -1.0}
 Rng = np.random.Generator
-
-
-def logit_bounds(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
-    runs = []
-    for seed in range(seeds):
-        tokens = tokens_frame(rng, 10, 400)
-        if truth != "effect":
-            tokens.loc[tokens.index[:3], "logit_grad_norm"] *= 1.5 if truth == "wrong" else 0.5
-        runs.append(frame_run(seed=seed, tokens=tokens))
-    return study(*runs)
 
 
 def token_claim(**by_truth: dict[str, Any]) -> Any:
@@ -45,7 +36,7 @@ influence = token_claim(effect={"low_influence": -2.0}, none={}, wrong={"low_inf
 
 def sharpness(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
     return paired_study(
-        seeds, -0.4 * SIGN[truth], base=1.0, noise=0.05, tails=tails, measure="sharpness", rng=rng, relative=True
+        seeds, -0.4 * SIGN[truth], base=0.1, noise=0.005, tails=tails, measure="sharpness", rng=rng, relative=True
     )
 
 
@@ -96,7 +87,7 @@ def grid(truth: str, rng: Rng, seeds: int, tails: str, hidden: bool = True) -> A
                             train=0.7,
                             sharpness=value,
                             tag=tag,
-                            answers=8000,
+                            answers=40_000,
                             columns={"lr": lr, "updates": 30},
                         )
                     )
@@ -205,16 +196,18 @@ def fork_frame(
 ) -> pd.DataFrame:
     """Table `forks` of one state: the reference `grpo` changes the outcome by −0.02; each arm by 1 + its effect times as much.
 
-    Of `sam_sharpness` the value is 2·e^effect instead.
+    Of `sam_sharpness` the value is 0.1·e^effect instead, with half of the completions correct.
     """
     rows = []
     for batch in range(batches):
         shared = 0.002 * rng.normal()
         for arm, effect in {"grpo": 0.0, **effects}.items():
             own = effect + (draw(rng, tails, 1, noise)[0] if arm != "grpo" else 0.0)
-            value = 2 * np.exp(own) if outcome == "sam_sharpness" else 0.5 + shared - 0.02 * (1 + own)
+            value = 0.1 * np.exp(own) if outcome == "sam_sharpness" else 0.5 + shared - 0.02 * (1 + own)
             base = {"step": 10, "fork": "a", "batch": batch, "arm": arm, "reference": "grpo", "valid": True}
             rows.append(base | {"comparison": "kl", "outcome": outcome, "value": value, "start": 0.5 + shared})
+            if outcome == "sam_sharpness":
+                rows.append(base | {"comparison": "kl", "outcome": "train_failure", "value": 0.5, "start": 0.5})
             turned = {
                 "comparison": "step",
                 "outcome": "update_rotation",
@@ -235,7 +228,6 @@ def unlikely(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
 
 
 MAKERS = {
-    "C1": logit_bounds,
     "C2": score_norm,
     "C3": dominance,
     "C4": sharpness,
@@ -251,5 +243,18 @@ MAKERS = {
     "C14": learning_rate,
 }
 """Claim → maker of its studies."""
-SEEDS = {"C2": 2, "C3": 2, "C9": 3, "C1": 2, "C5": 12, "C6": 2, "C7": 10, "C10": 10}
+SEEDS = {"C2": 2, "C3": 2, "C9": 3, "C5": 12, "C6": 2, "C7": 10, "C10": 10}
 """Seeds of an ordinary study; 8 where not named. The token claims' clusters are steps × seeds."""
+NOT_SUPPORTED = ("refuted", "inconclusive")
+
+
+def verdict(runs: Any, claim: str, **options: Any) -> claims.Verdict:
+    (result,) = claims.test_claims(runs, [claim], **options)
+    return result
+
+
+def made(
+    claim: str, truth: str, tails: str = "normal", seeds: int | None = None, stream: int = 0, **options: Any
+) -> Any:
+    rng = np.random.default_rng([stream, *claim.encode()])
+    return MAKERS[claim](truth, rng, seeds or SEEDS.get(claim, 8), tails, **options)

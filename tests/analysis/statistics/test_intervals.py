@@ -12,22 +12,18 @@ from sharpscope.analysis.statistics import (
     cluster_moments,
     contrast_interval,
     mean_interval,
-    share_interval,
 )
 
 
 def test_bca_is_scipys_and_kinds_follow_the_number_of_clusters():
     values = np.random.default_rng(3).lognormal(size=20)
-    ours = mean_interval(values, seed=1)
+    ours = contrast_interval(values, seed=1)
     theirs = scipy.stats.bootstrap((np.sort(values),), np.mean, n_resamples=4999, rng=np.random.default_rng(1))
     assert (ours.low, ours.high) == pytest.approx(tuple(theirs.confidence_interval), rel=1e-9)
-    assert mean_interval(values[::-1], seed=1) == ours and contrast_interval(values[::-1], seed=1) == ours
-    kinds = [getattr(mean_interval(values[:n]), "kind", None) for n in (3, 4, 14, 15)]
-    assert kinds == [None, "percentile-t", "percentile-t", "bca"]
+    assert contrast_interval(values[::-1], seed=1) == ours
     kinds = [getattr(contrast_interval(values[:n]), "kind", None) for n in (5, 6, 14, 15)]
     assert kinds == [None, "sign-flip", "sign-flip", "bca"]
-    assert mean_interval(np.array([0.0, 0.0, 0.0, 0.0, 1.0])) is None  # its upper end would be infinite
-    flat = [mean_interval(np.full(n, 0.25)) for n in (6, 20)]
+    flat = [contrast_interval(np.full(n, 0.25)) for n in (6, 20)]
     assert all((i.low, i.high) == (0.25, 0.25) for i in flat)
 
 
@@ -50,12 +46,10 @@ def measured_coverage(interval, n, trials, seed=0):
 
 # interval, clusters, what the docstring of `intervals` states (normal, heavy tails, skewed)
 STATED = [
-    (mean_interval, 5, (0.95, 0.95, 0.88)),
-    (mean_interval, 10, (0.95, 0.93, 0.91)),
     (contrast_interval, 6, (0.97, 0.98, 0.89)),
     (contrast_interval, 10, (0.95, 0.95, 0.85)),
-    (mean_interval, 15, (0.92, 0.88, 0.85)),
-    (mean_interval, 30, (0.93, 0.89, 0.89)),
+    (contrast_interval, 15, (0.92, 0.88, 0.85)),
+    (contrast_interval, 30, (0.93, 0.89, 0.89)),
 ]
 
 
@@ -94,10 +88,13 @@ def test_bca_of_a_slope_covers_as_stated():
     assert held == pytest.approx(0.92, abs=0.035)
 
 
-def test_a_share_is_covered_at_least_at_its_level():
-    n, p = 40, 0.03
-    held = sum(scipy.stats.binom.pmf(k, n, p) for k in range(n + 1) if (i := share_interval(k, n)).low <= p <= i.high)
-    assert held >= 0.95
+@pytest.mark.parametrize("n", [2, 5, 30])
+def test_t_intervals_are_students(n):
+    values = np.random.default_rng(n).normal(size=n)
+    ends = scipy.stats.t.interval(0.95, n - 1, values.mean(), scipy.stats.sem(values))
+    found = mean_interval(values)
+    assert (found.low, found.high) == pytest.approx(ends) and found.kind == "t"
+    assert mean_interval([2.0]) is None and mean_interval([1.0, np.nan, 2.0]) is None
 
 
 @pytest.mark.parametrize(("hits", "prompts"), [(0, 1), (0, 7), (1, 30), (15, 40), (100, 100)])

@@ -10,8 +10,7 @@ import pandas as pd
 import pytest
 
 import sharpscope
-from sharpscope.analysis.reliability import reliability_table
-from sharpscope.analysis.statistics.reliability import split_half
+from sharpscope.analysis.reliability import reliability_table, split_half
 from sharpscope.analysis.study import studies
 from tests.traces.synthetic import write_run
 

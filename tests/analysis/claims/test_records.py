@@ -1,0 +1,135 @@
+"""Declarations, and what is written: JSON, Markdown, sections."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from sharpscope.analysis import claims
+from sharpscope.analysis.claims.declaration import check_terms, declare, declared_rules, quote
+from sharpscope.analysis.claims.writers import claim_sections, claims_markdown, write_claims
+from sharpscope.analysis.study import Terms
+from sharpscope.analysis.text import escape_markdown
+from sharpscope.errors import UserError
+from sharpscope.traces import load_runs
+from tests.analysis.claims.frames import frame_run, study
+from tests.analysis.claims.planted import made
+from tests.traces.synthetic import Effects, Shape, write_study
+
+
+def rules(**terms):
+    return declared_rules(Terms(**terms), "grpo", "grpo-sg")
+
+
+def started(at):
+    run = frame_run(seed=0)
+    run.info = {"started": at}
+    return run
+
+
+def test_an_unchanged_declaration_is_quoted_with_its_date(tmp_path):
+    file = tmp_path / "study.yaml"
+    assert "Not declared" in quote(file, rules(), [])
+    found = declare(file, rules(), "2026-01-02T00:00:00+00:00", "0.2")
+    assert found.new and found.file.name == "study.declared.json"
+    again = declare(file, rules(), "2026-01-03T00:00:00+00:00", "0.2")
+    assert not again.new and again.hash == found.hash and len(json.loads(found.file.read_text())) == 1
+    text = quote(file, rules(), [started("2026-01-05T00:00:00+00:00"), started("2026-01-01T00:00:00+00:00")])
+    assert "Declared on 2026-01-02T00:00:00+00:00; unchanged" in text and "1 of 2 runs started before" in text
+
+
+def test_a_change_needs_a_reason_and_is_quoted(tmp_path):
+    file = tmp_path / "study.yaml"
+    declare(file, rules(), "2026-01-02T00:00:00+00:00", "0.2")
+    other = rules(margins={"C7": 0.03}, level=0.01)
+    assert "NOT the rules used here" in quote(file, other, []) and "level: 0.05 → 0.01" in quote(file, other, [])
+    with pytest.raises(UserError, match="give --why"):
+        declare(file, other, "2026-01-03T00:00:00+00:00", "0.2")
+    found = declare(file, other, "2026-01-03T00:00:00+00:00", "0.2", "the pilot was noisier")
+    assert any("C7.margin: 0.02 → 0.03" in line for line in found.changed)
+    text = quote(file, other, [])
+    assert "changed on 2026-01-03" in text and "why: the pilot was noisier" in text and "NOT" not in text
+
+
+def test_an_edited_declaration_is_refused(tmp_path):
+    study_file = tmp_path / "study.yaml"
+    file = declare(study_file, rules(), "2026-01-02T00:00:00+00:00", "0.2").file
+    file.write_text(file.read_text().replace('"level": 0.05', '"level": 0.5'))
+    with pytest.raises(UserError, match="do not fit their hash"):
+        quote(study_file, rules(), [])
+    file.write_text("[]")
+    with pytest.raises(UserError):
+        quote(study_file, rules(), [])
+
+
+def test_margins_reach_the_rule_and_the_test():
+    assert "less than 3 points" in rules(margins={"C7": 0.03})["claims"]["C7"]["rule"]
+    assert rules(margins={"C7": 0.03})["claims"]["C7 (one update)"]["margin"] == 0.1
+    for terms in (Terms(order=("C99",)), Terms(margins={"c7": 0.1}), Terms(margins={"C7": 2.0})):
+        with pytest.raises(UserError, match=r"claims\."):
+            check_terms(terms)
+    check_terms(Terms(margins={"C2": 1.5}))  # a slope, not a share
+
+
+def test_verdicts_of_recorded_runs_as_json_markdown_and_sections(tmp_path):
+    shape = Shape(steps=6, prompts=3, length=12, probe_every=3, eval_every=3)
+    folder = write_study(tmp_path / "runs", {"grpo": Effects(), "grpo-sg": Effects()}, seeds=2, shape=shape)
+    laid_out = claims.study_of(load_runs(folder))
+    claims.read(laid_out, claims.claim_names(None))
+    verdicts, checks = claims.verdicts_of(laid_out), claims.checks_of(laid_out)
+    paths = write_claims(verdicts, tmp_path / "out", checks)
+    read = json.loads(paths[0].read_text(), parse_constant=lambda text: pytest.fail(f"{text} in JSON"))
+    assert [entry["claim"] for entry in read] == list(claims.CLAIMS)
+    text = paths[1].read_text()
+    assert "refutes nothing about large models" in text
+    assert all(escape_markdown(v.title) in text and escape_markdown(v.reason) in text for v in verdicts)
+    assert checks[0].holds and f"{sum(run.rows('tokens') for run in load_runs(folder)):,} tokens" in checks[0].text
+    sections = claim_sections(laid_out)
+    assert {section.part for section in sections} == {"Claims"}
+    assert len(sections[0].content) == sum(len(v.versions) for v in verdicts)
+    assert {type(section.content) for section in sections} == {pd.DataFrame, str, Figure}
+
+
+def test_text_from_files_is_not_markup():
+    runs = study(frame_run("<img src=x>|`", 0), frame_run("grpo", 0))
+    (result,) = claims.test_claims(runs, ["C8"], treatment="<img src=x>|`")
+    claim = dataclasses.replace(result.claim, title="a | b <script> {treatment}")
+    text = claims_markdown([dataclasses.replace(result, claim=claim)])
+    assert not re.search(r"(?<!\\)<(img|script)", text) and "a \\| b" in text
+
+
+def test_a_claim_is_one_object_with_its_measure():
+    """The worked example of CONTRIBUTING: median completion length, treatment over baseline."""
+    from sharpscope.analysis.claims.base import Finding, PairedClaim, decide, pairing_notes
+    from sharpscope.analysis.measures import log_ratios
+
+    def shorter(laid_out):
+        pairing = laid_out.pairing()
+        if pairing.missing:
+            return Finding(missing=pairing.missing)
+        lengths = laid_out.differences(pairing, lambda a, b: tuple(r.steps["lr"].median() for r in (a, b)))
+        return Finding(parts={"": log_ratios(lengths)}, notes=pairing_notes(laid_out, pairing))
+
+    claim = PairedClaim(
+        name="C15",
+        title="{treatment} writes shorter completions",
+        source="an example",
+        rule="supported: the median length is lower; refuted: it is shown to be lower by less than {margin}",
+        measure=shorter,
+        margin=0.1,
+        scale="log",
+        direction="lower",
+        effect="median completion length",
+        effect_unit="ln(treatment / baseline)",
+    )
+    runs = made("C8", "effect", seeds=8)
+    for run in runs.by_name.values():
+        run.steps["lr"] = 0.8 if run.method == "grpo-sg" else 1.0
+    laid_out = claims.study_of(runs)
+    found = decide(claim, claim.measure(laid_out), ("grpo", "grpo-sg"), laid_out.terms)
+    assert found.verdict == "supported" and found.effect.text == "-20 %" and "grpo-sg writes" in found.title

@@ -1,0 +1,442 @@
+"""Numbers of single claims against sums by hand, and what makes each of them untestable."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.stats
+
+from sharpscope.analysis.claims import bound, checks, entropy, oscillator, read, study_of, tokens
+from sharpscope.analysis.claims.one_update import clusters, paired
+from sharpscope.analysis.statistics import correlation
+from sharpscope.analysis.tokens import scan
+from sharpscope.traces import TraceWriter, load_run, update_run_info
+from tests.analysis.claims import planted
+from tests.analysis.claims.frames import frame_run, paired_study, study, tokens_frame
+from tests.analysis.claims.planted import MAKERS, NOT_SUPPORTED, fork_frame, made, verdict
+from tests.oracles import analysis as oracle
+from tests.traces.rows import new_run, rows
+from tests.traces.synthetic import softmax_tokens
+
+# Checks of the recording.
+
+
+def test_every_violation_of_the_logit_bounds_is_counted(tmp_path):
+    run = new_run(tmp_path / "a")
+    update_run_info(run, vocabulary=30)
+    frame = rows("tokens", 1, 500) | softmax_tokens(np.random.default_rng(0), 500, 30, sharpness=6.0)
+    with TraceWriter(run) as writer:
+        writer.append("tokens", frame)
+        broken = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in frame.items()} | {"step": 2}
+        likely = np.flatnonzero(frame["logp"] < -1e-3)
+        broken["logit_grad_norm"][likely[:3]] *= 2.0
+        broken["logit_grad_norm"][likely[3:5]] *= 0.4
+        writer.append("tokens", broken)
+        for step, sharpness in enumerate(
+            (0.1, 10.0, 30.0), 3
+        ):  # float32's rounding on sharp distributions is no violation
+            stats = softmax_tokens(np.random.default_rng(step), 2000, 30, sharpness)
+            writer.append("tokens", rows("tokens", step, 2000) | stats)
+    results = scan({"a": load_run(run)}, [checks.BOUNDS])["C1"]
+    counts = [sum(result.values[key] for result in results) for key in ("tokens", "above", "below")]
+    assert counts == [7000, 3, 2]
+
+
+def test_checks_of_the_recording_hold_or_not():
+    for factor, holds in ((1.0, True), (1.5, False)):
+        frame = tokens_frame(np.random.default_rng(0), 4, 300)
+        frame.loc[:2, "logit_grad_norm"] *= factor
+        laid_out = study_of(study(frame_run("grpo-sg", tokens=frame)))
+        read(laid_out, ["C1", "C13"])
+        assert checks.logit_bounds(laid_out).holds is holds
+    laid_out = study_of(made("C13", "effect"))
+    read(laid_out, ["C13"])
+    found = checks.same_gradient(laid_out)
+    shares = checks.direct_shares(laid_out, "lucky")
+    assert found.holds and (shares["difference"] < 0).all()  # the planted weights halve the lucky tokens
+
+
+# Tokens.
+
+
+def test_larger_norm_of_the_hidden_state_is_no_effect_of_probability():
+    rng = np.random.default_rng(0)
+    runs = [frame_run(seed=s, tokens=tokens_frame(rng, 6, 200, slope=0.0, hidden_slope=1.0)) for s in range(2)]
+    assert verdict(study(*runs), "C2").verdict == "refuted"
+
+
+def test_dominance_says_where_its_margin_cannot_be_reached():
+    """Nearly all tokens certain: the null's top hundredth holds everything, and no norm could hold more."""
+    rng = np.random.default_rng(0)
+    runs = []
+    for seed in range(2):
+        frame = tokens_frame(rng, 8, 200, concentration=1.5)
+        rare = np.arange(len(frame)) % 200 == 0
+        frame["logp"] = np.where(rare, np.log(0.5), np.log1p(-1e-6))
+        runs.append(frame_run(seed=seed, tokens=frame))
+    result = verdict(study(*runs), "C3")
+    assert result.verdict == "untestable" and "no room for 5 points more" in result.reason
+
+
+def test_lorenz_curve_against_the_oracle_and_with_weights_as_repetition():
+    rng = np.random.default_rng(0)
+    values, weights = rng.exponential(size=400), rng.integers(1, 5, 400).astype(float)
+    curve = tokens.lorenz(values, np.ones(400))
+    for share in (0.125, 0.25, 0.5):
+        found = 1 - np.interp(1 - share, np.linspace(0, 1, 101), curve)
+        assert found == pytest.approx(oracle.lorenz_share(values.tolist(), share), abs=1e-2)
+    repeated = np.repeat(values, weights.astype(int))
+    np.testing.assert_allclose(
+        tokens.lorenz(values, weights), tokens.lorenz(repeated, np.ones(len(repeated))), atol=1e-12
+    )
+
+
+def test_recorded_influence_is_the_second_version_and_changes_nothing():
+    rng = np.random.default_rng(0)
+    frames = [tokens_frame(rng, 6, 200, low_influence=-2.0) for _ in range(3)]
+    runs = study(*(frame_run(seed=s, tokens=t) for s, t in enumerate(frames)))
+    found = verdict(runs, "C9")
+    assert (found.verdict, found.other.verdict) == ("untestable", "supported") and "sharpscope fork" in found.reason
+    runs.by_name["grpo-0"].forks = next(iter(made("C9", "wrong").by_name.values())).forks
+    found = verdict(runs, "C9")
+    assert (found.verdict, found.other.verdict) == ("refuted", "supported")
+
+
+# The bound and the grid.
+
+
+def test_sharpness_that_belongs_to_other_runs_supports_nothing():
+    """The bound still holds with any run's sharpness, if only the radius is large: that must not be called support."""
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        several = list(made("C5", "effect").by_name.values())
+        probes = [(several[key].probes, several[key].probe_prompts) for key in rng.permutation(len(several))]
+        for run, other in zip(several, probes, strict=True):
+            run.probes, run.probe_prompts = other
+        assert verdict(study(*several), "C5").verdict != "supported"
+
+
+def test_a_gap_of_sampling_noise_is_untestable():
+    runs = planted.bound("effect", np.random.default_rng(0), 12, "normal")
+    for run in runs.by_name.values():
+        run.eval["n"] = 60
+    result = verdict(runs, "C5")
+    assert result.verdict == "untestable" and "reliability" in result.reason and "answers" in result.reason
+
+
+def test_the_radius_is_the_smallest_that_holds_on_the_calibration_seeds_and_values_between_are_linear():
+    table = pd.DataFrame(
+        [
+            {"run": name, "step": 1, "rho": rho, "fixing": value, "testing": value / 2, "sharpness": value}
+            | {"heldout": 0.3 + gap, "train": 0.3}
+            for name, gap, slope in (("a", 0.1, 1.0), ("b", 0.1, 0.5))
+            for rho, value in ((0.05, 0.05 * slope), (0.4, 0.4 * slope))
+        ]
+    )
+    rho, holds = bound.fixed_radius(table)
+    assert holds and rho == pytest.approx(0.2, abs=0.41 / bound.GRID)
+    assert not bound.fixed_radius(table.assign(heldout=0.9))[1]
+    between = bound.at_radius(table, 0.2).set_index("run")
+    assert between["sharpness"].to_dict() == pytest.approx({"a": 0.2, "b": 0.1})
+    assert between["testing"].to_dict() == pytest.approx({"a": 0.1, "b": 0.05})
+
+
+def test_the_radius_is_fixed_on_other_prompts_than_it_is_tested_on():
+    """Prompts with even index say 0.9 of the estimate, those with odd index 1.1 of it."""
+    runs = made("C5", "effect")
+    for run in runs.by_name.values():
+        even = run.probe_prompts["prompt"] % 2 == 0
+        run.probe_prompts["value"] *= np.where(even, 0.9, 1.1)
+    frame = bound.bound_frame(study_of(runs))
+    assert frame["fixing"].to_numpy() == pytest.approx(0.9 * frame["sharpness"].to_numpy())
+    assert frame["testing"].to_numpy() == pytest.approx(1.1 * frame["sharpness"].to_numpy())
+    runs.by_name["grpo-3"].probe_prompts = pd.DataFrame()
+    result = verdict(made("C5", "effect"), "C5")
+    assert result.verdict == "supported"
+    lacking = verdict(study(*(replace(run) for run in runs.by_name.values())), "C5")
+    assert (
+        lacking.verdict == "untestable" and "1 of 12 runs, such as grpo-3, have no values by prompt" in lacking.reason
+    )
+
+
+def test_correlation_equals_scipy_and_its_permutation_p_is_uniform():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, 12))
+    seen = correlation(x, y)
+    assert seen.value == pytest.approx(scipy.stats.pearsonr(x, y).statistic)
+    assert seen.p_value == pytest.approx(scipy.stats.pearsonr(x, y).pvalue, abs=0.03)
+    drawn = [correlation(*rng.normal(size=(2, 8))).p_value for _ in range(200)]
+    assert scipy.stats.kstest(drawn, "uniform").pvalue > 0.01
+    low = 0  # at the size tested, the test of being below it keeps its level
+    for _ in range(400):
+        common = rng.normal(size=20)
+        a, b = 0.3**0.5 * common + 0.7**0.5 * rng.normal(size=(2, 20))
+        low += correlation(a, b).p_below(0.3) <= 0.05
+    assert low <= 32  # 5 % and three standard errors
+    assert np.isnan(correlation(np.ones(5), x[:5]).value) and correlation(x[:3], y[:3]).p_below(0.3) == 1.0
+
+
+def test_learning_rate_as_hidden_cause_of_sharpness_and_gap():
+    result = verdict(planted.grid("none", np.random.default_rng(5), 2, "normal"), "C6")
+    assert result.verdict in NOT_SUPPORTED
+    plain = next(e for e in result.finding.others if e.name == "plain Kendall τ over all runs")
+    assert plain.value > 0.3  # what a test that does not hold the learning rate would report
+    assert abs(result.effect.value) < 0.4
+    rates = [
+        frame_run(seed=s, config={"optimizer": {"lr": lr}}, sharpness=lr, train=0.7, tag=f"-{lr}")
+        for s in range(6)
+        for lr in (1e-4, 2e-4)
+    ]
+    assert "learning rate" in verdict(study(*rates), "C6").reason
+
+
+def test_runs_that_have_nothing_to_be_compared_with_are_none_of_the_grid():
+    """More seeds of one setting, other learning rates, and a second run of a setting change neither n nor any number."""
+    runs = planted.grid("effect", np.random.default_rng(5), 2, "normal")
+    before = verdict(runs, "C6")
+    assert before.n == 24
+    more = [
+        frame_run(
+            method,
+            seed,
+            config={"rollout": {"group_size": 8, "prompts_per_step": 24}, "optimizer": {"lr": lr}},
+            heldout=0.3,
+            train=0.7,
+            sharpness=9.0,
+            tag=f"-x{lr:g}",
+        )
+        for method, seed, lr in itertools.product(("grpo", "grpo-sg"), (5, 6), (1e-4, 8e-4))
+    ]
+    first = next(iter(runs.by_name.values()))
+    after = verdict(study(*runs.by_name.values(), *more, replace(first, name=f"{first.name}-again")), "C6")
+    assert (after.n, after.effect, after.evidence) == (24, before.effect, before.evidence)
+
+
+# Accuracy.
+
+
+def test_better_held_out_accuracy_without_repeats_is_no_generalization_gap():
+    runs = paired_study(12, 0.1)
+    for run in runs.by_name.values():
+        run.config["task"]["train_size"] = 100_000
+    result = verdict(runs, "C7")
+    assert result.verdict == "untestable" and "repeats" in result.reason
+
+
+def final(run):
+    rows = run.eval[(run.eval["split"] == "heldout") & (run.eval["temperature"] == 0.0) & (run.eval["step"] == 40)]
+    return rows["accuracy"].iloc[0]
+
+
+def test_paired_effect_equals_the_mean_of_the_differences():
+    runs = made("C7", "effect")
+    values = {(run.method, run.seed): final(run) for run in runs.by_name.values()}
+    expected = np.mean([values["grpo-sg", seed] - values["grpo", seed] for seed in range(10)])
+    assert verdict(runs, "C7").effect.value == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("rival", ["grpo-sg-shuffled", "grpo-sg-reverse"])
+def test_one_control_that_does_as_well_is_enough_against_alignment(rival):
+    result = verdict(made("C10", "effect", as_good=rival), "C10")
+    assert result.verdict in NOT_SUPPORTED and rival in result.effect.name
+    lacking = verdict(made("C10", "effect", missing=rival), "C10")
+    assert lacking.verdict == "untestable" and f"no run of {rival}" in lacking.reason
+
+
+def test_controls_are_compared_at_a_matched_dose():
+    runs = made("C10", "effect")
+    for run in runs.by_name.values():
+        run.steps["update_rotation"] = {"grpo-sg": 15.0, "grpo-sg-reverse": 30.0}.get(run.method, 15.0)
+    result = verdict(runs, "C10")
+    assert result.verdict == "untestable" and "the dose is not matched" in result.reason and "30°" in result.reason
+    # a variant with other constants whose dose is closer is the control
+    near = [
+        replace(
+            run,
+            name=f"near-{run.seed}",
+            method="grpo-sg-reverse+weight.of.U=4",
+            steps=run.steps.assign(update_rotation=16.0),
+        )
+        for run in runs.by_name.values()
+        if run.method == "grpo-sg-reverse"
+    ]
+    assert verdict(study(*runs.by_name.values(), *near), "C10").verdict == "supported"
+
+
+def test_one_learning_rate_that_does_as_well_is_enough_against():
+    result = verdict(made("C14", "effect", as_good=2e-4), "C14")
+    assert result.verdict in NOT_SUPPORTED and "lr 0.0002" in result.effect.name
+
+
+@pytest.mark.parametrize(("left_out", "side"), [("-5e-05", "below"), ("-0.0002", "above"), ("-0.0001", "equal to")])
+def test_a_sweep_has_rates_on_both_sides(left_out, side):
+    runs = [run for run in made("C14", "effect").by_name.values() if f"{left_out}-" not in run.name]
+    result = verdict(study(*runs), "C14")
+    assert result.verdict == "untestable" and f"{side} that of grpo-sg" in result.reason
+
+
+def test_a_rate_of_few_seeds_is_shown_and_decides_nothing():
+    runs = list(planted.learning_rate("effect", np.random.default_rng(1), 8, "normal").by_name.values())
+    few = [frame_run("grpo", s, config={"optimizer": {"lr": 9e-4}}, heldout=0.9, tag="-few") for s in (0, 1)]
+    result = verdict(study(*runs, *few), "C14")
+    assert result.verdict == "supported" and result.n == 8
+    assert any("lr 0.0009 has 2 seeds" in note for note in result.finding.notes)
+    assert any("against grpo at lr 0.0009" in other.name for other in result.finding.others)
+
+
+@pytest.mark.parametrize("middle", [-0.002, -0.03], ids=["by chance", "in every pair"])
+def test_effect_and_p_are_those_of_the_rate_that_decides(middle):
+    """It beats the lowest rate by chance, and loses to the two others, to the highest one most."""
+    rng = np.random.default_rng(0)
+    runs = [frame_run("grpo-sg", seed, heldout=0.5) for seed in range(8)]
+    for rate, lead in ((5e-5, 0.002), (1e-4, middle), (2e-4, -0.05)):
+        noise = rng.permutation(np.linspace(-0.02, 0.02, 8))
+        runs += [
+            frame_run("grpo", s, config={"optimizer": {"lr": rate}}, heldout=0.5 - lead + noise[s], tag=f"-{rate:g}")
+            for s in range(8)
+        ]
+    result = verdict(study(*runs), "C14")
+    assert result.verdict == "refuted" and "lr 0.0002" in result.effect.name
+    assert result.effect.value == pytest.approx(-0.05)
+    assert result.p_value == result.effect.p_value == pytest.approx(2 / 2**8)
+
+
+# Gradient norms, reward, entropy.
+
+
+def test_the_noise_share_is_of_one_gradient():
+    """1 − unbiased/naive of the same draws: the training step's own norm, of other prompts and with weights, is not in it."""
+    runs = []
+    for seed in range(6):
+        for method, unbiased in (("grpo", 1.0), ("grpo-sg", 1.5)):
+            values = {"squared_gradient_norm": unbiased, "squared_gradient_norm_naive": 2.0}
+            probes = [{"step": 40, "functional": "surrogate", "quantity": q, "value": v} for q, v in values.items()]
+            runs.append(frame_run(method, seed, probes=probes, columns={"grad_norm": 77.0 + np.arange(40) % 7}))
+    (noise,) = [other for other in verdict(study(*runs), "C8").finding.others if "noise share" in other.name]
+    assert noise.value == pytest.approx(0.25 - 0.5)
+
+
+def test_a_curve_whose_start_is_fast_is_not_judged_by_its_extrapolation():
+    """The drop lies in the first steps: without them any drop fits, and a prediction of the first step can be off by thousands."""
+    rng = np.random.default_rng(0)
+    t = np.arange(1, 151.0)
+    for _ in range(3):
+        reward = 2 - 3 * np.exp(-1.5 * (t - 1)) + rng.normal(0, 0.4, 150)
+        ours, rival = oscillator.prediction_errors(t, reward)
+        assert 0.1 < ours < 0.4 and 0.1 < rival < 0.4
+
+
+def test_half_of_the_entropy_claim_is_not_the_whole():
+    result = verdict(planted.entropy("effect", np.random.default_rng(2), 7, "normal", stable=False), "C12")
+    assert result.verdict == "untestable" and "cov-grpo" in result.reason
+    runs = planted.entropy("effect", np.random.default_rng(2), 7, "normal")
+    for run in runs.by_name.values():  # entropy of rollouts decides nothing
+        run.probes = run.probes.iloc[:0]
+    result = verdict(runs, "C12")
+    assert result.verdict == "untestable" and "recording.probe_entropy_every=1" in result.reason
+
+
+def test_the_prediction_of_a_change_is_the_sum_over_the_steps_between():
+    """Entropy measured at every third step alone: lr·updates·mean(c·polarity) of three steps against their change."""
+    runs = planted.entropy("effect", np.random.default_rng(3), 7, "normal")
+    run = runs.by_name["grpo-0"]
+    run.probes = run.probes[run.probes["step"] % 3 == 0]
+    laid_out = study_of(runs)
+    read(laid_out, ["C12"])
+    frame = entropy.prediction_frame(laid_out)
+    row = frame[(frame["run"] == "grpo-0") & (frame["step"] == 12)].iloc[0]
+    chosen = run.token_frame[run.token_frame["step"].isin([10, 11, 12])]
+    push = (chosen["loss_coef"] * chosen["polarity"]).groupby(chosen["step"]).mean().sum()
+    entropies = run.probes.set_index("step")["value"]
+    assert row["predicted"] == pytest.approx(1e-4 * push)
+    assert row["measured"] == pytest.approx(entropies[12] - entropies[9])
+    assert entropy.drift(run) == pytest.approx(math.log(entropies[60] / entropies[3]))
+
+
+# One update.
+
+ARMS = {
+    "C4": ("sam_sharpness", {"grpo-sg": -0.1}, {"grpo-sg": 0.05}),
+    "C7": ("heldout_failure", {"grpo-sg": 0.5}, {"grpo-sg": -0.5}),
+    "C10": (
+        "heldout_failure",
+        {"grpo-sg": 0.5, "grpo-sg-reverse": 0.0, "grpo-sg-shuffled": 0.0},
+        {"grpo-sg": 0.5, "grpo-sg-reverse": 0.0, "grpo-sg-shuffled": 0.9},
+    ),
+    "C12": ("entropy", {"cov-grpo": -0.5}, {"cov-grpo": 0.5}),
+}
+"""Claim → outcome, effects of the arms that support it, effects that refute it."""
+
+
+def with_forks(effects, outcome, **options):
+    run = frame_run(seed=0)
+    run.forks = fork_frame(np.random.default_rng(0), effects, outcome, noise=0.02, **options)
+    return study(run)
+
+
+@pytest.mark.parametrize("claim", ARMS)
+def test_planted_differences_between_arms_are_found(claim):
+    outcome, there, absent = ARMS[claim]
+    found = verdict(with_forks(there, outcome), claim, treatment="grpo-sg" if claim == "none" else None)
+    assert found.other.verdict == "supported"
+    assert found.verdict == "untestable"  # one update never decides the claim between runs
+    assert verdict(with_forks(absent, outcome), claim).other.verdict == "refuted"
+
+
+def test_a_saturated_fork_enters_no_verdict():
+    runs = with_forks({"grpo-sg": -0.1}, "sam_sharpness")
+    forks = runs.by_name["grpo-0"].forks
+    forks.loc[forks["outcome"] == "train_failure", "value"] = 0.88  # the rise is 0.83 of what is possible
+    found = verdict(runs, "C4").other
+    assert found.verdict == "untestable" and "saturated" in found.reason
+
+
+def test_an_arm_that_hardly_turns_the_update_is_untestable():
+    runs = with_forks({"grpo-sg": 0.5}, "heldout_failure")
+    forks = runs.by_name["grpo-0"].forks
+    forks.loc[(forks["outcome"] == "update_rotation") & (forks["arm"] == "grpo-sg"), "value"] = 2.0
+    found = verdict(runs, "C7").other
+    assert found.verdict == "untestable" and "turned the update by 2°" in found.reason and "needs 5°" in found.reason
+
+
+def test_values_are_the_differences_of_the_batches_and_a_batch_of_two_forks_is_one_cluster():
+    runs = with_forks({"grpo-sg": 0.5}, "heldout_failure")
+    run = runs.by_name["grpo-0"]
+    forks = run.forks.query("outcome == 'heldout_failure'")
+    change = (forks["value"] - forks["start"]).groupby([forks["arm"], forks["batch"]]).first()
+    expected = ((change["grpo-sg"] - change["grpo"]) / abs(change["grpo"].mean())).mean()
+    assert verdict(runs, "C7").other.effect.value == pytest.approx(expected)
+    run.forks = pd.concat([run.forks, run.forks.assign(fork="b")], ignore_index=True)
+    again = verdict(runs, "C7").other
+    assert again.n == 12 and again.effect.value == pytest.approx(expected)
+    # a batch whose row is not valid is left out
+    run.forks.loc[(run.forks["arm"] == "grpo-sg") & (run.forks["batch"] == 3), "valid"] = False
+    assert verdict(study(replace(run)), "C7").other.n == 11
+
+
+def test_states_are_the_clusters_where_there_are_enough():
+    runs = with_forks({"grpo-sg": 0.5}, "heldout_failure")
+    run = runs.by_name["grpo-0"]
+    run.forks["step"] = run.forks["batch"] // 2  # six states of two batches
+    frame = paired(study_of(runs, treatment=None), "grpo-sg", "grpo", "heldout_failure")
+    found = clusters(frame, "change")
+    assert len(found) == 6 and "batch" not in found
+    assert found["difference"].iloc[0] == pytest.approx(frame.loc[frame["step"] == 0, "change"].mean())
+
+
+def test_every_claim_can_be_drawn_from_what_it_tested():
+    from sharpscope.analysis.claims.figures import figures_of
+
+    for claim in MAKERS:
+        found = verdict(made(claim, "effect"), claim)
+        for name, figure, caption in figures_of(found):
+            assert name.startswith(claim.lower()) and caption
+            axis = figure.axes[0]
+            if name == claim.lower():
+                dots = np.concatenate([line.get_xdata() for line in axis.lines if line.get_marker() == "."])
+                assert len(dots) == sum(map(len, found.finding.parts.values()))
