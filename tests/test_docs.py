@@ -174,5 +174,6 @@ def test_the_page_of_claims_lists_them_with_their_margins():
     from sharpscope.analysis.claims.registry import CLAIMS
 
     page = (ROOT / "docs/explanations/claims.md").read_text("utf-8")
-    rows = [f"| {c.name} | {c.title} | {margin_text(c.rule.margin, c.rule.scale)} |" for c in CLAIMS.values()]
+    names = {"treatment": "the treatment", "baseline": "the baseline"}
+    rows = [f"| {c.name} | {c.title.format(**names)} | {margin_text(c.margin, c.scale)} |" for c in CLAIMS.values()]
     assert "\n".join(rows) + "\n\n" in page

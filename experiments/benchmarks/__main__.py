@@ -14,7 +14,7 @@ from sharpscope.errors import UserError
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Measure speed as a ratio against a naive implementation or another library in the same run, and the power of the claims.",
+    help="Measure speed as a ratio against a naive implementation or another library in the same run.",
 )
 
 
@@ -38,30 +38,6 @@ def step(
 
     text = page(compare_with_trl(steps, threads, set_ or ()))
     _show(text, out / "step.md")
-
-
-@app.command("claims-power")
-def claims_power(
-    studies: Annotated[int, typer.Option(min=10, help="Studies with and without the effect.")] = 200,
-    claim: Annotated[list[str] | None, typer.Option(help="Claims to test, such as C7; all if not given.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Markdown file to write.")] = None,
-) -> None:
-    """Whether `sharpscope power` predicts what the claims decide, on synthetic studies.
-
-    Example:
-
-      python -m experiments.benchmarks claims-power --claim C7
-    """
-    from experiments.benchmarks import claims_power as measure
-    from sharpscope.analysis.claims import claim_names
-
-    found = []
-    for case in measure.CASES:
-        if case.claim in claim_names(claim):
-            found.append(measure.measure(case, studies))
-            typer.echo(measure.table(found[-1:]).splitlines()[-1])
-    if out is not None:
-        out.write_text(measure.page(found), encoding="utf-8")
 
 
 @app.command("recording")

@@ -19,7 +19,7 @@ import pandas as pd
 from experiments.benchmarks.forks import ARMS, POLICIES, run_name, settings, sharpness_settings
 from sharpscope.analysis import fork_differences
 from sharpscope.analysis.claims import test_claims
-from sharpscope.analysis.claims.local import FEWEST_STATES
+from sharpscope.analysis.claims.one_update import FEWEST_STATES
 from sharpscope.analysis.forks import ALL_STATES, UNITS
 from sharpscope.config import arm_name
 from sharpscope.traces import Run, Runs, load_runs
@@ -381,10 +381,12 @@ def _verdicts(runs: Forked) -> str:
             several = rows.groupby(["run", "step"]).ngroups >= FEWEST_STATES
             unit = "states" if several else "batches"
             for verdict in test_claims(_renamed(of_policy, rows), names, treatment=ALIGNED) if len(rows) else ():
-                local = next(v for v in (verdict, verdict.beside) if v is not None and v.version == "one update")
-                effect = "–" if local.effect is None else f"{local.effect.text} {local.effect.interval_text}"
+                local = next(v for v in verdict.versions if v.claim.version == "one update")
+                effect = (
+                    "–" if local.effect is None else f"{local.effect.text} {local.effect.ends(local.effect.interval)}"
+                )
                 lines.append(
-                    f"| {TITLES[policy]} | {verdict.claim} | {local.verdict} | {effect} | {local.n} {unit} | {local.reason} |"
+                    f"| {TITLES[policy]} | {local.claim.name} | {local.verdict} | {effect} | {local.n} {unit} | {local.reason} |"
                 )
     return "\n".join([*lines, ""])
 

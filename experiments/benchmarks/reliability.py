@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from sharpscope.analysis.statistics.reliability import split_half
+from sharpscope.analysis.reliability import split_half
 from sharpscope.config import build_config
 from sharpscope.policy import Policy, load_policy, render_prompts
 from sharpscope.probes import (

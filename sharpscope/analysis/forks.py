@@ -166,7 +166,7 @@ def _sample(states: Sequence[pd.DataFrame], name: str, one: bool) -> np.ndarray:
 
 
 def _interval_ends(values: np.ndarray) -> tuple[float, float]:
-    interval = mean_interval(values, "t")
+    interval = mean_interval(values)
     return (math.nan, math.nan) if interval is None else (interval.low, interval.high)
 
 

@@ -20,6 +20,11 @@ TARGET = 0.8
 RECOMMENDED = 8
 """Pairs below which the normal model of power is worst: sign flips of six pairs need near unanimity."""
 MOST = 1_000
+NOTE = (
+    "n: pairs of runs with one seed, or the claim's own unit. SD: its 90 % interval in brackets; at least: from the sampling of answers "
+    "alone. Power here: chance of supported with the effect at the margin / of refuted without an effect, by Student's t. n for 80 % of "
+    f"both: at this SD, and at its interval's upper end. At least {RECOMMENDED} pairs are advised: sign flips of fewer need near unanimity."
+)
 
 
 def student_power(deviation: float, margin: float, n: int, level: float, parts: int = 1) -> tuple[float, float]:
@@ -87,21 +92,22 @@ class Power:
 
     def row(self) -> dict[str, str]:
         """The power as a row of a table."""
-        unit = {"points": "points", "percent": "%", "log": "% (ln)"}.get(self.scale, self.value_unit)
+        unit = {"points": "points", "percent": "%", "log": "% (ln)"}.get(self.scale, "")
         factor = 1 if self.scale == "plain" else 100
-        now = student_power(self.deviation, self.margin, self.pilot, self.level, self.parts)
-        low, high = deviation_interval(self.deviation, self.pilot) if self.pilot > 1 else (self.deviation, math.inf)
-        spread = f"{factor * self.deviation:.3g} {unit}"
-        spread += f" [{factor * low:.3g}, {factor * high:.3g}]" if math.isfinite(high) else " or more: answers alone"
-        likely, upper = ("over 1,000" if n is None else f"{n:,}" for n in self.needed)
+        spread, now = f"at least {factor * self.deviation:.3g} {unit}", "–"
+        if self.pilot > 1:
+            ends = (f"{factor * end:.3g}" for end in deviation_interval(self.deviation, self.pilot))
+            spread = f"{factor * self.deviation:.3g} [{', '.join(ends)}] {unit}"
+            both = student_power(self.deviation, self.margin, self.pilot, self.level, self.parts)
+            now = " / ".join(f"{chance:.0%}" for chance in both)
+        likely, upper = (f"over {MOST:,}" if n is None else f"{n:,}" for n in self.needed)
         return {
             "claim": self.claim,
-            "here": f"{self.pilot} {self.unit}" if self.pilot else "–",
-            "SD of a pair": spread,
-            "margin": f"{shown(self.margin, self.scale, signed=False)} {unit.split()[0]}",
-            "supported at the margin": f"{now[0]:.0%}" if self.pilot else "–",
-            "refuted without effect": f"{now[1]:.0%}" if self.pilot else "–",
-            "pairs for 80 % of both": likely if likely == upper else f"{likely} (up to {upper})",
+            "n": str(self.pilot or "–"),
+            "SD of a value": spread.rstrip(),
+            "margin": f"{shown(self.margin, self.scale, signed=False)} {unit.split(' ')[0]}".rstrip(),
+            "power": now,
+            "n for 80 %": likely if likely == upper else f"{likely} to {upper}",
         }
 
 

@@ -472,7 +472,7 @@ def _over_seeds(values: Sequence[Any], sign: bool = False) -> str:
     if len(finite) == 1:
         return interval_text(*finite[0], sign=sign)
     numbers = [value for value, _ in finite]
-    interval, mean = mean_interval(numbers, "t"), float(np.mean(numbers))
+    interval, mean = mean_interval(numbers), float(np.mean(numbers))
     return interval_text(mean, math.nan if interval is None else interval.high - mean, sign=sign)
 
 

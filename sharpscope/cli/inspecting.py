@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sharpscope.cli.console import printable, progress
+from sharpscope.cli.console import progress
 
 
 def register(app: typer.Typer) -> None:

@@ -60,7 +60,7 @@ def plan(
 
     from sharpscope.analysis.claims import claim_names, read, study_of, verdicts_of
     from sharpscope.analysis.power import (
-        RECOMMENDED,
+        NOTE,
         answers_of_pair,
         planned,
         power_table,
@@ -95,14 +95,13 @@ def plan(
             )
     if baseline_accuracy is not None:
         powers += powers_of_answers(baseline_accuracy, answers, terms)
-    elif runs and not powers and deviation is not None:
-        powers = powers_of_answers(0.5, 0.5 / deviation[0] ** 2, terms)
+    elif deviation is not None and not any(power.claim.startswith("C7 (between") for power in powers):
+        powers += powers_of_answers(0.5, 0.5 / deviation[0] ** 2, terms)
     powers = [power for power in powers if power.claim.split()[0] in names]
     for line in lines:
-        typer.echo(printable(line, 300))
+        typer.echo(printable(line))
     if powers:
-        note = f"By Student's t. At least {RECOMMENDED} pairs are advised: sign flips of fewer need near unanimity."
-        Console().print(to_terminal([Section("Pairs of runs that a study needs", power_table(powers), note)]))
+        Console().print(to_terminal([Section("What the claims need", power_table(powers), NOTE)]))
 
 
 def declare(
@@ -175,16 +174,16 @@ def claims(
     declared = UNDECLARED
     if file is not None:
         declared = quote(file, declared_rules(terms, laid_out.baseline, laid_out.treatment), loaded)
-        typer.echo(printable(declared, 1000))
+        typer.echo(printable(declared))
     read(laid_out, names)
     verdicts, checks = verdicts_of(laid_out, names), checks_of(laid_out, names)
     for verdict in (v for one in verdicts for v in one.versions):
         lines = [verdict.line().split("\n")[0], *(f"  {line}" for line in verdict.details() if details)]
-        typer.echo("\n".join(printable(line, 1000) for line in lines))
+        typer.echo("\n".join(printable(line) for line in lines))
     if checks:
         typer.echo("checks of the recording:")
     for check in checks:
-        typer.echo(printable(check.line(), 1000))
+        typer.echo(printable(check.line()))
     if out is not None:
         files = write_claims(verdicts, out, checks, declared)
         typer.echo(f"{len(files)} files. Written: {out}/ (open {files[1]})")

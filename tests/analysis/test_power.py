@@ -76,7 +76,7 @@ def test_two_pairs_give_the_pairs_that_are_needed_with_their_uncertainty():
     assert high > 10 * power.deviation > power.deviation > low
     assert power.needed[1] is None or power.needed[1] > power.needed[0]
     (row,) = power_table([power]).to_dict("records")
-    assert f"{100 * power.deviation:.3g} points" in row["SD of a pair"] and "up to" in row["pairs for 80 % of both"]
+    assert row["SD of a value"].startswith(f"{100 * power.deviation:.3g} [") and row["n for 80 %"] == "8 to 18"
 
 
 def test_one_pair_gives_the_part_of_the_answers():

@@ -1,4 +1,4 @@
-"""`sharpscope power` and `sharpscope study declare`."""
+"""`sharpscope study plan`, `declare` and `claims`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from sharpscope.cli import app
 from sharpscope.errors import UserError
+from tests.cli.invoking import EXAMPLE, GRPO
 
 STUDY = """
 base: {steps: 10}
@@ -35,9 +36,15 @@ def invoke(*arguments: object) -> str:
 
 
 def test_a_planned_study_is_judged_before_any_run(study: Path):
-    text = invoke("power", "--study", study, "--claim", "C7", "--claim", "C14")
-    assert "C7  (between runs) untestable: 5 pairs of runs with one seed; the rule needs 6: 1 more" in text
-    assert "C14 untestable: needs grpo at learning rates below" in text and "C4" not in text
+    text = invoke("study", "plan", "--study", study)
+    assert "planned: 10 runs of grpo (5), grpo-sg (5)" in text and "5 pairs of grpo-sg and grpo: too few" in text
+
+
+def test_a_plan_needs_no_runs_and_two_are_enough_to_begin():
+    text = invoke("study", "plan", "--baseline-accuracy", "0.25", "--answers", "2000")
+    assert "C7" in text and "at least 1.37 points" in text
+    text = invoke("study", "plan", EXAMPLE)
+    assert "runs: grpo (1), grpo-sg (1); compared: grpo-sg against grpo" in text and "sampling answers alone" in text
 
 
 def test_declare_change_and_refuse(study: Path):
@@ -51,9 +58,28 @@ def test_declare_change_and_refuse(study: Path):
     assert "C7.margin: 0.03 → 0.01" in invoke("study", "declare", study, "--why", "a larger study")
 
 
-def test_what_is_wrong_is_named(study: Path):
-    with pytest.raises(UserError, match="pilot runs, or a planned study"):
-        invoke("power")
+def test_claims_prints_every_verdict_and_the_checks_and_writes_them(tmp_path: Path):
+    output = invoke("study", "claims", EXAMPLE, "--out", tmp_path / "claims")
+    names = [line.split()[0] for line in output.splitlines() if line.startswith("C")]
+    assert list(dict.fromkeys(names)) == [*(f"C{i}" for i in range(2, 15)), "C1"]
+    assert "grpo-sg generalizes better" in output and f"{tmp_path / 'claims'}/claims.md" in output
+    stored = json.loads((tmp_path / "claims" / "claims.json").read_text())
+    assert len(stored) == 13 and {entry["treatment"] for entry in stored} == {"grpo-sg"}
+    assert "rule: supported: greedy held-out accuracy" in invoke(
+        "study", "claims", EXAMPLE, "--claim", "C7", "--details"
+    )
+
+
+def test_what_is_wrong_is_named(study: Path, tmp_path: Path):
+    with pytest.raises(UserError, match="give runs, a planned study"):
+        invoke("study", "plan")
+    with pytest.raises(
+        UserError, match=r"treatment mine: no finished run of it; there are runs of grpo \(1\), grpo-sg \(1\)"
+    ):
+        invoke("study", "claims", EXAMPLE, "--treatment", "mine")
+    with pytest.raises(UserError, match="no run below"):
+        invoke("study", "claims", tmp_path)
+    assert "nan" not in invoke("study", "claims", GRPO)
     study.write_text(study.read_text().replace("C7", "C77"))
     with pytest.raises(UserError, match=r"claims.margins: C77 is no claim"):
         invoke("study", "declare", study)

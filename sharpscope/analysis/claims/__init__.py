@@ -15,6 +15,7 @@ from sharpscope.analysis.claims.registry import (
     test_claims,
     verdicts_of,
 )
+from sharpscope.analysis.claims.writers import claim_sections, write_claims
 
 __all__ = [
     "CLAIMS",
@@ -25,8 +26,10 @@ __all__ = [
     "Verdict",
     "checks_of",
     "claim_names",
+    "claim_sections",
     "read",
     "study_of",
     "test_claims",
     "verdicts_of",
+    "write_claims",
 ]

@@ -135,7 +135,11 @@ def study_of(
     if baseline == treatment:
         raise UserError(f"treatment {treatment}: the same as the baseline; give another method")
     for field, method in (("baseline", baseline), ("treatment", treatment)):
-        if there and method not in there:
+        if (
+            there
+            and method not in there
+            and not any(method in set(run.forks.get("arm", ())) for run in runs.by_name.values())
+        ):
             listed = ", ".join(f"{name} ({count})" for name, count in there.items())
             raise UserError(f"{field} {method}: no finished run of it; there are runs of {listed}")
     return study

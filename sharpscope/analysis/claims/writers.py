@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from sharpscope.analysis.claims.base import Verdict
 from sharpscope.analysis.claims.checks import Check
-from sharpscope.analysis.claims.registry import checks_of, claim_names, read, verdicts_of
-from sharpscope.analysis.power import power_table, powers_of
+from sharpscope.analysis.claims.registry import checks_of, claim_names, read, study_of, verdicts_of
+from sharpscope.analysis.power import NOTE, power_table, powers_of
 from sharpscope.analysis.sections import Section
-from sharpscope.analysis.study import Study
 from sharpscope.analysis.text import escape_markdown, number
 from sharpscope.traces import output_folder, write_atomic
+
+if TYPE_CHECKING:
+    from sharpscope.traces import Runs
 
 LIMITS = (
     "Small scale refutes nothing about large models: each verdict is about the runs named under it. Each test has a level of 5 % "
@@ -84,10 +87,11 @@ def write_claims(
     return [folder / name for name in texts]
 
 
-def claim_sections(study: Study, declared: str = UNDECLARED) -> list[Section]:
+def claim_sections(runs: Runs, declared: str = UNDECLARED) -> list[Section]:
     """The verdicts on all claims with their figures, the checks of the recording, and what the tests can decide."""
     from sharpscope.analysis.claims.figures import figures_of
 
+    study = study_of(runs)
     read(study, claim_names(None))
     verdicts = verdicts_of(study)
     sections = [Section("Claims", verdict_table(verdicts), f"{LIMITS} {declared}", "Claims", "claims")]
@@ -98,8 +102,5 @@ def claim_sections(study: Study, declared: str = UNDECLARED) -> list[Section]:
         sections += [Section("", figure, caption, "Claims", name) for name, figure, caption in figures_of(verdict)]
     powers = power_table(powers_of(verdicts))
     if len(powers):
-        note = (
-            "Chance of each verdict by Student's t with the spread of these runs, and the pairs that 80 % of both need."
-        )
-        sections.append(Section("Power", powers, note, "Claims", "power"))
+        sections.append(Section("Power", powers, NOTE, "Claims", "power"))
     return sections

@@ -102,7 +102,7 @@ def draw_points(
 def t_interval(values: Any) -> tuple[float, float]:
     """95 % t-interval of the mean; none below FEWEST values."""
     data = np.asarray(values, dtype=float)
-    result = mean_interval(data, "t") if len(data) >= FEWEST else None
+    result = mean_interval(data) if len(data) >= FEWEST else None
     return (np.nan, np.nan) if result is None else (result.low, result.high)
 
 

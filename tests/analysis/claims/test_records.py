@@ -89,7 +89,7 @@ def test_verdicts_of_recorded_runs_as_json_markdown_and_sections(tmp_path):
     assert "refutes nothing about large models" in text
     assert all(escape_markdown(v.title) in text and escape_markdown(v.reason) in text for v in verdicts)
     assert checks[0].holds and f"{sum(run.rows('tokens') for run in load_runs(folder)):,} tokens" in checks[0].text
-    sections = claim_sections(laid_out)
+    sections = claim_sections(load_runs(folder))
     assert {section.part for section in sections} == {"Claims"}
     assert len(sections[0].content) == sum(len(v.versions) for v in verdicts)
     assert {type(section.content) for section in sections} == {pd.DataFrame, str, Figure}

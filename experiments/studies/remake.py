@@ -1,0 +1,57 @@
+"""Make verdicts and paired differences of the kept runs of both studies, and say what differs from those stored.
+
+    python experiments/studies/remake.py          # compare with experiments/studies/*/results/{claims.json,differences.csv}
+    python experiments/studies/remake.py --write  # store what the code gives now
+
+Run it by hand before a release; the exit code is 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from sharpscope.analysis.claims import checks_of, claim_names, read, study_of, verdicts_of, write_claims
+from sharpscope.analysis.claims.declaration import declared_rules, quote
+from sharpscope.analysis.claims.writers import claims_json
+from sharpscope.analysis.pairs import compare_runs
+from sharpscope.cli.studying import terms_of
+from sharpscope.sweeps import read_sweep
+from sharpscope.traces import load_runs
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = {"1": ROOT / "data" / "reference", "2": ROOT / "data" / "studies" / "2" / "runs"}
+
+
+def main(write: bool) -> int:
+    """Compare or store; returns the exit code."""
+    differing = 0
+    for name, data in DATA.items():
+        folder, runs = ROOT / "experiments" / "studies" / name, load_runs(data)
+        spec = read_sweep(folder / "study.yaml").claims
+        study = study_of(runs, spec.baseline, spec.treatment, terms=terms_of(spec))
+        read(study, claim_names(None))
+        verdicts = verdicts_of(study)
+        differences = compare_runs(runs.by_name, spec.baseline).to_csv(index=False)
+        results = folder / "results"
+        if write:
+            rules = declared_rules(study.terms, study.baseline, study.treatment)
+            write_claims(verdicts, results, checks_of(study), quote(folder / "study.yaml", rules, runs))
+            (results / "differences.csv").write_text(differences, encoding="utf-8")
+            continue
+        stored = json.loads((results / "claims.json").read_text("utf-8"))
+        for before, after in zip(stored, json.loads(claims_json(verdicts)), strict=False):
+            for key in {*before, *after}:
+                if before.get(key) != after.get(key):
+                    differing += 1
+                    print(f"study {name}, {after['claim']}, {key}: {before.get(key)} → {after.get(key)}")
+        file = results / "differences.csv"
+        if not file.exists() or file.read_text("utf-8") != differences:
+            differing += 1
+            print(f"study {name}: differences.csv differs")
+    return int(differing > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main("--write" in sys.argv[1:]))
