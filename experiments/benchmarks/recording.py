@@ -15,8 +15,8 @@ from sharpscope.errors import UserError
 from sharpscope.policy import backbone, load_policy
 from sharpscope.probes import Objective
 from sharpscope.probes.runner import limited_surface, measure
-from sharpscope.recording.schedule import CRITICAL
 from sharpscope.recording.probe_sets import run_probe_set
+from sharpscope.recording.schedule import CRITICAL
 from sharpscope.tasks import make_task
 from sharpscope.traces import load_run
 from sharpscope.training import train

@@ -50,9 +50,7 @@ def test_answers_alone_give_a_binomial_standard_deviation():
     assert answers_deviation(0.25, 2000) == pytest.approx(math.sqrt(2 * 0.25 * 0.75 / 2000))
     table = power_table(powers_of_answers(0.25, 2000))
     assert table["claim"].tolist() == ["C7", "C10", "C14"]
-    assert (
-        table["SD of a pair"].iloc[0] == "1.37 points or more: answers alone" and table["margin"].iloc[0] == "2 points"
-    )
+    assert table["SD of a value"].iloc[0] == "at least 1.37 points" and table["margin"].iloc[0] == "2 points"
 
 
 def test_an_interval_of_a_standard_deviation_covers():
