@@ -8,17 +8,33 @@ several states it is the states' means, since batches share what is special abou
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 from scipy.special import stdtr, stdtrit
 
+from sharpscope.analysis.sections import Section
 from sharpscope.analysis.statistics import mean_interval
 from sharpscope.analysis.text import number
 from sharpscope.errors import UserError, nearest
 
-COMPARISONS = ("step", "norm", "kl")
+if TYPE_CHECKING:  # figures are drawn elsewhere
+    from matplotlib.figure import Figure
+
+COMPARISONS = {
+    "step": "the optimizer's step as it is",
+    "norm": "scaled to the norm of the reference's step",
+    "kl": "scaled to the KL of the reference's step",
+}
+"""How the arms' updates are compared."""
+NOTE = (
+    "One update of each method from the same state on the same completions, measured by importance weighting. Cells: "
+    "difference to the reference with its 95 % interval; of the reference itself, its change. A negative difference of a failure "
+    "means that the arm improves more. The prediction is to first order, of the first outcome."
+)
 ALL_STATES = "all states"
 MARGIN = 0.01
 """Difference of an expected failure that a study should detect: one percentage point."""
@@ -120,20 +136,10 @@ def batches_needed(sd: float, margin: float, power: float = POWER, level: float 
         power: probability of detecting it.
         level: confidence.
     """
-    if not math.isfinite(sd):
+    if not math.isfinite(sd) or detectable(sd, MOST_BATCHES, power, level) > margin:
         return None
-    low, high = 2, 2
-    while detectable(sd, high, power, level) > margin:
-        low, high = high, 2 * high
-        if high > MOST_BATCHES:
-            return None
-    while low < high:
-        middle = (low + high) // 2
-        if detectable(sd, middle, power, level) <= margin:
-            high = middle
-        else:
-            low = middle + 1
-    return high
+    found = bisect_left(range(2, MOST_BATCHES), -margin, key=lambda n: -detectable(sd, n, power, level))
+    return 2 + found
 
 
 def detectable(sd: float, n: int, power: float = POWER, level: float = LEVEL) -> float:
@@ -217,55 +223,72 @@ def _p_value(values: np.ndarray) -> float:
     return float(2 * stdtr(len(values) - 1, -mean / error))
 
 
-def fork_table(differences: pd.DataFrame, state: str, comparison: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns and rows of text: one row per arm, differences to the reference with intervals; the reference shows its change.
+def fork_sections(
+    differences: pd.DataFrame,
+    figure: Figure | None = None,
+    title: str = "",
+    name: str = "forks",
+    most: int | None = None,
+) -> list[Section]:
+    """The figure and the tables of one fork: of each state the steps as they are, of the last one the matched ones too.
+
+    Args:
+        differences: of one fork, from `fork_differences`.
+        figure: of `figures.fork_effects`.
+        title: before those of the tables.
+        name: of the figure's file.
+        most: outcomes of a table; None: all.
+    """
+    part, sections = "Counterfactual updates", []
+    if figure is not None:
+        sections.append(Section("", figure, NOTE, part, name))
+    states = list(dict.fromkeys(differences["state"]))
+    for state in states:
+        for comparison, text in COMPARISONS.items():
+            table = fork_table(differences, state, comparison, most)
+            if len(table) and (comparison == "step" or state == states[-1]):
+                sections.append(Section(f"{title}{state}, {text}", table, part=part))
+    return sections
+
+
+def fork_table(differences: pd.DataFrame, state: str, comparison: str, most: int | None = None) -> pd.DataFrame:
+    """One row per arm: differences to the reference with intervals; the reference shows its change.
 
     Args:
         differences: from `fork_differences`.
         state: value of its column `state`.
         comparison: `step`, `norm` or `kl`.
+        most: outcomes; None: all.
     """
-    here = differences[differences["state"] == state]
+    here = differences[differences["state"] == state].set_index(["arm", "outcome"])
     chosen = here[here["comparison"] == comparison]
-    rotations = here[here["outcome"].isin(["gradient_rotation", "update_rotation"])]
-    outcomes = [name for name in NAMES if name in set(chosen["outcome"])]
-    columns = ["arm", "rotation gradient / update [°]"]
-    columns += [f"{NAMES[name]} [{UNITS[name][0]}]" if name in UNITS else NAMES[name] for name in outcomes]
-    columns += ["p", "predicted", "batches", "left out", f"batches for {100 * MARGIN:g} point"]
+    outcomes = [name for name in NAMES if name in chosen.index.get_level_values("outcome")][:most]
     rows = []
-    for arm in dict.fromkeys(chosen["arm"]):
-        own = chosen[chosen["arm"] == arm].set_index("outcome")
-        turned = rotations[rotations["arm"] == arm].set_index("outcome")["change"]
-        angles = " / ".join(number(turned.get(name)) for name in ("gradient_rotation", "update_rotation"))
-        reference = arm == own["reference"].iloc[0]
-        cells = [f"{arm} (reference)" if reference else arm, angles]
-        cells += [_cell(own.loc[name], name, reference) for name in outcomes]
+    for arm in dict.fromkeys(chosen.index.get_level_values("arm")):
+        own = chosen.loc[arm]
+        reference = str(own["reference"].iloc[0])
+        kind = "change" if arm == reference else "difference"
+        ends = ("change_low", "change_high") if kind == "change" else ("low", "high")
+        turned = here["change"].reindex([(arm, "gradient_rotation"), (arm, "update_rotation")])
+        row = {
+            "arm": f"{arm} (reference)" if arm == reference else arm,
+            "rotation gradient / update [°]": " / ".join(map(number, turned)),
+        }
+        for name in outcomes:
+            unit, factor = UNITS.get(name, ("", 1.0))
+            mean, low, high = (factor * own[column].get(name, math.nan) for column in (kind, *ends))
+            text = (
+                "–" if math.isnan(mean) else f"{mean:+.3g}" + ("" if math.isnan(low) else f" [{low:+.3g}, {high:+.3g}]")
+            )
+            row[f"{NAMES[name]} [{unit}]" if unit else NAMES[name]] = text
         main = own.loc["heldout_failure"] if "heldout_failure" in own.index else own.iloc[0]
-        cells.append("–" if reference else number(main["p"]))
-        cells.append(_predicted(main, own, chosen, reference))
-        needed = main["needed"]
-        cells += [str(int(main["batches"])), str(int(main["invalid"]))]
-        cells.append("–" if reference or pd.isna(needed) else str(int(needed)))
-        rows.append(tuple(cells))
-    return tuple(columns), rows
-
-
-def _cell(row: pd.Series, outcome: str, reference: bool) -> str:
-    factor = UNITS.get(outcome, ("", 1.0))[1]
-    names = ("change", "change_low", "change_high") if reference else ("difference", "low", "high")
-    mean, low, high = (row[name] for name in names)
-    if pd.isna(mean):
-        return "–"
-    text = f"{factor * mean:+.3g}"
-    return text if pd.isna(low) else f"{text} [{factor * low:+.3g}, {factor * high:+.3g}]"
-
-
-def _predicted(main: pd.Series, own: pd.DataFrame, chosen: pd.DataFrame, reference: bool) -> str:
-    """The first-order prediction of what the main column shows."""
-    value = main["predicted"]
-    if pd.isna(value):
-        return "–"
-    if not reference:
-        other = chosen[(chosen["arm"] == main["reference"]) & (chosen["outcome"] == main.name)]["predicted"]
-        value = value - float(other.iloc[0]) if len(other) else math.nan
-    return f"{UNITS.get(str(main.name), ('', 1.0))[1] * value:+.3g}"
+        factor = UNITS.get(str(main.name), ("", 1.0))[1]
+        others = chosen["predicted"].get((reference, main.name), math.nan) if kind == "difference" else 0.0
+        row["p"] = "–" if kind == "change" else number(main["p"])
+        row["predicted"] = "–" if pd.isna(main["predicted"]) else f"{factor * (main['predicted'] - others):+.3g}"
+        row |= {"batches": str(int(main["batches"])), "left out": str(int(main["invalid"]))}
+        row[f"batches for {100 * MARGIN:g} point"] = (
+            "–" if kind == "change" or pd.isna(main["needed"]) else str(int(main["needed"]))
+        )
+        rows.append(row)
+    return pd.DataFrame(rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -139,26 +139,3 @@ def sharpness_values(study: Study) -> pd.DataFrame:
         pieces.append(frame.assign(saturated=known(rows["saturation"]) > MAX_SATURATION))
     pieces = [piece for piece in pieces if len(piece)]
     return pd.concat(pieces, ignore_index=True) if pieces else pd.DataFrame()
-
-
-def slices_of(probes: pd.DataFrame) -> pd.DataFrame:
-    """functional, probe_set, direction, distance, value = L(θ + distance·direction) − L(θ) of the last step with slices."""
-    place = ["functional", "probe_set", "direction"]
-    rows = probes[probes["quantity"].str.startswith("slice_") & probes["value"].notna()]
-    rows = rows[rows["step"] == rows["step"].max()]
-    rows = rows.assign(direction=rows["quantity"].str.removeprefix("slice_"), distance=rows["rho"].astype(float))
-    center = rows[rows["distance"] == 0].groupby(place)["value"].first().rename("center")
-    joined = rows.merge(center, on=place).sort_values([*place, "distance"])
-    return joined.assign(value=joined["value"] - joined["center"])[["step", *place, "distance", "value"]]
-
-
-def natural(levels: Iterable[str]) -> list[str]:
-    """Levels in natural order: numbers by size, then text; "all" last."""
-
-    def key(level: str) -> tuple[int, float, str]:
-        try:
-            return (0, float(level), level)
-        except ValueError:
-            return (2 if level == "all" else 1, 0.0, level)
-
-    return sorted(set(levels), key=key)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 import pandas as pd
 
-from sharpscope.traces import Run
+from sharpscope.analysis.sections import Section
+from sharpscope.analysis.text import percent
+from sharpscope.traces import Run, Runs
 from sharpscope.traces.rules import QUANTITIES, mismatch
 
 POSITIONS = (0, 16, 64, 256, 1024, 4096, 16384)
@@ -17,19 +17,14 @@ PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99)
 COLUMNS = ["part", "range", "tokens", *QUANTITIES]
 
 
-def mismatch_table(run: Run, steps: Collection[int] | None = None) -> pd.DataFrame:
+def mismatch_table(run: Run) -> pd.DataFrame:
     """COLUMNS: a row for all tokens (part `all`), for each range of positions and of probabilities that has tokens.
 
     `outside` is the share of ratios π/μ outside [0.9, 1.1], k1 to k3 are means [nats]; see `traces.rules`. Ranges are of
     μ, not π, so that tokens in a range are draws from μ given the range. Empty without sampler log-probabilities.
-
-    Args:
-        run: whose tokens are read, one part at a time.
-        steps: to read; None: all.
     """
     sums: dict[tuple[str, int], np.ndarray] = {}
-    wanted = None if steps is None else list(steps)
-    for frame in run.iter_tokens(wanted, ["position", "logp", "behavior_logp"], required=["behavior_logp"]):
+    for frame in run.iter_tokens(columns=["position", "logp", "behavior_logp"], required=["behavior_logp"]):
         rows = frame.dropna()
         if rows.empty:
             continue
@@ -65,18 +60,31 @@ def _range(part: str, bin_number: int) -> str:
     )
 
 
-def mismatch_line(run: Run) -> str | None:
-    """The table of the last third of the steps with tokens in one line; None without sampler log-probabilities."""
-    steps = run.token_steps
-    table = mismatch_table(run, steps[-max(1, len(steps) // 3) :]) if steps else pd.DataFrame(columns=COLUMNS)
-    if table.empty:
+def sampler_section(runs: Runs) -> Section | None:
+    """Sampler against trainer: a row for each run whose sampler differs, one line if none does; None without such data.
+
+    A sampler differs where some ratio is outside [0.9, 1.1] or an estimate of KL(μ‖π) exceeds 0.001 nats.
+    """
+    tables = {name: table for name, run in runs.by_name.items() if len(table := mismatch_table(run))}
+    title, part, estimates = "Sampler against trainer", "Events and cost", ["k1", "k2", "k3"]
+    rows = []
+    for name, table in tables.items():
+        whole = table.iloc[0]
+        if whole["outside"] > 0 or whole[estimates].abs().max() > 1e-3:
+            row = {
+                "run": name,
+                "tokens": f"{whole['tokens']:,}",
+                "ratios outside [0.9, 1.1]": percent(whole["outside"], 2),
+            }
+            rows.append(row | {f"{k} [nats]": whole[k] for k in estimates} | {"most at": worst_ranges(table)})
+    if not tables:
         return None
-    whole = table.iloc[0]
-    text = (
-        f"sampler against trainer, last third: {whole['outside']:.2%} of ratios π/μ outside [0.9, 1.1]; KL(μ‖π) "
-        f"k1 {whole['k1']:.2g}, k2 {whole['k2']:.2g}, k3 {whole['k3']:.2g} nats"
-    )
-    return text + (f"; most at {worst_ranges(table)}" if whole["outside"] > 0 else "")
+    if not rows:
+        largest = max(table.iloc[0][estimates].abs().max() for table in tables.values())
+        text = f"no ratio is outside [0.9, 1.1], and no estimate of KL(μ‖π) exceeds {largest:.1g} nats"
+        return Section(title, f"Their log-probabilities agree: {text}.", part=part)
+    note = "Ratio r = π/μ of the trainer's policy to the sampler's; k1 = −ln r, k2 = (ln r)²/2, k3 = r − 1 − ln r estimate KL(μ‖π)."
+    return Section(title, pd.DataFrame(rows), note, part)
 
 
 def worst_ranges(table: pd.DataFrame) -> str:

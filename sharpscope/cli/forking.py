@@ -108,24 +108,11 @@ def fork(
 
 def _show(run: Run) -> None:
     """Print the differences in the first outcome of the newest fork, a table for each state and comparison."""
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Column, Table
 
-    from sharpscope.analysis.forks import COMPARISONS, fork_differences, fork_table
+    from sharpscope.analysis.forks import fork_differences, fork_sections
+    from sharpscope.analysis.sections import to_terminal
 
     rows = run.forks
     differences = fork_differences(rows[rows["fork"] == rows["fork"].iloc[-1]])
-    for state in dict.fromkeys(differences["state"]):
-        for comparison in COMPARISONS:
-            columns, cells = fork_table(differences, state, comparison)
-            if not cells:
-                continue
-            # The first outcome only, so that the table fits a terminal; the report has all of them.
-            places = [0, 1, 2, *(columns.index(name) for name in ("p", "predicted", "batches"))]
-            headers = [Column(escape(columns[column]), no_wrap=column == 0) for column in places]
-            table = Table(*headers, title=f"{state}, comparison: {comparison}", box=SIMPLE, caption=CAPTION)
-            for row in cells:
-                table.add_row(*(escape(row[column]) for column in places))
-            Console().print(table)
+    Console().print(to_terminal(fork_sections(differences, most=1)))

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 import sharpscope
-from sharpscope.analysis import load_several, show
-from sharpscope.analysis.mismatch import mismatch_table
-from sharpscope.analysis.report import sampler_part
+from sharpscope.analysis import load_several
+from sharpscope.analysis.mismatch import mismatch_table, sampler_section
 from sharpscope.integrations.importers import Labels, import_jsonl
 
 
@@ -78,25 +76,19 @@ def test_the_table_is_a_loop_over_the_tokens(imported):
     assert rare > 0.5 and common == 0
 
 
-def test_show_and_report_say_it(imported):
+def test_show_and_the_page_say_it(imported):
     path, _ = imported
-    run = sharpscope.load_run(path)
-    console = Console(width=400, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
-    console.print(show(run))
-    text = console.export_text()
-    last = mismatch_table(run, [3]).iloc[0]
-    assert f"last third: {last['outside']:.2%} of ratios" in text and "most at probability 0" in text
-    grid = sampler_part(load_several([path]))
-    whole = mismatch_table(run).iloc[0]
-    (row,) = grid.rows
-    assert row[:3] == ("run", "480", f"{whole['outside']:.2%}") and "probability 0" in row[-1]
+    whole = mismatch_table(sharpscope.load_run(path)).iloc[0]
+    (row,) = sampler_section(load_several([path])).content.to_dict("records")
+    assert (row["run"], row["tokens"]) == ("run", "480") and "probability 0" in row["most at"]
+    assert row["ratios outside [0.9, 1.1]"] == f"{100 * whole['outside']:.2f} %" and row["k1 [nats]"] == whole["k1"]
 
 
 def test_without_a_samplers_numbers_there_is_nothing(tmp_path: Path):
     (tmp_path / "t.jsonl").write_text(json.dumps({"token_id": [1], "logp": [-1.0]}))
     import_jsonl(tmp_path / "t.jsonl", tmp_path / "run", Labels())
     assert mismatch_table(sharpscope.load_run(tmp_path / "run")).empty
-    assert sampler_part(load_several([tmp_path / "run"])) is None
+    assert sampler_section(load_several([tmp_path / "run"])) is None
 
 
 def test_an_import_with_impossible_numbers_says_so(tmp_path: Path):

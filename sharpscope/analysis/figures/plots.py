@@ -31,7 +31,7 @@ from sharpscope.analysis.figures.style import (
     styled,
 )
 from sharpscope.analysis.forks import COMPARISONS, NAMES, UNITS
-from sharpscope.analysis.frames import SHARPNESS, slices_of, split_of
+from sharpscope.analysis.frames import SHARPNESS, split_of
 from sharpscope.analysis.statistics import FEWEST
 from sharpscope.analysis.tokens import complement, inverse_inclusion
 
@@ -72,11 +72,6 @@ FIGURES = {
     ),
 }
 """Name of a figure of curves → caption and quantities."""
-DIRECTIONS = {
-    "gradient": "along the gradient",
-    "eigenvector": "along the top eigenvector",
-    "random": "random directions",
-}
 REST = "1 − π of the token"
 SMALLEST = 1e-8  # where 1 − π is 0 in float32, it is drawn here
 
@@ -303,34 +298,13 @@ def spectrum(nodes: pd.DataFrame) -> Figure:
     return figure
 
 
-def slices(values: pd.DataFrame) -> Figure:
-    """Loss along directions through the parameters: a panel for each functional, probe set and kind of direction.
-
-    `values`: see `frames.slices_of`.
-    """
-    values = values.assign(kind=values["direction"].str.replace(r"_\d+$", "", regex=True))
-    groups = list(values.groupby(["functional", "probe_set", "kind"]))
-    with styled():
-        figure, axes = panels(len(groups), columns=values["kind"].nunique(), height=1.8)
-        for axis, ((functional, probe_set, kind), own) in zip(axes, groups, strict=True):
-            for _, one in own.groupby("direction"):
-                axis.plot(one["distance"], one["value"], color=BLUE)
-            axis.axvline(0, color=GRAY, linewidth=0.8)
-            axis.set(xlabel="distance (L2 norm)", ylabel="rise of the loss")
-            axis.set_title(plain(f"{DIRECTIONS.get(str(kind), kind)}\n{functional}, {split_of(str(probe_set))}", 120))
-        finish(figure, axes)
-    return figure
-
-
 def probe_pictures(estimates: pd.DataFrame) -> Iterator[Picture]:
-    """Figures of one model's probes table: spectrum and slices of its last step, and sharpness by step."""
+    """Figures of one model's probes table: spectrum of its last step, and sharpness by step."""
     whole = estimates[(estimates["parameters"] == "all") & ~estimates["converged"].isin([False])]
     last = whole[whole["step"] == whole["step"].max()]
     nodes = last[last["quantity"] == "density"]
     if len(nodes):
         yield Picture("spectrum", "Spectral density of the Hessian: Ritz values and their weights.", spectrum(nodes))
-    if last["quantity"].str.startswith("slice_").any():
-        yield Picture("slices", "Loss along directions through the parameters.", slices(slices_of(last)))
     along = whole[whole["quantity"].isin(list(SHARPNESS)) & whole["value"].notna()]
     if along["step"].nunique() > 1:
         names = (
@@ -384,14 +358,15 @@ def fork_effects(table: pd.DataFrame) -> Figure | None:
     return figure
 
 
-def study_figures(values: Mapping[str, pd.DataFrame], styles: Lines) -> Iterator[Picture]:
-    """The figures of curves from frames of `frames.step_values`, `eval_values` and `sharpness_values` by name.
+def study_figures(steps: pd.DataFrame, accuracy: pd.DataFrame, sharp: pd.DataFrame, styles: Lines) -> Iterator[Picture]:
+    """The figures of curves; an empty frame gives no figure.
 
     Args:
-        values: `steps`, `accuracy`, `sharpness`; an empty frame gives no figure.
+        steps: from `frames.step_values`.
+        accuracy: from `frames.eval_values`.
+        sharp: from `frames.sharpness_values`.
         styles: of the settings.
     """
-    accuracy, steps, sharp = values["accuracy"], values["steps"], values["sharpness"]
     for name, (caption, quantities) in FIGURES.items():
         own = steps[steps["quantity"].isin(quantities)] if len(steps) else steps
         if len(own) and not (name == "rotation" and set(own["quantity"]) == {"noise_rotation"}):

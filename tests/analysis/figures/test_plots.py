@@ -11,7 +11,7 @@ from matplotlib.ticker import LogLocator
 
 from sharpscope.analysis.figures import plots, rotation_figure
 from sharpscope.analysis.figures.style import COLORS, finish, lines, panels, plain, save, setting_text, styled
-from sharpscope.analysis.frames import eval_values, sharpness_values, slices_of, step_values
+from sharpscope.analysis.frames import eval_values, sharpness_values, step_values
 from sharpscope.analysis.tokens import sample_tokens
 from tests.analysis.drawn import bands, line
 
@@ -55,9 +55,8 @@ def test_what_never_varies_has_one_point_or_is_rounding_is_left_out(study):
 
 
 def test_every_figure_of_a_study_is_drawn(study):
-    values = {"steps": step_values(study, list(plots.STEPS)), "accuracy": eval_values(study)}
-    values["sharpness"] = sharpness_values(study)
-    pictures = {picture.name: picture for picture in plots.study_figures(values, lines(study.labels))}
+    frames = step_values(study, list(plots.STEPS)), eval_values(study), sharpness_values(study)
+    pictures = {picture.name: picture for picture in plots.study_figures(*frames, lines(study.labels))}
     assert {"reward", "accuracy", "policy", "gradient_norm", "sharpness"} <= set(pictures)
     for picture in pictures.values():
         labels = [axis.get_ylabel() for axis in picture.figure.axes]
@@ -100,15 +99,6 @@ def test_weights_are_quantiles_and_the_gradient_is_a_cumulative_share(study):
     np.testing.assert_allclose(x, [0.5, 0.1, 0.001], rtol=1e-4)
     np.testing.assert_allclose(y, 100 * carried.cumsum() / carried.sum())
     np.testing.assert_allclose(line(where, "tokens")[1], [100 / 3, 200 / 3, 100])
-
-
-def test_slices_are_differences_to_the_center():
-    probes = pd.DataFrame(
-        {"step": 2, "functional": "nll", "probe_set": "a/train@1", "quantity": "slice_gradient"}, index=range(3)
-    )
-    probes = probes.assign(rho=[-0.1, 0.0, 0.1], value=[2.0, 1.0, 3.0])
-    frame = slices_of(probes)
-    assert frame["value"].tolist() == [1.0, 0.0, 2.0] and len(plots.slices(frame).axes) == 1
 
 
 def test_probe_pictures_and_token_picture_are_drawn(study):
