@@ -89,13 +89,3 @@ def test_without_a_samplers_numbers_there_is_nothing(tmp_path: Path):
     import_jsonl(tmp_path / "t.jsonl", tmp_path / "run", Labels())
     assert mismatch_table(sharpscope.load_run(tmp_path / "run")).empty
     assert sampler_section(load_several([tmp_path / "run"])) is None
-
-
-def test_an_import_with_impossible_numbers_says_so(tmp_path: Path):
-    row = {"token_id": [1] * 20, "logp": (-np.linspace(1, 2, 20)).tolist(), "behavior_logp": [0.0] * 20}
-    (tmp_path / "t.jsonl").write_text(json.dumps(row))
-    import_jsonl(tmp_path / "t.jsonl", tmp_path / "run", Labels())
-    events = sharpscope.load_run(tmp_path / "run").events.set_index("rule")
-    assert set(events.index) == {"sampler_logp", "sampler_ratio"}
-    impossible = events.loc["sampler_logp"]
-    assert (impossible["value"], impossible["step"]) == (1.0, 1) and "all are 0" in impossible["message"]
