@@ -12,6 +12,7 @@ import sharpscope
 from sharpscope.policy import load_policy
 from sharpscope.policy.sharding import ModelView
 from sharpscope.recording.probe_sets import Drawer, run_probe_set
+from sharpscope.recording.schedule import Schedule
 from sharpscope.recording.surface import SurfaceProbes
 from sharpscope.tasks import make_task
 from sharpscope.training import train
@@ -35,7 +36,7 @@ def probes_of(config):
     task, policy = make_task(config.task), load_policy(config.policy)
     optimizer = torch.optim.AdamW(policy.model.parameters())
     view = ModelView(policy.model, list(policy.model.parameters()), optimizer)
-    probes = SurfaceProbes(config, lambda: view, Drawer(config, policy, task))
+    probes = SurfaceProbes(config, lambda: view, Drawer(config, policy, task), Schedule(config))
     return probes, run_probe_set(config, task), policy.model
 
 
