@@ -87,6 +87,8 @@ def _show(rotations: Rotations) -> None:
     from rich.table import Column, Table
     from rich.text import Text
 
+    from sharpscope.probes import NOISE_BOUND
+
     batch = rotations.batch
     where = f"{batch['run']}, step {batch['step']}" if batch["run"] else f"seed {batch['seed']}"
     console = Console()
@@ -116,6 +118,10 @@ def _show(rotations: Rotations) -> None:
         table.add_row(name, degrees[0], scales[0], degrees[1], scales[1], degrees[2], *shares)
     console.print(table)
     noise = "unknown for one prompt" if math.isnan(rotations.noise) else f"about {rotations.noise:.0f}°"
+    if rotations.noise >= NOISE_BOUND:
+        noise = (
+            "at least 90°, the bound of its estimate (the batch's two halves share no direction; take more prompts),"
+        )
     console.print(
         f"Noise of this batch: {noise} between its gradient (plain GRPO) and the expected one.\n"
         "gradient, update: rotation and ratio of norms against plain GRPO (*: against the same method with weights 1); bound: the\n"

@@ -20,7 +20,7 @@ from sharpscope.probes.attribution import (
     update_attribution,
 )
 from sharpscope.probes.critical import CriticalSharpness, critical_sharpness, update_direction, update_slope
-from sharpscope.probes.directions import Rotation, noise_rotation, rotation
+from sharpscope.probes.directions import NOISE_BOUND, Rotation, noise_rotation, rotation
 from sharpscope.probes.estimate import Estimate, columns, frame, labeled, problems, prompt_columns
 from sharpscope.probes.gradient_norm import squared_gradient_norm
 from sharpscope.probes.guard import attention_implementation, guarded
@@ -43,6 +43,7 @@ from sharpscope.probes.standalone import DataRow, read_rows, text_batches, token
 from sharpscope.probes.token_gradients import ScoreNorms, score_norms
 
 __all__ = [
+    "NOISE_BOUND",
     "CriticalSharpness",
     "Curvature",
     "DataRow",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -38,10 +38,9 @@ class CriticalSharpness:
         lr: η_c, interpolated within the bracket [learning rate].
         lower: largest η seen whose loss is not above L(θ), below the crossing; 0 if there is none.
         upper: smallest η seen whose loss is above L(θ); infinite if there is none.
-        outcome: `found`; `not descent`: the loss rises before it falls by more than rounding, as for Δᵀg ≤ 0; `no crossing`: no η
-            up to `lower` raises the loss; `flat`: the loss does not change by more than rounding, as where a clipped surrogate
-            has no gradient; `not finite`: L(θ) is not finite; `unresolved`: the evaluations were used up before the bracket was
-            narrow enough, or before a decrease was seen below a narrow one.
+        outcome: `found`; `not descent`: the loss rises before it falls by more than rounding; `no crossing`: no η up to `lower`
+            raises the loss; `flat`: the loss changes by rounding only, as where a clipped surrogate has no gradient; `not finite`:
+            L(θ) is not finite; `unresolved`: the evaluations were used up before the bracket was narrow enough.
         slope: Δᵀg, the decrease of the loss per unit of η at θ; as given, else of the smallest η seen.
         loss: L(θ).
         depth: largest decrease of the loss seen along the direction.
@@ -71,34 +70,19 @@ class CriticalSharpness:
     prompts: int | None = None
     std_error: float = math.nan
 
-    def estimates(self, probe: str = "critical") -> list[Estimate]:
+    def estimates(self) -> list[Estimate]:
         """Rows `critical_sharpness` (residual: half the width of its bracket), `critical_lr` and `update_slope`."""
         bracketed = self.lower > 0 and math.isfinite(self.upper) and math.isfinite(self.value)
-        residual = 1 / self.lower - 1 / self.upper if bracketed else math.nan
+        widths = (1 / self.lower - 1 / self.upper, (self.upper - self.lower) / 2) if bracketed else (math.nan, math.nan)
         common: dict[str, Any] = {"converged": self.converged, "why": self.why, "prompts": self.prompts}
-        half = (self.upper - self.lower) / 2 if bracketed else math.nan
+        common |= {"samples": self.evaluations}
         undefined = "" if math.isfinite(self.slope) else self.why or "no loss below the smallest step"
+        sharpness = Estimate("critical", "critical_sharpness", self.value, residual=widths[0], **common)
+        lr = Estimate("critical", "critical_lr", self.lr, residual=widths[1], **common)
         return [
-            Estimate(
-                probe,
-                "critical_sharpness",
-                self.value,
-                samples=self.evaluations,
-                residual=residual,
-                seconds=self.seconds,
-                prompt_std_error=self.std_error,
-                **common,
-            ),
-            Estimate(
-                probe,
-                "critical_lr",
-                self.lr,
-                samples=self.evaluations,
-                residual=half,
-                prompt_std_error=self.std_error * self.lr**2 / 2,
-                **common,
-            ),
-            Estimate(probe, "update_slope", self.slope, why=undefined),
+            replace(sharpness, seconds=self.seconds, prompt_std_error=self.std_error),
+            replace(lr, prompt_std_error=self.std_error * self.lr**2 / 2),
+            Estimate("critical", "update_slope", self.slope, why=undefined),
         ]
 
 
@@ -116,15 +100,13 @@ def critical_sharpness(
 ) -> CriticalSharpness:
     """The critical sharpness of a loss along an update, by a line search of about six forward passes.
 
-    L(θ − η·Δ) is computed at the guess, then at growing or shrinking η until one loss is above L(θ) and one is not, then inside
-    this bracket until 1 − lower/upper ≤ `tolerance`. The quotient (L(θ − η·Δ) − L(θ))/η is linear in η for a quadratic loss, so
-    its secants choose the next η; bisection takes over where they do not halve the bracket. A loss that crosses L(θ) several
-    times can have an earlier crossing between two steps tried.
+    L(θ − η·Δ) is computed at the guess, then at growing or shrinking η until L(θ) is bracketed, then inside the bracket until
+    1 − lower/upper ≤ `tolerance`, by secants of (L(θ − η·Δ) − L(θ))/η, which is linear in η for a quadratic loss, and bisection.
+    A loss that crosses L(θ) several times can have an earlier crossing between two steps tried.
 
-    The weights are moved in place in their own dtype and restored bitwise, also if this raises. Every evaluation starts from
-    the same random state, which is restored. Nothing else is changed: choose eval mode, and keep what the loss treats as
-    constants (old log-probabilities, advantages, masks, the batch) fixed in the closure. If a trainer's loss takes the present
-    log-probabilities as the old ones, it is constant, and the result is `flat`.
+    Weights (moved in place) and random state are restored bitwise, also if this raises. Choose eval mode, and keep what the loss
+    treats as constants (old log-probabilities, advantages, masks, the batch) fixed in the closure: a loss that takes the present
+    log-probabilities as the old ones is constant, and the result is `flat`.
 
     With several processes each must call this, with a `loss_fn` that returns the loss over all of them; the value of rank 0 is
     used. For parameters sharded by FSDP2 pass the model, whose gathered weights must be freed after each move.
@@ -250,18 +232,17 @@ class _Search:
     def std_error(self, by_prompt: dict[float, Tensor]) -> float:
         """Standard error of 2/η_c over prompts from the loss by prompt, (k,), at each η; NaN if not known.
 
-        η_c is the root of the mean of the prompts' quotients q_i(η) = (L_i(θ − η·Δ) − L_i(θ))/η, so that to first order prompt i
-        changes 2/η_c by 2·q_i/(η_c²·q'), where q_i and the slope q' of the mean are those of the line through the bracket.
+        With q_i(η) = (L_i(θ − η·Δ) − L_i(θ))/η, prompt i changes 2/η_c by 2·q_i/(η_c²·q') to first order, q' the mean's slope.
         """
         if not {0.0, self.lower, self.upper} <= by_prompt.keys():
             return math.nan
         low, high = ((by_prompt[eta] - by_prompt[0.0]) / eta for eta in (self.lower, self.upper))
         slope = (high - low) / (self.upper - self.lower)  # (k,)
-        own = low + slope * (self.root - self.lower)
+        each = low + slope * (self.root - self.lower)
         rise = float(slope.mean())
-        if not rise > 0 or len(own) < 2:
+        if not rise > 0 or len(each) < 2:
             return math.nan
-        return 2 / (self.root**2 * rise) * float(own.std()) / math.sqrt(len(own))
+        return 2 / (self.root**2 * rise) * float(each.std()) / math.sqrt(len(each))
 
     @property
     def _bracketed(self) -> bool:
@@ -380,8 +361,8 @@ class _Line:
                 )
             self.loss_resolution = torch.finfo(value.dtype).eps
             if value.dim() == 1:
-                own = self.by_prompt[eta] = distributed.broadcast(value.detach().double().cpu())
-                return float(own.mean())
+                each = self.by_prompt[eta] = distributed.broadcast(value.detach().double().cpu())
+                return float(each.mean())
         return distributed.broadcast(float(value))
 
     @property
@@ -458,14 +439,14 @@ def update_slope(
     parameters: nn.Module | Sequence[Tensor], direction: Sequence[Tensor | None], factor: float = 1.0
 ) -> float:
     """Δᵀg with g = `.grad`/factor, summed in float64 over all processes that hold shards; positive for a descent direction."""
-    whole = own = 0.0
+    whole = local = 0.0
     divided = False
     for parameter, along in zip(trainable(parameters), direction, strict=True):
         if along is None or parameter.grad is None:
             continue
         product = float((_local(parameter.grad).double() * _local(along).double()).sum()) / factor
         if is_shard(parameter):
-            own, divided = own + product / copies(parameter), True
+            local, divided = local + product / copies(parameter), True
         else:
             whole += product
-    return whole + (distributed.sum_values(own) if divided else 0.0)
+    return whole + (distributed.sum_values(local) if divided else 0.0)

@@ -17,6 +17,9 @@ from torch import Tensor
 from sharpscope import distributed
 from sharpscope.policy.sharding import is_shard
 
+NOISE_BOUND = 90.0
+"""The largest noise rotation that can be estimated [degrees]; at it the estimate says "at least", not "equal"."""
+
 Gradient = Iterable[Tensor | None]
 """Tensors like the trainable parameters, in their order."""
 
@@ -72,7 +75,8 @@ def noise_rotation(first: Gradient, second: Gradient, share: float = 0.5) -> flo
         share: f in (0, 1).
 
     Returns:
-        Degrees in [0, 90]; 90 if ⟨g_A, g_B⟩ ≤ 0: no common direction can be seen. NaN if g is zero or not finite.
+        Degrees in [0, 90]; `NOISE_BOUND` if ⟨g_A, g_B⟩ ≤ 0, which says that no common direction can be seen, not that the
+        noise turns the gradient by 90°. NaN if g is zero or not finite.
 
     Raises:
         ValueError: different numbers of tensors, or a share outside (0, 1).
@@ -87,20 +91,20 @@ def noise_rotation(first: Gradient, second: Gradient, share: float = 0.5) -> flo
 
 def _sums(first: Gradient, second: Gradient, terms: Any, *, count: int) -> list[float]:
     """Sums over all parameters of `terms` of two flat float64 tensors; parts of shards are summed over the processes."""
-    whole, own, divided = [0.0] * count, [0.0] * count, False
+    whole, local, divided = [0.0] * count, [0.0] * count, False
     for a, b in zip(first, second, strict=True):
         like = b if a is None else a
         if like is None:
             continue
         shard = is_shard(like)
         values = terms(*(_flat(torch.zeros_like(like) if x is None else x) for x in (a, b)))
-        target = own if shard else whole
+        target = local if shard else whole
         for index, value in enumerate(values):
             target[index] += float(value)
         divided = divided or shard
     if divided:
-        own = [distributed.sum_values(value) for value in own]
-    return [x + y for x, y in zip(whole, own, strict=True)]
+        local = [distributed.sum_values(value) for value in local]
+    return [x + y for x, y in zip(whole, local, strict=True)]
 
 
 def _flat(tensor: Any) -> Tensor:

@@ -125,22 +125,11 @@ class ProbeSet:
 
         path = Path(path)
         rows = [_row(item) for item in self.items]
-        key = {
-            "format": FORMAT,
-            "task": self.task,
-            "policy": self.policy,
-            "seed": self.seed,
-            "hash": self.content_hash,
-        }
-        columns = {
-            "split": pa.array([row["split"] for row in rows], pa.string()),
-            "prompt": pa.array([row["prompt"] for row in rows], pa.string()),
-            "answer": pa.array([row["answer"] for row in rows], pa.string()),
-            "meta": pa.array([row["meta"] for row in rows], pa.string()),
-            "prompt_ids": pa.array([row["prompt_ids"] for row in rows], pa.list_(pa.int64())),
-            "solution": pa.array([row["solution"] for row in rows], pa.list_(pa.int64())),
-        }
-        table = pa.table(columns).replace_schema_metadata({"sharpscope.probe_set": json.dumps(key)})
+        key = {"format": FORMAT, "task": self.task, "policy": self.policy, "seed": self.seed, "hash": self.content_hash}
+        ids = pa.list_(pa.int64())
+        fields = [(name, pa.string()) for name in ("split", "prompt", "answer", "meta")]
+        schema = pa.schema([*fields, ("prompt_ids", ids), ("solution", ids)])
+        table = pa.Table.from_pylist(rows, schema).replace_schema_metadata({"sharpscope.probe_set": json.dumps(key)})
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(path.name + ".tmp")
         with aside.open("wb") as file:

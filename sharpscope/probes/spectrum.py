@@ -122,23 +122,6 @@ class Density:
         spread = each.std(0, ddof=1) if len(each) > 1 else np.full(count, np.nan)
         return each.mean(0), spread / np.sqrt(len(each))
 
-    def curve(self, grid: np.ndarray | None = None, width: float | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """The density smoothed by Gaussians.
-
-        Args:
-            grid: points; None for 512 points over the range of the nodes and 3 widths on each side.
-            width: standard deviation of the Gaussians; None for 1 % of the range.
-
-        Returns:
-            The grid and the density per unit of eigenvalue.
-        """
-        low, high = float(self.nodes.min()), float(self.nodes.max())
-        width = width or max(0.01 * (high - low), 1e-12 * max(abs(low), abs(high)), 1e-300)
-        grid = np.linspace(low - 3 * width, high + 3 * width, 512) if grid is None else grid
-        nodes, weights = self.nodes.ravel(), self.weights.ravel() / len(self.nodes)
-        kernel = np.exp(-0.5 * ((grid[:, None] - nodes) / width) ** 2) / (width * np.sqrt(2 * np.pi))
-        return grid, kernel @ weights
-
 
 def spectral_density(
     operator: Operator,
