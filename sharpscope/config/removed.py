@@ -11,9 +11,43 @@ REMOVED: dict[str, str] = {
     "name": "give `out`, the run's folder",
     "method.advantage.ddof": "it is 1",
     "method.advantage.epsilon": "it is the published constant",
+    "method.advantage.tail": "a token without another at its place has A = R",
     "method.penalty.estimator": "it is |ln r|",
+    "health.no_variance": "the rule is health.dead_groups",
+    "probes.average_samples": "it is 2",
+    "probes.backend": "use `sharpscope probe --backend pyhessian`",
+    "probes.basis_mb": "set probes.memory_mb",
+    "probes.budget": "set probes.every",
+    "probes.curvature": "set probes.curvature_prompts; 0: no curvature",
+    "probes.density_samples": "the spectral density comes with the curvature",
+    "probes.density_steps": "the spectral density comes with the curvature",
+    "probes.graph_mb": "set probes.memory_mb",
+    "probes.groups": "parameter groups are not probed one by one any more",
+    "probes.head_mb": "set probes.memory_mb",
+    "probes.m": "m-sharpness is gone; sam is",
+    "probes.preconditioned": "it comes with the curvature",
+    "probes.rhos": "set probes.rho, one radius or auto",
+    "probes.rounds": "set probes.every",
+    "probes.slices": "loss slices are gone",
+    "probes.smallest": "it comes with the curvature",
+    "probes.stale_threshold": "it is 0.5",
+    "probes.tolerance": "it is 0.01; set probes.max_products",
+    "probes.worst_steps": "it is 20",
+    "recording.budget": "intervals are fixed; set recording.token_gradients_every and rotation_every",
+    "recording.derivative": "it is forward mode",
+    "recording.exact_random": "set recording.exact_tokens",
+    "recording.exact_top": "set recording.exact_tokens",
+    "recording.flush_every": "every step is flushed",
+    "recording.heldout_functional": "it is the expected failure",
+    "recording.heldout_samples": "set probes.samples",
+    "rollout.backend.dtype": "the in-process vLLM engine is gone; start `vllm serve` and use kind server",
+    "rollout.backend.enforce_eager": "the in-process vLLM engine is gone; start `vllm serve` and use kind server",
+    "rollout.backend.memory": "the in-process vLLM engine is gone; start `vllm serve` and use kind server",
 }
 """Path of a setting -> what to use instead."""
+
+MEASURED = ("recording", "probes", "health")
+"""Parts of a run of 0.2 that are read as today's defaults, since what they said of measuring is not what it means today."""
 
 NONE_KINDS: dict[str, str] = {
     "clip": "none",
@@ -45,8 +79,8 @@ def check_removed(data: Mapping[str, Any]) -> None:
 
 
 def without_removed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a recorded run in the form of this version."""
-    result = dict(data)
+    """The configuration of a recorded run in the form of this version; one with a `name` is of 0.2."""
+    result = {part: value for part, value in data.items() if part not in MEASURED} if "name" in data else dict(data)
     for path in REMOVED:
         result = _without(result, path.split("."))
     if isinstance(result.get("method"), Mapping):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharpscope.config import RunConfig, build_config, merge, parse_override, read_recorded, settings_of, to_yaml
+from sharpscope.config.removed import REMOVED
 from sharpscope.errors import UserError
 
 
@@ -223,7 +224,18 @@ def test_the_configuration_of_a_run_of_version_0_2_is_read(tmp_path: Path):
     found = read_recorded(tmp_path, {"steps": 3}, ["seed=4"])
     assert found.run_dir == tmp_path and (found.steps, found.seed) == (3, 4)
     assert found.method.clip is None and found.method.tokens is None and found.method.advantage.scale == "none"
+    for run in (Path(__file__).parents[2] / "data" / "example").glob("*/config.yaml"):
+        recorded = read_recorded(run.parent)
+        assert recorded.method.tokens is None and recorded.rollout.prompts_per_step == 6
     with pytest.raises(UserError, match="name: removed in"):
         build_config(tmp_path / "config.yaml")
     with pytest.raises(UserError, match="give the folder of a run"):
         read_recorded(tmp_path.parent)
+
+
+@pytest.mark.parametrize("path", REMOVED)
+def test_a_removed_setting_says_what_to_use(path: str):
+    with pytest.raises(UserError) as caught:
+        build_config(None, [f"{path}=1"])
+    assert str(caught.value) == f"{path}: removed in 0.3: {REMOVED[path]}"
+    assert path not in {row.path for row in settings_of(RunConfig)}
