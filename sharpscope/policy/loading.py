@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils.logging import disable_progress_bar
 
 from sharpscope.config.policy import EMBEDDED_PREFIX, PolicySpec
 from sharpscope.errors import UserError
@@ -87,6 +88,7 @@ def load_policy(spec: PolicySpec, base: str | None = None) -> Policy:
         UserError: The model, its weights or its tokenizer are missing, incomplete or not supported, or `spec.lora` differs
             from the saved adapters.
     """
+    disable_progress_bar()  # transformers' bar for loading weights
     adapters, continued = adapter_folder(spec.model), base is not None and base != spec.model
     if adapters is not None:
         spec = spec.model_copy(update={"model": _base_model(adapters, base)})

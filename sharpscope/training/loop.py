@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers.utils.logging import disable_progress_bar
-
 from sharpscope import distributed
 from sharpscope.config import without_none_kinds
 from sharpscope.config.token_weights import UniformWeight
@@ -95,7 +93,6 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
         UserError: the input is wrong, the folder exists or another process writes to it, or the run to resume is finished
             or reduced.
     """
-    disable_progress_bar()  # transformers' own bars; `display` shows progress
     launch = distributed.start(config.policy.device)
     threads = environment.set_threads(config.threads, config.policy.model)
     display = display if display is not None and distributed.is_rank_zero() else Display()
