@@ -11,7 +11,7 @@ import sharpscope
 import sharpscope.config
 import sharpscope.tasks.custom
 
-ALIASES = {"__version__", "register_token_weight"}
+ALIASES = {"__version__", "record"}
 
 
 @pytest.fixture
