@@ -22,7 +22,9 @@ def fork(
     run: Annotated[Path | None, typer.Argument(help="Folder of a run, whose checkpoints are the states.")] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="In place of a run: embedded:NAME, a model folder, or a hub id; new optimizer state."),
+        typer.Option(
+            help="In place of a run: embedded:NAME, a model folder, or a hub id; AdamW is warmed up (--set fork.warm_up)."
+        ),
     ] = None,
     task: Annotated[str | None, typer.Option(help="Kind of a task, with --model. Default: that of the policy.")] = None,
     checkpoint: Annotated[
@@ -34,6 +36,13 @@ def fork(
         typer.Option(
             help="Comma-separated arms, [name=]method[+field=value…]: grpo,grpo-sg,strong=grpo-sg+weight.U=4. The first is the "
             "reference. Default: grpo, grpo-sg and its controls -reverse and -shuffled."
+        ),
+    ] = None,
+    token_weights: Annotated[
+        str | None,
+        typer.Option(
+            "--token-weights",
+            help="Token weights in place of those of the arms: module:function, or paper or calibrated (presets).",
         ),
     ] = None,
     batches: Annotated[int | None, typer.Option(min=1, help="Batches of rollouts per state. Default: 30.")] = None,
@@ -94,6 +103,7 @@ def fork(
             model=model,
             task=task,
             checkpoint=checkpoint or (),
+            token_weights=token_weights,
             overrides=[text for text in set_ or [] if text not in own],
             out=out,
             threads=threads,

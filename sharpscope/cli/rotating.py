@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sharpscope.cli.console import check_empty
-
 if TYPE_CHECKING:
     from sharpscope.forks import Rotations
 
@@ -47,7 +45,22 @@ def rotate(
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads. Default: those of the configuration.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for rotation.csv, .json, .png and .svg.")] = Path("rotation"),
+    token_weights: Annotated[
+        str | None,
+        typer.Option(
+            "--token-weights",
+            help="Token weights in place of those of the methods: module:function, or paper or calibrated (presets).",
+        ),
+    ] = None,
+    plot: Annotated[
+        bool, typer.Option("--plot", help="Also plot token weights over logit and probability: weights.png and .svg.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for rotation.csv, .json, .png and .svg. Default: rotation, or RUN/rotation of a run."
+        ),
+    ] = None,
 ) -> None:
     """Show how far methods turn the gradient, and the optimizer's step, of one batch from plain GRPO's. Nothing is trained.
 
@@ -59,11 +72,11 @@ def rotate(
 
       sharpscope rotate --methods grpo-sg,strong=grpo-sg+weight.U=4,grpo+tokens.kind=high_entropy --seed 3
 
-      sharpscope rotate runs/first --checkpoint 50
+      sharpscope rotate runs/first --checkpoint 50 --token-weights mine:flat_top --plot
     """
     from sharpscope.forks import rotate as compare
 
-    check_empty(out)
+    out = out or (Path("rotation") if run is None else run / "rotation")
     started = time.perf_counter()
     rotations = compare(
         None if methods is None else [text.strip() for text in methods.split(",") if text.strip()],
@@ -72,12 +85,13 @@ def rotate(
         model=model,
         task=task,
         seed=seed,
+        token_weights=token_weights,
         overrides=set_ or (),
         threads=threads,
         on_progress=lambda text: typer.echo(f"  {time.perf_counter() - started:5.0f} s  {text}", err=True),
     )
     _show(rotations)
-    files = rotations.save(out)
+    files = rotations.save(out, plot)
     typer.echo(f"Written: {out}/ ({', '.join(path.name for path in files)})")
 
 

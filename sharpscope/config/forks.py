@@ -39,15 +39,18 @@ class ForkSpec(Spec):
     samples: int = Field(
         2, ge=1, le=10_000, description="Completions per held-out prompt; the training prompts get as many in total."
     )
-    effective_share: float = Field(
-        0.5,
+    rho: float | None = Field(
+        None,
         gt=0,
-        le=1,
-        description="Smallest valid effective sample size of importance weights, as a share of the samples.",
+        description="Radius of SAM sharpness [parameters' L2 norm]; null: that of the run's probes, else one whose saturation on the first "
+        "batch is moderate.",
     )
-    kl_tolerance: float = Field(1e-3, gt=0, lt=1, description="Relative tolerance of the matched KL.")
-    rho: float = Field(0.05, gt=0, description="Radius of SAM sharpness [parameters' L2 norm].")
-    offload: bool = Field(False, description="Whether the copies of weights and optimizer state are kept on the CPU.")
+    warm_up: int = Field(
+        4,
+        ge=0,
+        description="Where no optimizer state is stored: steps of the reference method, at a learning rate of 0, whose gradients fill AdamW's "
+        "moments; 0: start from an empty state, whose first step is the gradient's sign.",
+    )
 
     @field_validator("comparisons")
     @classmethod

@@ -17,31 +17,30 @@ from sharpscope import distributed
 from sharpscope.config import (
     Comparison,
     ForkSpec,
+    Method,
     RunConfig,
-    arm_method,
-    arm_name,
-    build_config,
     method_label,
-    read_recorded,
     validate,
 )
 from sharpscope.config.policy import EMBEDDED_PREFIX
 from sharpscope.errors import UserError, nearest
-from sharpscope.forks.outcomes import Reading, coefficient_gradient, matching_scale
-from sharpscope.forks.start import ArmUpdate, SharedDraws, Start
-from sharpscope.forks.state import inner
-from sharpscope.forks.surface import sharpness_readings
-from sharpscope.policy import TokenStats, embedded_policy
+from sharpscope.forks.outcomes import Reading, coefficient_gradient, inner, matching_scale, sharpness_readings
+from sharpscope.forks.start import ArmUpdate, SharedDraws, Start, arms_of, resolve, saved_states
+from sharpscope.policy import TokenStats
 from sharpscope.probes import rotation
 from sharpscope.recording import run_folder
 from sharpscope.recording.environment import set_threads
-from sharpscope.tasks import make_task, task_choice
+from sharpscope.tasks import make_task
 from sharpscope.traces import Run, RunLock, TraceWriter, create_run_dir, load_run, read_run_info, update_run_info
 from sharpscope.traces.files import RUN_FILE
-from sharpscope.training.checkpoint import checkpoints, damage, step_of
+from sharpscope.training.checkpoint import step_of
 
 Tell = Callable[[str], None]
 SPLITS = ("heldout", "train")
+EFFECTIVE_SHARE = 0.5
+"""Smallest valid effective sample size of importance weights, as a share of the samples."""
+KL_TOLERANCE = 1e-3
+"""Relative tolerance of the matched KL."""
 
 
 def fork(
@@ -51,6 +50,7 @@ def fork(
     task: str | None = None,
     checkpoint: Sequence[str | int] = (),
     methods: Sequence[str] | None = None,
+    token_weights: str | None = None,
     overrides: Sequence[str] = (),
     out: Path | str | None = None,
     threads: int | None = None,
@@ -65,10 +65,12 @@ def fork(
 
     Args:
         run: folder of a run, whose checkpoints are the states.
-        model: in place of `run`: `embedded:NAME`, a model folder or a hub id, with new optimizer state.
+        model: in place of `run`: `embedded:NAME`, a model folder or a hub id. Without a stored optimizer state, AdamW's moments are
+            those of a few steps of the reference method at these weights (`warm_up`).
         task: task of `model`; None: that of an embedded policy, else knights_knaves.
         checkpoint: `step-000050` or 50; 0 is the initial policy. None given: the run's last checkpoint.
         methods: arms, see `ForkSpec.methods`; the first is the reference.
+        token_weights: in place of those of the arms that have some: `module:function`, or a preset, paper or calibrated.
         overrides: changes of the run's configuration, `field.subfield=value`.
         out: folder of a run for the rows; None: `run` itself, or `forks/<model>`.
         threads: CPU threads; None: as configured.
@@ -92,22 +94,16 @@ def fork(
         ['grpo', 'grpo-sg']
     """
     tell = on_progress or (lambda text: None)
-    if distributed.start().processes > 1:
-        raise UserError("fork: runs in one process; start it without accelerate launch or torchrun")
     spec = _spec(settings if methods is None else {**settings, "methods": tuple(methods)})
-    config = _config(run, model, task, overrides)
-    if config.rollout.backend is not None:
-        raise UserError(
-            "rollout.backend: the weights of a server are not restored by a fork; --set rollout.backend=null"
-        )
-    arms = {arm_name(text): arm_method(text, config) for text in spec.methods}
-    states = _states(None if run is None else Path(run), checkpoint)
+    if (run is None) == (model is None):
+        raise UserError("fork: give a run's folder, or --model with --task")
+    config = resolve("fork", run, model, task, None, overrides)
+    arms = arms_of(spec.methods, token_weights, config)
+    states = saved_states(run, checkpoint)
     folder = _folder(run, model, out)
     used_threads = set_threads(config.threads if threads is None else threads, config.policy.model)
     made = make_task(config.task)
-    if not made.splits().get("train"):
-        raise UserError(f"task.kind = '{config.task.kind}': has no split 'train' to learn from")
-    name = _identity(config, spec)
+    name = _identity(config, spec, arms)
     first: Start | None = None
     if not (folder / RUN_FILE).exists():
         first = Start(config, spec, arms, states[0], made)
@@ -124,6 +120,11 @@ def fork(
                     continue
                 start = first or Start(config, spec, arms, checkpoint_folder, made)
                 first = None
+                if start.warmed:
+                    tell(
+                        f"step {step}: no optimizer state is stored; AdamW's moments are those of {start.warmed} steps of "
+                        f"{next(iter(arms))} at these weights (fork.warm_up=0: empty)"
+                    )
                 _note_methods(folder, name, start)
                 began = time.perf_counter()
                 for count, batch in enumerate(missing, 1):
@@ -256,7 +257,7 @@ class _Measured:
             stats_by_scale[scale] = origin.scorer.statistics(heldout.rollouts)
             return heldout.kl(stats_by_scale[scale].logp)
 
-        scale, reached = matching_scale(divergence, wanted_kl, math.sqrt(wanted_kl / present), self.spec.kl_tolerance)
+        scale, reached = matching_scale(divergence, wanted_kl, math.sqrt(wanted_kl / present), KL_TOLERANCE)
         stats = {"heldout": stats_by_scale[scale], "train": origin.scorer.statistics(self.sets["train"].rollouts)}
         return _Point(self._readings(stats, update), scale, reached)
 
@@ -310,7 +311,7 @@ class _Measured:
         names = list(point.readings)
         share = [point.readings[name].effective_share for name in names]
         finite = [math.isfinite(point.readings[name].value) for name in names]
-        enough = [not one < self.spec.effective_share for one in share]  # NaN: no importance weights
+        enough = [not one < EFFECTIVE_SHARE for one in share]  # NaN: no importance weights
         return {
             "outcome": names,
             "value": [_null(point.readings[name].value) for name in names],
@@ -360,47 +361,6 @@ def _null(value: float) -> float | None:
 # -- what is forked, and where its rows go ---------------------------------------------------------------------------
 
 
-def _config(run: Path | str | None, model: str | None, task: str | None, overrides: Sequence[str]) -> RunConfig:
-    if (run is None) == (model is None):
-        raise UserError("fork: give a run's folder, or --model with --task")
-    if run is not None:
-        folder = Path(run)
-        if task is not None:
-            raise UserError("--task: goes with --model; a run has its own task")
-        return read_recorded(folder, overrides=overrides)
-    assert model is not None
-    if task is None and model.startswith(EMBEDDED_PREFIX):
-        task = embedded_policy(model.removeprefix(EMBEDDED_PREFIX)).task
-    values: dict[str, Any] = {"policy.model": model}
-    if task is not None:
-        values["task"] = dict(task_choice(task))
-    return build_config(None, overrides, values)
-
-
-def _states(run: Path | None, wanted: Sequence[str | int]) -> list[Path | None]:
-    """Checkpoint folders to fork from; None is the initial policy."""
-    if run is None:
-        if any(str(one) != "0" for one in wanted):
-            raise UserError(f"--checkpoint {wanted[0]}: goes with a run's folder; --model names the weights itself")
-        return [None]
-    saved = {step_of(folder): folder for folder in checkpoints(run)}
-    listed = ", ".join(map(str, [0, *saved]))
-    steps = []
-    for one in wanted or [max(saved, default=-1)]:
-        text = str(one).removeprefix("step-")
-        if not text.lstrip("-").isdigit() or int(text) not in {0, *saved}:
-            if not wanted:
-                raise UserError(f"run '{run}': has no checkpoint to fork from; --checkpoint 0 is its initial policy")
-            raise UserError(f"--checkpoint {one}: the run has {listed} (0: the initial policy)")
-        if int(text) not in steps:
-            steps.append(int(text))
-    for step in steps:
-        problem = damage(saved[step]) if step in saved else None
-        if problem is not None:
-            raise UserError(f"--checkpoint {step}: is damaged ({problem}); choose another of {listed}")
-    return [saved.get(step) for step in steps]
-
-
 def _folder(run: Path | str | None, model: str | None, out: Path | str | None) -> Path:
     if out is not None:
         return Path(out)
@@ -419,16 +379,14 @@ def _begin(folder: Path, config: RunConfig, start: Start, threads: int) -> None:
     update_run_info(folder, status="finished", end="a fork: counterfactual updates, no training")
 
 
-def _identity(config: RunConfig, spec: ForkSpec) -> str:
+def _identity(config: RunConfig, spec: ForkSpec, arms: Mapping[str, Method]) -> str:
     """First 8 hex digits of a hash of the settings, equal for runs that differ in seed and method only.
 
     More batches continue the same fork.
     """
     parts = config.model_dump(mode="json", include={"task", "policy", "rollout", "optimizer", "update", "steps"})
-    own = spec.model_dump(mode="json", exclude={"batches", "offload"})
-    text = json.dumps(
-        [parts, own, [arm_method(text, config).model_dump(mode="json") for text in spec.methods]], sort_keys=True
-    )
+    own = spec.model_dump(mode="json", exclude={"batches"})
+    text = json.dumps([parts, own, [method.model_dump(mode="json") for method in arms.values()]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
@@ -461,6 +419,8 @@ def _note_methods(folder: Path, name: str, start: Start) -> None:
     forks = dict(read_run_info(folder)["forks"])
     own = dict(forks[name].get("arms", {}))
     own[str(start.step)] = {arm: method.model_dump(mode="json") for arm, method in start.methods.items()}
+    if start.rho is not None:
+        forks[name] = {**forks[name], "rho": start.rho}
     forks[name] = {**forks[name], "arms": own}
     update_run_info(folder, forks=forks)
 

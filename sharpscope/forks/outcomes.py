@@ -7,8 +7,9 @@ estimated by Σ_i w_i·F_i / Σ_i w_i (self-normalized importance weighting), F_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,11 @@ from torch import Tensor
 from sharpscope.objective import k3
 from sharpscope.policy import Rollouts, TokenStats
 from sharpscope.policy.scoring import Scorer
+from sharpscope.probes import Objective, critical_sharpness, limited_surface, rollout_batch, sharpness
+from sharpscope.probes.perturbation import find_radius
+
+if TYPE_CHECKING:
+    from sharpscope.forks.start import ArmUpdate, Start
 
 
 @dataclass(frozen=True)
@@ -154,3 +160,72 @@ def matching_scale(
         if not (0 < scale < math.inf):
             break
     return previous[0] if previous else start, False
+
+
+def inner(one: Sequence[Tensor], two: Sequence[Tensor]) -> float:
+    """Inner product of two vectors given as lists of tensors, in float64."""
+    return float(sum(float((a.double() * b.double()).sum()) for a, b in zip(one, two, strict=True)))
+
+
+def _failure_objective(origin: Start, fixed: FixedRollouts) -> Objective:
+    rows = rollout_batch(replace(fixed.rollouts, behavior_logp=fixed.start.logp), reward=fixed.success.double())
+    return Objective("expected_failure", rows, origin.config.rollout.temperature, stale=True)
+
+
+def fork_radius(origin: Start) -> float:
+    """The radius at which a fork measures SAM sharpness: that of the spec or the run, else found on the first batch.
+
+    The weights must be the starting ones.
+    """
+    known = origin.spec.rho or origin.run_radius
+    if known is not None:
+        return known
+    with limited_surface(
+        origin.policy.model, _failure_objective(origin, origin.fixed("train", 0)), origin.config.probes
+    ) as surface:
+        return find_radius(surface).rho
+
+
+def sharpness_readings(
+    origin: Start, fixed: FixedRollouts, present: TokenStats, update: ArmUpdate | None
+) -> dict[str, Reading]:
+    """SAM sharpness and gradient norm of the expected failure, and critical sharpness of the correct completions' nll.
+
+    The expected failure is importance-weighted from the starting policy's completions. The critical sharpness is that along
+    the arm's own change of the weights, in 1 / learning rate of its first step; it is not defined before the update.
+
+    Args:
+        origin: the state.
+        fixed: completions of the starting policy on training prompts.
+        present: their statistics under the present policy.
+        update: of the arm; None at the starting weights.
+    """
+    _, share = fixed.weights(present.logp)
+    objective = _failure_objective(origin, fixed)
+    with limited_surface(origin.policy.model, objective, origin.config.probes) as surface:
+        at = surface.gradient()
+        found = sharpness(surface, None, origin.rho, "sam", at=at)
+    readings = {
+        "sam_sharpness": Reading(found.value, effective_share=share),
+        "gradient_norm": Reading(float(at[1].double().norm()), effective_share=share),
+    }
+    if update is not None:
+        readings["critical_sharpness"] = Reading(_critical(origin, fixed, update))
+    return readings
+
+
+def _critical(origin: Start, fixed: FixedRollouts, update: ArmUpdate) -> float:
+    """Critical sharpness of the nll of the correct completions along an arm's change of the weights; NaN if undefined."""
+    correct = (fixed.success == 1).nonzero()[:, 0]
+    if not len(correct):
+        return math.nan
+    rows, lr = fixed.rollouts.rows(correct), origin.lr
+    mask = rows.completion_mask.bool()
+    tokens = int(mask.sum())
+
+    def loss() -> torch.Tensor:
+        return -origin.scorer.statistics(rows).logp.double()[mask].sum() / tokens
+
+    parameters = origin.snapshot.parameters
+    direction = [part.to(p.device) / -lr for part, p in zip(update.displacement, parameters, strict=True)]
+    return critical_sharpness(loss, parameters, direction, guess=lr).value

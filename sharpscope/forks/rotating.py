@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,24 +9,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from sharpscope import distributed
 from sharpscope.config import (
     RunConfig,
-    arm_method,
-    arm_name,
-    build_config,
     method_names,
     method_rotation_bound,
-    read_recorded,
     reference_method,
-    without_none_kinds,
 )
 from sharpscope.config.method import Kl, Method
 from sharpscope.errors import UserError
-from sharpscope.objective import EntropyControl, calibrate, policy_loss, token_normalizer
+from sharpscope.forks.start import State, arms_of, resolve, saved_states
+from sharpscope.objective import StepTensors, calibrate, policy_loss, token_normalizer, token_weights
 from sharpscope.policy import TokenStats
 from sharpscope.recording import (
     RolloutBatch,
@@ -39,18 +34,9 @@ from sharpscope.recording import (
     weight_columns,
 )
 from sharpscope.recording.environment import set_threads
-from sharpscope.tasks import Task, make_task, task_choice
-from sharpscope.training.checkpoint import checkpoints, damage, restore, step_of
+from sharpscope.tasks import make_task
 from sharpscope.training.learner import Gradient
-from sharpscope.training.rollouts import DataOrder, draw_rollouts, step_advantages
-from sharpscope.training.setup import (
-    build_optimizer,
-    load_start,
-    make_learner,
-    positive_learning_rate,
-    reference_policy,
-    set_learning_rate,
-)
+from sharpscope.training.rollouts import draw_rollouts, step_advantages
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,11 +73,15 @@ class Rotations:
         noise: estimated angle between plain GRPO's gradient on the batch and its expectation [degrees]; NaN for one prompt.
         batch: `model`, `task`, `seed`, `step`, numbers of `prompts`, `completions`, `tokens` and of `informative_prompts`, whose
             rewards differ, and `recorded`: whether the completions are those that the run has recorded (None: no record).
+        weights: a row per method with token weights and loss token of the batch: `method`, `logit`, `probability`, `weight`.
+        methods: by name, as compared, their constants calibrated.
     """
 
     table: pd.DataFrame
     noise: float
     batch: Mapping[str, Any]
+    weights: pd.DataFrame
+    methods: Mapping[str, Method]
 
     def figure(self) -> Figure:
         """Rays at the angles of gradients and updates, with the angle of the batch's noise shaded."""
@@ -99,8 +89,14 @@ class Rotations:
 
         return rotation_figure(self.table, self.noise)
 
-    def save(self, folder: Path | str) -> list[Path]:
-        """Write rotation.csv, rotation.json, rotation.png and rotation.svg to a folder, and return their paths."""
+    def weight_figure(self) -> Figure:
+        """Token weights as functions of logit and probability, and on the batch's tokens."""
+        from sharpscope.analysis.figures import weight_functions
+
+        return weight_functions(weight_curves(self.methods), self.weights)
+
+    def save(self, folder: Path | str, plot: bool = False) -> list[Path]:
+        """Write rotation.csv, .json, .png and .svg, with `plot` also weights.png and .svg, to a folder; returns their paths."""
         from sharpscope.analysis.figures import save, styled
 
         folder = Path(folder)
@@ -111,7 +107,8 @@ class Rotations:
         content = {"batch": dict(self.batch), "noise_rotation": _plain(self.noise), "methods": rows}
         record.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         with styled():
-            return [table, record, *save(self.figure(), folder, "rotation")]
+            paths = [table, record, *save(self.figure(), folder, "rotation")]
+            return [*paths, *save(self.weight_figure(), folder, "weights")] if plot else paths
 
 
 def rotate(
@@ -122,6 +119,7 @@ def rotate(
     model: str | None = None,
     task: str | None = None,
     seed: int | None = None,
+    token_weights: str | None = None,
     overrides: Sequence[str] = (),
     threads: int | None = None,
     on_progress: Tell | None = None,
@@ -141,6 +139,8 @@ def rotate(
         model: in place of `run`: `embedded:NAME`, a model folder or a hub id, with new optimizer state. None: as in `run`.
         task: kind of a task, with `model`.
         seed: of the batch, with `model`; None: 0.
+        token_weights: in place of those of the methods that have some (None given: grpo-sg and two controls): `module:function`, or
+            a preset of the sigmoid, paper or calibrated.
         overrides: changes of the configuration, `field.subfield=value`, such as `rollout.prompts_per_step=64`.
         threads: CPU threads; None: as configured.
         on_progress: called with a line of text on what is done.
@@ -158,95 +158,33 @@ def rotate(
         [False, True]
     """
     tell = on_progress or (lambda text: None)
-    if distributed.start().processes > 1:
-        raise UserError("rotate: runs in one process; start it without accelerate launch or torchrun")
-    config, state = _configured(run, checkpoint, model, task, seed, overrides)
-    chosen = _methods(methods, config)
+    config = resolve("rotate", run, model, task, seed, overrides)
+    (state,) = saved_states(run, () if checkpoint is None else (checkpoint,))
+    texts = methods
+    if texts is None:
+        texts = ("grpo-sg", *CONTROLS) if token_weights is not None else (*method_names(), *CONTROLS)
+    chosen = arms_of(texts, token_weights, config)
     set_threads(config.threads if threads is None else threads, config.policy.model)
-    start = _Start(config, state, any(method.needs_reference for method in chosen.values()))
+    start = _Start(config, chosen, state)
     tell("drawing completions")
     batch = start.draw()
     _check_signal(batch)
-    stats = start.learner.scorer.statistics(batch.rollouts)
+    stats = start.scorer.statistics(batch.rollouts)
     rows: list[dict[str, Any]] = []
     references: dict[str, list[Gradient]] = {}
     noise = math.nan
-    for number, (name, method) in enumerate(chosen.items(), 1):
+    for number, name in enumerate(chosen, 1):
         tell(f"{number}/{len(chosen)} {name}")
         try:
-            row, angle = start.measured(method, batch, stats, references)
+            row, angle = start.measured(name, batch, stats, references)
         except UserError as problem:
             if methods is not None:
                 raise UserError(f"--methods {name}: {problem}") from None
             row, angle = {"problem": str(problem)}, math.nan
         rows.append({"method": name, **row})
         noise = angle if math.isnan(noise) else noise
-    return Rotations(_table(rows), noise, start.described(batch, None if run is None else Path(run)))
-
-
-# -- input ---------------------------------------------------------------------------------------------------------------
-
-
-def _methods(texts: Sequence[str] | None, config: RunConfig) -> dict[str, Method]:
-    """The methods by name, presets of their weights filled in."""
-    methods: dict[str, Method] = {}
-    for text in [*method_names(), *CONTROLS] if texts is None else texts:
-        name = arm_name(text)
-        if name in methods:
-            raise UserError(f"--methods {name}: is given twice; give one another name: name=method")
-        methods[name] = arm_method(text, config).with_preset("auto", config.default_preset)
-    if not methods:
-        raise UserError("--methods: names nothing; `sharpscope methods` lists the methods")
-    return methods
-
-
-def _configured(
-    run: Path | str | None,
-    checkpoint: int | str | None,
-    model: str | None,
-    task: str | None,
-    seed: int | None,
-    overrides: Sequence[str],
-) -> tuple[RunConfig, Path | None]:
-    """The configuration, and the checkpoint to start from, if any."""
-    if run is None:
-        if checkpoint is not None:
-            raise UserError("--checkpoint: goes with the folder of a run")
-        values: dict[str, Any] = {}
-        if task is not None:
-            values["task"] = dict(task_choice(task))
-        if model is not None:
-            values["policy.model"] = model
-        if seed is not None:
-            values["seed"] = seed
-        return build_config(None, overrides, values), None
-    given = {"--model": model, "--task": task, "--seed": seed}
-    extra = next((name for name, value in given.items() if value is not None), None)
-    if extra is not None:
-        raise UserError(f"{extra}: goes without the folder of a run, which has its own; remove one of the two")
-    run = Path(run)
-    return read_recorded(run, overrides=overrides), _checkpoint(run, checkpoint)
-
-
-def _checkpoint(run: Path, wanted: int | str | None) -> Path | None:
-    """The checkpoint that `wanted` names; None for the initial policy."""
-    saved = {step_of(folder): folder for folder in checkpoints(run)}
-    if wanted is None:
-        if not saved:
-            raise UserError(f"run {run}: has no checkpoint; --checkpoint 0 is its initial policy")
-        step = max(saved)
-    else:
-        text = str(wanted).removeprefix("step-")
-        step = int(text) if text.isdecimal() else -1
-        if step != 0 and step not in saved:
-            steps = ", ".join(map(str, [0, *saved]))
-            raise UserError(f"--checkpoint {wanted}: run {run} has none of this step; choose from {steps}")
-    if step == 0:
-        return None
-    problem = damage(saved[step])
-    if problem is not None:
-        raise UserError(f"checkpoint {saved[step]}: is damaged ({problem}); choose another")
-    return saved[step]
+    described = start.described(batch, None if run is None else Path(run))
+    return Rotations(_table(rows), noise, described, _weights(start.weights), start.methods)
 
 
 def _check_signal(batch: RolloutBatch) -> None:
@@ -260,53 +198,36 @@ def _check_signal(batch: RolloutBatch) -> None:
 # -- measuring -----------------------------------------------------------------------------------------------------------
 
 
-class _Start:
-    """Weights, optimizer and data order at one step of a run, from which every method is compared."""
+class _Start(State):
+    """One step of a run, from which every method is compared: the whole batch is one update."""
 
-    def __init__(self, config: RunConfig, checkpoint: Path | None, needs_reference: bool) -> None:
-        self.config = config
-        self.task: Task = make_task(config.task)
-        examples = self.task.splits().get("train", [])
-        if not examples:
-            raise UserError(f"task.kind = '{config.task.kind}': has no split 'train' to draw prompts from")
-        self.policy = load_start(config, checkpoint)
-        self.optimizer = build_optimizer(self.policy.model, config.optimizer)
-        self.order, done = DataOrder(examples, config.seed), 0
-        entropy = EntropyControl()  # state of the run's entropy bonus
-        self.calibrated: Method | None = None  # the run's method with the constants that the run has calibrated
-        if checkpoint is not None:
-            progress = restore(checkpoint, self.policy, self.optimizer, None)
-            self.order.cursor, done = progress.cursor, progress.step
-            entropy = EntropyControl(**progress.entropy_control)
-            self.calibrated = Method.model_validate(without_none_kinds(progress.method))
-        self.step = done + 1
-        step = min(self.step, config.steps)
-        set_learning_rate(self.optimizer, positive_learning_rate(config, step))
-        self.progress = (step - 1) / max(config.steps - 1, 1)
-        learner = make_learner(config, self.policy, self.optimizer)
-        self.learner = replace(learner, mini_batches=1, inner_epochs=1, entropy_control=entropy)
-        self.reference = reference_policy(config, self.policy) if needs_reference else None
+    def __init__(self, config: RunConfig, methods: Mapping[str, Method], checkpoint: Path | None) -> None:
+        # An average of past weights starts as the weights, also for the run's own method: every ratio is 1 then.
+        super().__init__(config, methods, checkpoint, make_task(config.task), stored_average=False)
+        self._learner = replace(self._learner, mini_batches=1, inner_epochs=1)
+        self.seed_step = self.step + 1
         # Methods compared so far with their coefficients, the reference's, and the result.
         self.known: list[tuple[Method, Tensor, Tensor, UpdateRotation]] = []
+        self.weights: dict[str, dict[str, np.ndarray]] = {}  # of the batch's tokens, by method
 
     def draw(self) -> RolloutBatch:
         """The batch that the run's next step draws; a divergence in the reward is left out."""
-        config, statistics = self.config, self.learner.scorer.statistics
+        config, statistics = self.config, self.scorer.statistics
         method = config.method.model_copy(update={"kl": Kl()})
+        order = replace(self._order, cursor=self._cursor)
         return draw_rollouts(
-            self.policy, self.task, self.order, method, config.rollout, config.seed, self.step, statistics
+            self.policy, self.task, order, method, config.rollout, config.seed, self.seed_step, statistics
         )
 
     def measured(
-        self, method: Method, batch: RolloutBatch, stats: TokenStats, references: dict[str, list[Gradient]]
+        self, name: str, batch: RolloutBatch, stats: TokenStats, references: dict[str, list[Gradient]]
     ) -> tuple[dict[str, Any], float]:
         """The row of a method, and the noise angle of its reference if that is plain GRPO, else NaN."""
+        method, progress = self.methods[name], self.progress()
         if method.kl_in_reward:
             raise UserError("kl.place = reward: changes the rewards, which are the same for all methods here; use loss")
         advantage = step_advantages(method, batch.rollouts, batch.rewards, stats)
-        if self.calibrated is not None and method.unlabeled == self.config.resolved_method.unlabeled:
-            method = self.calibrated
-        tensors = step_tensors(batch.rollouts, advantage, stats, stats.logp, self.progress, method)
+        tensors = step_tensors(batch.rollouts, advantage, stats, stats.logp, progress, method)
         method = method.model_copy(update={"weight": calibrate(method.weight, tensors)})
         reference = reference_method(method)
         plain = _is_plain(reference)
@@ -314,32 +235,30 @@ class _Start:
         against = self.tokens(reference, batch, step_advantages(reference, batch.rollouts, batch.rewards, stats), stats)
         rotation = self._known(method, tokens.loss_coef, against.loss_coef)
         if rotation is None:
-            # An average of past weights starts as the weights, also for the run's own method: every ratio is 1 then.
-            learner = replace(
-                self.learner,
-                reference=self.reference if method.needs_reference else None,
-                proximal=copy.deepcopy(self.policy.model).eval() if method.proximal is not None else None,
-            )
-            rotation = learner.compare(
+            rotation = self.learner(method).compare(
                 batch.rollouts,
                 advantage,
-                self.step,
-                self.progress,
+                self.seed_step,
+                progress,
                 method=method,
                 stats=stats,
                 references=references,
             )
             self.known.append((method, tokens.loss_coef, against.loss_coef, rotation))
         used = loss_mask(batch.rollouts, method).bool().cpu() & (tokens.update >= 0)
+        self.methods[name] = method
+        if method.weight.kind != "uniform":
+            values = {"logit": stats.logit, "probability": stats.logp.exp(), "weight": tokens.weight}
+            self.weights[name] = {key: value.cpu()[used].double().numpy() for key, value in values.items()}
         row = {
             "reference": "grpo" if plain else "unweighted",
             "gradient_rotation": rotation.gradient.angle,
             "gradient_scale": rotation.gradient.scale,
             "update_rotation": rotation.update.angle,
             "update_scale": rotation.update.scale,
-            "weight_mean": weight_columns(method, tokens.weight, used, self.progress)["weight_mean"],
-            **gradient_weight_columns(method, tokens, used, self.progress),
-            "rotation_bound": method_rotation_bound(method.at(self.progress)),
+            "weight_mean": weight_columns(method, tokens.weight, used, progress)["weight_mean"],
+            **gradient_weight_columns(method, tokens, used, progress),
+            "rotation_bound": method_rotation_bound(method.at(progress)),
         }
         return row, rotation.noise if plain else math.nan
 
@@ -348,11 +267,11 @@ class _Start:
 
         An entropy bonus and sharpness control are not in the coefficients.
         """
-        for other, own, reference, rotation in self.known:
+        for other, coefficients, reference, rotation in self.known:
             if (
                 _only_coefficients(method)
                 and _only_coefficients(other)
-                and _same(coef, own)
+                and _same(coef, coefficients)
                 and _same(against, reference)
             ):
                 return rotation
@@ -360,16 +279,14 @@ class _Start:
 
     def tokens(self, method: Method, batch: RolloutBatch, advantage: Tensor, stats: TokenStats) -> StepTokens:
         """What each token does in a method's first update, without a pass of the model: every ratio is 1."""
-        rollouts = batch.rollouts
-        plan = self.learner.plan(rollouts, advantage, self.step, self.progress, method, stats)
+        rollouts, learner = batch.rollouts, self.learner(method)
+        plan = learner.plan(rollouts, advantage, self.seed_step, self.progress(), method, stats)
         mask = loss_mask(rollouts, method)
         logp = stats.logp.detach().clone().requires_grad_()
         normalizer = token_normalizer(
             method, mask, self.config.rollout.max_new_tokens, keep=plan.keep, dtype=logp.dtype
         )
-        other = None
-        if method.needs_reference:
-            other = replace(self.learner, reference=self.reference).reference_logp(rollouts)
+        other = learner.reference_logp(rollouts) if method.needs_reference else None
         policy_loss(method, plan, logp, normalizer, reference_logp=other, proximal_logp=stats.logp).loss.backward()
         tokens = StepTokens.unused(stats)
         assert logp.grad is not None
@@ -387,12 +304,12 @@ class _Start:
             "task": self.config.task.kind,
             "run": None if run is None else str(run),
             "seed": self.config.seed,
-            "step": self.step,
+            "step": self.seed_step,
             "prompts": len(batch.examples),
             "completions": len(rollouts),
             "tokens": int(rollouts.completion_mask.sum()),
             "informative_prompts": round((1 - batch.zero_variance_share) * len(batch.examples)),
-            "recorded": None if run is None else _as_recorded(run, self.step, rollouts.texts),
+            "recorded": None if run is None else _as_recorded(run, self.seed_step, rollouts.texts),
         }
 
 
@@ -419,6 +336,35 @@ def _as_recorded(run: Path, step: int, texts: Sequence[str]) -> bool | None:
     rows = load_run(run).rollouts
     rows = rows[rows["step"] == step].sort_values("rollout")
     return None if rows.empty else list(rows["completion"]) == list(texts)
+
+
+def weight_curves(methods: Mapping[str, Method]) -> pd.DataFrame:
+    """Weights of methods on grids of the logit and of the probability.
+
+    Returns:
+        Columns method, axis (logit | probability), x and weight. Methods whose weight also depends on other values have no rows.
+    """
+    import pandas as pd
+
+    rows = []
+    for name, method in methods.items():
+        for axis, x in (("logit", np.linspace(-5.0, 35.0, 401)), ("probability", np.linspace(0.001, 0.999, 500))):
+            values = torch.from_numpy(x)
+            step = StepTensors.from_columns(**({"logit": values} if axis == "logit" else {"logp": values.log()}))
+            try:
+                weight = token_weights(method.weight, step, torch.Generator().manual_seed(0))[:, 0].numpy()
+            except (UserError, ValueError):
+                continue  # it depends on other values
+            rows += [(name, axis, a, b) for a, b in zip(x, weight, strict=True)]
+    return pd.DataFrame(rows, columns=["method", "axis", "x", "weight"])
+
+
+def _weights(by_method: Mapping[str, Mapping[str, np.ndarray]]) -> pd.DataFrame:
+    import pandas as pd
+
+    frames = [pd.DataFrame({"method": name, **columns}) for name, columns in by_method.items()]
+    empty = pd.DataFrame(columns=["method", "logit", "probability", "weight"])
+    return pd.concat(frames, ignore_index=True) if frames else empty
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

@@ -1,29 +1,42 @@
-"""One state of a run from which arms make their updates: policy, optimizer, data order and calibrated methods."""
+"""What `fork` and `rotate` start from: a run's checkpoint or a model, restored exactly before every method's update."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sharpscope.config import ForkSpec, Method, RunConfig, TokenWeight, without_none_kinds
+from sharpscope import distributed
+from sharpscope.config import (
+    ForkSpec,
+    Method,
+    RunConfig,
+    TokenWeight,
+    build_config,
+    parse_methods,
+    read_recorded,
+    without_none_kinds,
+)
+from sharpscope.config.policy import EMBEDDED_PREFIX
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
-from sharpscope.forks.outcomes import FixedRollouts
-from sharpscope.forks.state import Snapshot
+from sharpscope.forks.outcomes import FixedRollouts, fork_radius
 from sharpscope.objective import EntropyControl, calibrate
-from sharpscope.policy import Policy, Rollouts, RolloutSpec, TokenStats
+from sharpscope.policy import Policy, Rollouts, RolloutSpec, TokenStats, embedded_policy
 from sharpscope.policy.scoring import Scorer
 from sharpscope.recording import Drawer, PendingUpdate, RolloutBatch, StepHealth, StepResult, step_tensors
 from sharpscope.seeds import derive
-from sharpscope.tasks import Example, Reward, Task
+from sharpscope.tasks import Example, Reward, Task, task_choice
+from sharpscope.traces import read_run_info
+from sharpscope.traces.files import RUN_FILE
 from sharpscope.training import AppliedUpdate, DataOrder, Learner
-from sharpscope.training.checkpoint import PROXIMAL, Progress, restore
+from sharpscope.training.checkpoint import PROXIMAL, checkpoints, damage, restore, step_of
 from sharpscope.training.rollouts import draw_group, draw_rollouts
 from sharpscope.training.setup import (
     build_optimizer,
@@ -34,6 +47,234 @@ from sharpscope.training.setup import (
     reference_policy,
     set_learning_rate,
 )
+
+# -- what was asked for ------------------------------------------------------------------------------------------------
+
+
+def resolve(
+    command: str,
+    run: Path | str | None,
+    model: str | None,
+    task: str | None,
+    seed: int | None,
+    overrides: Sequence[str],
+) -> RunConfig:
+    """The configuration of a run, or of a model with a task, for `command` (fork or rotate).
+
+    Raises:
+        UserError: the input is wrong, or the run was recorded in another trainer.
+    """
+    if distributed.start().processes > 1:
+        raise UserError(f"{command}: runs in one process; start it without accelerate launch or torchrun")
+    if run is None:
+        if task is None and model is not None and model.startswith(EMBEDDED_PREFIX):
+            task = embedded_policy(model.removeprefix(EMBEDDED_PREFIX)).task
+        values: dict[str, Any] = {"policy.model": model, "seed": seed}
+        values = {name: value for name, value in values.items() if value is not None}
+        if task is not None:
+            values["task"] = dict(task_choice(task))
+        config = build_config(None, overrides, values)
+    else:
+        given = {"--model": model, "--task": task, "--seed": seed}
+        extra = next((name for name, value in given.items() if value is not None), None)
+        if extra is not None:
+            raise UserError(f"{extra}: goes without the folder of a run, which has its own; remove one of the two")
+        folder = Path(run)
+        if not (folder / "config.yaml").is_file():
+            raise UserError(f"run {folder}: {_why_not(folder, command)}")
+        config = read_recorded(folder, overrides=overrides)
+    if config.rollout.backend is not None:
+        raise UserError(
+            f"rollout.backend: the weights of a server are not restored by a {command}; --set rollout.backend=null"
+        )
+    return config
+
+
+def _why_not(folder: Path, command: str) -> str:
+    """Why a folder is not a run of `sharpscope run`, and what to do."""
+    if not folder.is_dir():
+        return "does not exist; give the folder of a run"
+    if not (folder / RUN_FILE).exists():
+        return "has no config.yaml; give the folder of a run"
+    trainer = (read_run_info(folder).get("trainer") or {}).get("name", "another trainer")
+    return (
+        f"was recorded from {trainer}, whose weights and order of prompts it does not have, so that its next step cannot be made "
+        f"again; sharpscope {command} --model CHECKPOINT --task TASK takes a checkpoint of it"
+    )
+
+
+def saved_states(run: Path | str | None, wanted: Sequence[str | int]) -> list[Path | None]:
+    """The checkpoints that `wanted` names by step or name (none: the last one); None is the initial policy, or a model.
+
+    Raises:
+        UserError: there is no such checkpoint, or it is damaged.
+    """
+    if run is None:
+        if any(str(one) != "0" for one in wanted):
+            raise UserError(
+                f"--checkpoint {wanted[0]}: goes with the folder of a run; --model names the weights itself"
+            )
+        return [None]
+    saved = {step_of(folder): folder for folder in checkpoints(Path(run))}
+    if not wanted and not saved:
+        raise UserError(f"run {run}: has no checkpoint; --checkpoint 0 is its initial policy")
+    steps: list[int] = []
+    for one in wanted or [max(saved)]:
+        text = str(one).removeprefix("step-")
+        step = int(text) if text.isdecimal() else -1
+        if step != 0 and step not in saved:
+            known = ", ".join(map(str, [0, *saved]))
+            raise UserError(f"--checkpoint {one}: run {run} has none of this step; choose from {known}")
+        problem = damage(saved[step]) if step else None
+        if problem is not None:
+            raise UserError(f"--checkpoint {one}: is damaged ({problem}); choose another")
+        if step not in steps:
+            steps.append(step)
+    return [saved.get(step) for step in steps]
+
+
+def arms_of(texts: Sequence[str], token_weights: str | None, config: RunConfig) -> dict[str, Method]:
+    """Methods by label, see `parse_methods`; a preset equal to the run's default is `auto`."""
+    found = parse_methods(texts, token_weights)
+    return {name: method.with_preset(config.default_preset, "auto") for name, method in found.items()}
+
+
+# -- the state ---------------------------------------------------------------------------------------------------------
+
+
+class State:
+    """Policy, optimizer, data order and methods at one step of a run.
+
+    Attributes:
+        config, task, policy, optimizer: of the run.
+        step: of the state; 0 is before training.
+        lr: learning rate of the next step.
+        methods: by name, presets filled in; the run's own method has the constants that the run has calibrated.
+        warm: whether the optimizer has moments.
+
+    Args:
+        config: of the run.
+        methods: by name, as configured.
+        checkpoint: folder of a checkpoint of the run; None for its initial policy.
+        task: of the run.
+        stored_average: whether an average of past weights (`ppo-ewma`) is that of the checkpoint; else it starts as the weights.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        methods: Mapping[str, Method],
+        checkpoint: Path | None,
+        task: Task,
+        *,
+        stored_average: bool,
+    ) -> None:
+        self.config, self.task = config, task
+        examples = task.splits().get("train", [])
+        if not examples:
+            raise UserError(f"task.kind = '{config.task.kind}': has no split 'train' to draw prompts from")
+        self.policy = load_start(config, checkpoint)
+        self.methods = {name: method.with_preset("auto", config.default_preset) for name, method in methods.items()}
+        needs_reference = any(method.needs_reference for method in methods.values())
+        self.reference = reference_policy(config, self.policy) if needs_reference else None
+        averaged = [name for name, method in methods.items() if method.proximal is not None]
+        self.proximal = copy.deepcopy(self.policy.model).eval() if averaged else None
+        self.optimizer = build_optimizer(self.policy.model, config.optimizer)
+        self.step, self._cursor = 0, 0
+        self._entropy: dict[str, float | None] = {}  # state of the run's entropy bonus
+        if checkpoint is not None:
+            kept = (checkpoint / PROXIMAL).exists()
+            if averaged and stored_average and not kept:
+                raise UserError(
+                    f"--methods {averaged[0]}: its average of past weights is not in the checkpoint {checkpoint.name}, whose "
+                    "run used another method; start from --checkpoint 0 or from a run of this method"
+                )
+            average = self.proximal if stored_average and kept else None
+            progress = restore(checkpoint, self.policy, self.optimizer, average)
+            self.step, self._cursor = progress.step, progress.cursor
+            self._entropy = dict(progress.entropy_control)
+            own = config.resolved_method.unlabeled
+            calibrated = Method.model_validate(without_none_kinds(progress.method))
+            self.methods = {name: calibrated if one.unlabeled == own else one for name, one in self.methods.items()}
+        self.warm = bool(self.optimizer.state)
+        self.lr = positive_learning_rate(config, min(self.step + 1, config.steps))
+        set_learning_rate(self.optimizer, self.lr)
+        self._order = DataOrder(examples, config.seed)
+        self._learner = make_learner(config, self.policy, self.optimizer)
+        self.scorer: Scorer = self._learner.scorer
+
+    def progress(self, number: int = 0) -> float:
+        """Share of the run done `number` steps after the next one; a run's last value after its end."""
+        return (min(self.step + 1 + number, self.config.steps) - 1) / max(self.config.steps - 1, 1)
+
+    def learner(self, method: Method) -> Learner:
+        """A learner with what this method needs."""
+        return replace(
+            self._learner,
+            reference=self.reference if method.needs_reference else None,
+            proximal=self.proximal if method.proximal is not None else None,
+            entropy_control=EntropyControl(**self._entropy),
+        )
+
+
+class Snapshot:
+    """A copy of weights, buffers, optimizer state and torch's random state; `restore` puts all of them back bit for bit.
+
+    Args:
+        model: the policy; its frozen parameters are not copied, since no update writes them.
+        optimizer: over its trainable parameters.
+        proximal: the averaged policy of a decoupled objective, or None.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, proximal: nn.Module | None = None) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        written = [*self.parameters, *model.buffers(), *([] if proximal is None else proximal.parameters())]
+        self._tensors = [(tensor, tensor.detach().clone()) for tensor in written]
+        self._start = [kept for _, kept in self._tensors[: len(self.parameters)]]
+        self._state = copy.deepcopy(optimizer.state_dict())
+        self._random = torch.get_rng_state()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back; gradients are removed."""
+        for tensor, kept in self._tensors:
+            tensor.copy_(kept)
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.model.eval()
+        self.optimizer.load_state_dict(copy.deepcopy(self._state))
+        torch.set_rng_state(self._random)
+
+    @torch.no_grad()
+    def displacement(self) -> list[Tensor]:
+        """θ − θ₀ of each trainable parameter."""
+        return [p.detach() - start for p, start in zip(self.parameters, self._start, strict=True)]
+
+    @torch.no_grad()
+    def place(self, displacement: Sequence[Tensor], scale: float) -> None:
+        """Set the weights to θ₀ + scale·displacement; the optimizer's state is not touched."""
+        for parameter, start, part in zip(self.parameters, self._start, displacement, strict=True):
+            parameter.copy_(start + part * scale)
+
+    def collect(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """Copies of tensors like the trainable parameters; None becomes zeros."""
+        return [
+            torch.zeros_like(start) if tensor is None else tensor.detach().clone()
+            for tensor, start in zip(tensors, self._start, strict=True)
+        ]
+
+
+def _radius_of(config: RunConfig, checkpoint: Path | None) -> float | None:
+    """The radius of a run's perturbations, if it is fixed or has been found."""
+    if config.probes.rho != "auto":
+        return float(config.probes.rho)
+    found = {} if checkpoint is None else read_run_info(checkpoint.parents[1]).get("probe_radius") or {}
+    rho = found.get("rho")
+    return None if rho is None or math.isnan(rho) else float(rho)
+
+
+# -- arms of a fork ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -75,22 +316,16 @@ class ArmUpdate:
         return not any(update.problem for result in self.results for update in result.updates)
 
 
-class Start:
-    """A state of a run that is restored before every arm.
+class Start(State):
+    """A state from which the arms of a fork make their updates; it is restored before every arm.
 
-    Attributes:
-        config: of the run.
-        step: of the state; 0 is before training.
-        lr: learning rate of an arm's first step.
-        policy, task: of the run.
-        scorer: of the policy.
-        snapshot: the state.
-        methods: calibrated method of each arm.
+    If no optimizer state is stored, AdamW's moments are warmed up: `spec.warm_up` steps of the reference method at a learning
+    rate of 0, so that the weights stay exactly where they are.
 
     Args:
         config: of the run.
         spec: of the fork.
-        arms: method of each arm, as configured.
+        arms: method of each arm, as configured; the first is the reference.
         checkpoint: folder of a checkpoint of the run; None for its initial policy.
         task: of the run.
     """
@@ -98,57 +333,32 @@ class Start:
     def __init__(
         self, config: RunConfig, spec: ForkSpec, arms: Mapping[str, Method], checkpoint: Path | None, task: Task
     ) -> None:
-        self.config, self.spec, self.task = config, spec, task
-        self.policy = load_start(config, checkpoint)
-        model = self.policy.model
-        self.methods = {name: method.with_preset("auto", config.default_preset) for name, method in arms.items()}
-        needs_reference = any(method.needs_reference for method in arms.values())
-        self.reference = reference_policy(config, self.policy) if needs_reference else None
-        self.proximal = self._proximal(arms, checkpoint)
-        self.optimizer = build_optimizer(model, config.optimizer)
-        examples = task.splits()["train"]
-        self.step, self._cursor = 0, 0
-        self._entropy: dict[str, float | None] = {}  # state of the run's entropy bonus
-        if checkpoint is not None:
-            kept = self.proximal if (checkpoint / PROXIMAL).exists() else None
-            progress = restore(checkpoint, self.policy, self.optimizer, kept)
-            self.step, self._cursor = progress.step, progress.cursor
-            self._entropy = dict(progress.entropy_control)
-            self._keep_calibration(arms, progress)
-        self.lr = positive_learning_rate(config, min(self.step + 1, config.steps))
-        self._order = DataOrder(examples, config.seed)
-        self._heldout = DataOrder(self._all_heldout(), derive(config.seed, "fork held-out"))
-        self._learner = make_learner(config, self.policy, self.optimizer)
-        self.scorer = self._learner.scorer
+        super().__init__(config, arms, checkpoint, task, stored_average=True)
+        self.spec = spec
+        heldout = task.splits().get("heldout", [])
+        if not heldout:
+            raise UserError(f"task.kind = '{config.task.kind}': has no split 'heldout' to measure outcomes on")
+        self._heldout = DataOrder(heldout, derive(config.seed, "fork held-out"))
         self.drawer = Drawer(config, self.policy, task)
-        device = torch.device("cpu") if spec.offload else None
-        self.snapshot = Snapshot(model, self.optimizer, self.proximal, device)
+        self.warmed = 0 if self.warm else spec.warm_up
+        self.run_radius = _radius_of(config, checkpoint)
         self._calibrate()
+        self._warm_up()
+        self.snapshot = Snapshot(self.policy.model, self.optimizer, self.proximal)
+        self.rho = fork_radius(self) if "sharpness" in spec.outcomes else None
 
-    # -- loading -----------------------------------------------------------------------------------------------------
-
-    def _proximal(self, arms: Mapping[str, Method], checkpoint: Path | None) -> nn.Module | None:
-        needing = [name for name, method in arms.items() if method.proximal is not None]
-        if not needing:
-            return None
-        if checkpoint is not None and not (checkpoint / PROXIMAL).exists():
-            raise UserError(
-                f"--methods {needing[0]}: its average of past weights is not in the checkpoint {checkpoint.name}, whose run "
-                "used another method; fork this method from --checkpoint 0 or from a run of its own"
-            )
-        return copy.deepcopy(self.policy.model).eval()
-
-    def _keep_calibration(self, arms: Mapping[str, Method], progress: Progress) -> None:
-        """Give the run's own method the constants that the run has calibrated."""
-        for name, method in arms.items():
-            if method.unlabeled == self.config.method.unlabeled:
-                self.methods[name] = Method.model_validate(without_none_kinds(progress.method))
-
-    def _all_heldout(self) -> list[Example]:
-        examples = self.task.splits().get("heldout", [])
-        if not examples:
-            raise UserError(f"task.kind = '{self.config.task.kind}': has no split 'heldout' to measure outcomes on")
-        return examples
+    def _warm_up(self) -> None:
+        """Fill AdamW's moments with gradients of the reference method at the starting weights."""
+        if not self.warmed:
+            return
+        method = next(iter(self.methods.values()))
+        learner, seed = self.learner(method), derive(self.config.seed, "fork warm-up")
+        order = replace(self._order, cursor=0, seed=seed)
+        set_learning_rate(self.optimizer, 0.0)
+        for number in range(1, self.warmed + 1):
+            drawn = self._drawn(method, order, seed, number, SharedDraws())
+            learner.learn(drawn.rollouts, drawn.advantage, number, self.progress(), method=method, stats=drawn.stats)
+        set_learning_rate(self.optimizer, self.lr)
 
     def _calibrate(self) -> None:
         """Fill the constants of token weights that are to be calibrated, on the first batch of this state.
@@ -161,22 +371,17 @@ class Start:
                 weights = (self._calibrated(method, batch, shared) for batch in range(self.spec.batches))
                 weight = next((weight for weight in weights if weight is not None), UniformWeight())
                 self.methods[name] = method.model_copy(update={"weight": weight})
-        self.snapshot.restore()
 
     def _calibrated(self, method: Method, batch: int, shared: SharedDraws) -> TokenWeight | None:
         """The method's weight, calibrated on a batch; None if it needs a gradient, and the batch has none."""
         drawn = self.rollouts(method, batch, shared=shared)
         stats = shared.statistics(self.scorer, drawn.rollouts)
-        tensors = step_tensors(drawn.rollouts, drawn.advantage, stats, stats.logp, self.progress(0), method)
+        tensors = step_tensors(drawn.rollouts, drawn.advantage, stats, stats.logp, self.progress(), method)
         if method.weight.needs_gradient and not bool(tensors.mass.any()):
             return None
         return calibrate(method.weight, tensors)
 
-    # -- positions in the run ----------------------------------------------------------------------------------------
-
-    def progress(self, number: int) -> float:
-        """Share of the run done at the step `number` of an arm, from 0; a run's last value after its end."""
-        return (min(self.step + 1 + number, self.config.steps) - 1) / max(self.config.steps - 1, 1)
+    # -- updates -----------------------------------------------------------------------------------------------------
 
     def _seed_step(self, batch: int, number: int) -> int:
         """The step whose seeds are used; those of batch 0 are the run's own."""
@@ -187,7 +392,19 @@ class Start:
         taken = self.spec.updates * self.config.rollout.prompts_per_step
         return replace(self._order, cursor=self._cursor + batch * taken)
 
-    # -- updates -----------------------------------------------------------------------------------------------------
+    def _drawn(self, method: Method, order: DataOrder, seed: int, step: int, shared: SharedDraws) -> RolloutBatch:
+        return draw_rollouts(
+            self.policy,
+            self.task,
+            order,
+            method,
+            self.config.rollout,
+            seed,
+            step,
+            lambda rollouts: shared.statistics(self.scorer, rollouts),
+            shared.draw,
+            self.learner(method).reference_logp if method.kl_in_reward else None,
+        )
 
     def rollouts(
         self,
@@ -199,22 +416,9 @@ class Start:
         shared: SharedDraws | None = None,
     ) -> RolloutBatch:
         """The rollouts of step `number` of an arm."""
-        shared_statistics: Callable[[Rollouts], TokenStats] = self.scorer.statistics
-        if shared is not None:
-            known = shared
-            shared_statistics = lambda rollouts: known.statistics(self.scorer, rollouts)  # noqa: E731
-        return draw_rollouts(
-            self.policy,
-            self.task,
-            self.order(batch) if order is None else order,
-            method,
-            self.config.rollout,
-            self.config.seed,
-            self._seed_step(batch, number),
-            shared_statistics,
-            draw_group if shared is None else shared.draw,
-            self.learner(method).reference_logp if method.kl_in_reward else None,
-        )
+        order = self.order(batch) if order is None else order
+        step = self._seed_step(batch, number)
+        return self._drawn(method, order, self.config.seed, step, SharedDraws() if shared is None else shared)
 
     def update(self, name: str, batch: int, shared: SharedDraws | None = None) -> ArmUpdate:
         """Restore the state, and make the steps of an arm. The model keeps the arm's weights.
@@ -229,26 +433,22 @@ class Start:
         learner = self.learner(method)
         first: list[list[Tensor]] = []
         reshaped: list[list[Tensor]] = []
-        results, number = [], 0
+        results: list[StepResult] = []
 
         def keep(pending: PendingUpdate) -> None:
-            if number == 0 and pending.index == 0:
+            if not results and pending.index == 0:
                 first.append(self.snapshot.collect([p.grad for p in learner.parameters]))
 
         def keep_reshaped(applied: AppliedUpdate) -> None:
-            if number == 0 and applied.index == 0:
+            if not results and applied.index == 0 and applied.clip_factor is None:  # else the optimizer gets ∇L itself
                 reshaped.append(self.snapshot.collect([p.grad for p in learner.parameters]))
 
-        direct = method.sharpness is None  # the optimizer gets ∇L itself
         for number in range(self.spec.updates):
-            step = min(self.step + 1 + number, self.config.steps)
-            lr = learning_rate(self.config.optimizer, step, self.config.steps)
+            lr = learning_rate(self.config.optimizer, min(self.step + 1 + number, self.config.steps), self.config.steps)
             set_learning_rate(self.optimizer, lr)
-            common = shared if number == 0 else None
+            common = shared if number == 0 and shared is not None else SharedDraws()
             drawn = self.rollouts(method, batch, number, order=order, shared=common)
-            stats = drawn.stats
-            if stats is None and common is not None:
-                stats = common.statistics(self.scorer, drawn.rollouts)
+            stats = common.statistics(self.scorer, drawn.rollouts)
             seed_step, progress = self._seed_step(batch, number), self.progress(number)
             health = StepHealth(self.config.health, seed_step, drawn, method, progress, self.policy.device)
             result = learner.learn(
@@ -260,25 +460,16 @@ class Start:
                 stats=stats,
                 before_first_update=health.allows_updates,
                 before_step=keep,
-                before_optimizer=None if direct else keep_reshaped,
+                before_optimizer=keep_reshaped,
             )
             results.append(result)
             if any(update.broken for update in result.updates):
                 break
         gradient = first[0] if first else None
-        applied = gradient if direct else None
+        applied = gradient
         if reshaped:
             applied = [part / results[0].updates[0].clip_factor for part in reshaped[0]]
         return ArmUpdate(gradient, applied, self.snapshot.displacement(), tuple(results))
-
-    def learner(self, method: Method) -> Learner:
-        """A learner with what this method needs."""
-        return replace(
-            self._learner,
-            reference=self.reference if method.needs_reference else None,
-            proximal=self.proximal if method.proximal is not None else None,
-            entropy_control=EntropyControl(**self._entropy),
-        )
 
     # -- fixed completions -------------------------------------------------------------------------------------------
 
@@ -294,7 +485,8 @@ class Start:
         else:
             examples = self.order(batch).take(spec.updates * self.config.rollout.prompts_per_step)
             samples = max(1, math.ceil(spec.prompts * spec.samples / len(examples)))
-        return self.drawn(examples, samples, self.draw_seed(split, batch))
+        drawn = self.drawer(examples, samples, self.draw_seed(split, batch))
+        return FixedRollouts(drawn.rollouts, drawn.correct, self.scorer.statistics(drawn.rollouts))
 
     def heldout_examples(self, batch: int) -> list[Example]:
         """The held-out prompts of a batch."""
@@ -303,8 +495,3 @@ class Start:
     def draw_seed(self, split: str, batch: int) -> int:
         """Seed of the completions of `fixed`."""
         return derive(self.config.seed, f"fork {split}", self.step, batch)
-
-    def drawn(self, examples: Sequence[Example], samples: int, seed: int) -> FixedRollouts:
-        """New completions of the present policy with its statistics."""
-        batch = self.drawer(list(examples), samples, seed)
-        return FixedRollouts(batch.rollouts, batch.correct, self.scorer.statistics(batch.rollouts))

@@ -37,11 +37,11 @@ class SurfaceProbes:
         config: RunConfig,
         view: Callable[[], ModelView],
         drawer: Drawer | None,
-        schedule: Schedule,
+        schedule: Schedule | None = None,
     ) -> None:
         self.config, self.view, self.drawer = config, view, drawer
         self.spec = config.probes
-        self.schedule = schedule
+        self.schedule = Schedule(config) if schedule is None else schedule
         self.vectors: Tensor | None = None
         self.probe_set: ProbeSet | None = None
         self.radius: Radius | None = None

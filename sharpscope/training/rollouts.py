@@ -27,7 +27,7 @@ class DataOrder:
     examples: Sequence[Example]
     seed: int
     cursor: int = 0
-    _permutations: dict[int, list[int]] = field(default_factory=dict, repr=False, compare=False)
+    _permutations: dict[int, list[int]] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def take(self, count: int) -> list[Example]:
         """The next `count` examples; every example is seen once before any is seen twice."""

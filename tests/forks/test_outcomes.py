@@ -11,10 +11,8 @@ from torch import nn
 
 from sharpscope.config import ForkSpec
 from sharpscope.forks import experiment
-from sharpscope.forks.outcomes import FixedRollouts, coefficient_gradient, matching_scale
-from sharpscope.forks.start import Start
-from sharpscope.forks.state import Snapshot, inner
-from sharpscope.forks.surface import sharpness_readings
+from sharpscope.forks.outcomes import FixedRollouts, coefficient_gradient, inner, matching_scale, sharpness_readings
+from sharpscope.forks.start import Snapshot, Start
 from sharpscope.policy import Rollouts, render_prompts
 from sharpscope.policy.scoring import Scorer
 from sharpscope.probes import heldout_influence
@@ -173,7 +171,7 @@ def test_an_update_that_goes_far_has_a_small_effective_share(bandit):
 @pytest.mark.parametrize("moved", [False, True])
 def test_sharpness_equals_that_of_the_loss_written_out(toy_config, moved):
     config = toy_config(optimizer__lr=1e-3, task__factory="tests.toy_task:even_start", policy__dtype="float64")
-    spec = ForkSpec(prompts=3, samples=2, batches=1, rho=0.02)
+    spec = ForkSpec(prompts=3, samples=2, batches=1, rho=0.02, outcomes=("failure", "sharpness"))
     start = Start(config, spec, {"grpo": config.method}, None, make_task(config.task))
     fixed = start.fixed("train", 0)
     update = start.update("grpo", 0) if moved else None

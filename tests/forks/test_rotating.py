@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 
 import numpy as np
 import pandas as pd
 import pytest
-from sharpscope.analysis.figures.rotation import rotation_figure
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -17,6 +15,7 @@ from sharpscope.cli import app
 from sharpscope.config import build_config
 from sharpscope.errors import UserError
 from sharpscope.forks import rotate
+from sharpscope.forks.rotating import weight_curves
 from sharpscope.training import train
 from sharpscope.training.learner import Learner
 from tests.conftest import TOY
@@ -140,33 +139,56 @@ def test_nothing_is_changed_and_equal_calls_are_equal(tiny_policy):
     assert all(bool((a == b).all()) for a, b in zip(first, again, strict=True))
 
 
-def test_kl_and_averaged_policies_and_weights_under_another_aggregation(tiny_policy):
-    found = rotate(
-        ["plain=grpo+kl.coef=0.5", "kl=grpo-sg+kl.coef=0.5", "ppo-ewma", "mean=ar+aggregate=token_mean"],
-        model=str(tiny_policy),
-        overrides=FRESH,
-    ).table.set_index("method")
-    assert found.loc["plain", "gradient_rotation"] < 0.01 and found.loc["ppo-ewma", "gradient_rotation"] < 0.01
-    assert found["reference"].to_dict() == {"plain": "grpo", "kl": "grpo", "ppo-ewma": "grpo", "mean": "unweighted"}
-    assert 0 < found.loc["mean", "gradient_rotation"] < 6.4
-
-
 def test_the_command_prints_and_writes(tiny_policy, tmp_path):
     sets = [part for value in FRESH for part in ("--set", value)]
-    command = ["rotate", "--model", str(tiny_policy), "--methods", "grpo-sg,ar,cispo", "--out", str(tmp_path / "out")]
+    command = [
+        "rotate",
+        "--model",
+        str(tiny_policy),
+        "--methods",
+        "grpo-sg,ar,cispo",
+        "--out",
+        str(tmp_path / "out"),
+        "--plot",
+    ]
     result = CliRunner().invoke(app, [*command, *sets], env={"COLUMNS": "220"})
     assert result.exit_code == 0, result.output
     assert "4 prompts" in result.output and "cispo" in result.output and "Noise of this batch" in result.output
     assert "1/3 grpo-sg" in result.stderr
-    names = ["rotation.csv", "rotation.json", "rotation.png", "rotation.svg"]
+    names = ["rotation.csv", "rotation.json", "rotation.png", "rotation.svg", "weights.png", "weights.svg"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     table = pd.read_csv(tmp_path / "out" / "rotation.csv")
     content = json.loads((tmp_path / "out" / "rotation.json").read_text(encoding="utf-8"))
     assert table["method"].tolist() == [row["method"] for row in content["methods"]] == ["grpo-sg", "ar", "cispo"]
     assert content["methods"][2]["weight_saturation_low_gradient"] is None
     assert table["gradient_rotation"][0] == pytest.approx(content["methods"][0]["gradient_rotation"])
-    again = CliRunner().invoke(app, [*command, *sets])
-    assert isinstance(again.exception, UserError) and "is not empty" in str(again.exception)
+    assert CliRunner().invoke(app, [*command, *sets]).exit_code == 0  # what it made is refreshed
+
+
+def test_ones_own_token_weights_are_compared_and_plotted(folder):
+    given = "tests.toy_shaping:by_probability"
+    found = rotate(["grpo-sg", given], run=folder)
+    assert found.table["method"].tolist() == ["grpo-sg", given]
+    weights = found.weights.set_index("method")
+    assert set(weights.index) == {"grpo-sg", given}
+    mean = weights.loc[given, "weight"].mean()
+    assert mean == pytest.approx(found.table.set_index("method").loc[given, "weight_mean"])
+    curves = weight_curves(found.methods)
+    constants = found.methods["grpo-sg"].weight
+    logit = curves[(curves["method"] == "grpo-sg") & (curves["axis"] == "logit")]
+    curve = constants.alpha * (1 / (1 + np.exp(-(logit["x"] - constants.u0) / constants.tau)) - constants.mu)
+    np.testing.assert_allclose(logit["weight"], curve.clip(constants.L, constants.U), rtol=1e-6)
+    replaced = rotate(run=folder, token_weights=given)
+    assert replaced.table["method"].tolist() == ["grpo-sg", "grpo-sg-reverse", "grpo-sg-shuffled"]
+    assert replaced.table["weight_mean"][0] == pytest.approx(mean)
+    with pytest.raises(UserError, match="module:function"):
+        rotate(run=folder, token_weights="sharp")
+
+
+def test_a_run_of_another_trainer_says_why_it_cannot_be_rotated(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"schema_version": 3, "trainer": {"name": "GRPOTrainer"}}))
+    with pytest.raises(UserError, match=r"was recorded from GRPOTrainer.*--model CHECKPOINT"):
+        rotate(["grpo"], run=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +199,7 @@ def test_the_command_prints_and_writes(tiny_policy, tmp_path):
         ({"methods": ["ar", "ar"]}, "given twice"),
         ({"methods": ["ar+"]}, r"ar\+"),
         ({"methods": ["ar+weight.alpha=7"]}, r"ar\+weight.alpha=7.*alpha"),
-        ({"checkpoint": 3}, "--checkpoint: goes with"),
+        ({"checkpoint": 3}, "--checkpoint 3: goes with"),
         ({"run": "missing"}, "does not exist"),
         ({"run": ".", "model": "embedded:math"}, "--model: goes without"),
         ({"run": ".", "seed": 1}, "--seed: goes without"),
@@ -198,26 +220,3 @@ def test_bad_checkpoints_and_a_batch_without_signal(folder, tiny_policy):
         rotate(["grpo+kl.coef=0.1+kl.place=reward"], model=str(tiny_policy), overrides=FRESH)
     with pytest.raises(UserError, match="learning rate is 0"):
         rotate(["grpo"], run=folder, overrides=["optimizer.schedule=linear"])
-
-
-def test_the_figure_has_a_ray_for_each_angle_and_shades_the_noise():
-    table = pd.DataFrame(
-        {
-            "method": ["grpo", "gspo", "ar", "worst", "broken"],
-            "gradient_rotation": [0.0, 0.2, 12.0, 100.0, math.nan],
-            "update_rotation": [0.0, 0.0, 30.0, 80.0, math.nan],
-        }
-    )
-    figure = rotation_figure(table, 40.0)
-    for axis, texts in zip(
-        figure.axes,
-        (["0.1° grpo, gspo", "12.0° ar", "100.0° worst"], ["0.0° grpo, gspo", "30.0° ar", "80.0° worst"]),
-        strict=True,
-    ):
-        assert [text.get_text() for text in axis.texts] == texts
-        ends = [line.get_xydata()[1] for line in axis.lines if line.get_linewidth() == 1.4]
-        angles = [math.degrees(math.atan2(y, x)) for x, y in ends]
-        np.testing.assert_allclose(angles, [float(text.split("°")[0]) for text in texts], atol=1e-9)
-    (wedge,) = figure.axes[0].patches
-    assert wedge.theta2 == 40.0 and not figure.axes[1].patches
-    assert figure.axes[0].get_xlim()[0] < -1 < figure.axes[1].get_xlim()[0]

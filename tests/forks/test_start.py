@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,8 +13,8 @@ from sharpscope.config import ForkSpec, arm_method, build_config
 from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
 from sharpscope.forks import experiment
+from sharpscope.forks import start as starts
 from sharpscope.forks.start import Start
-from sharpscope.forks.state import Snapshot
 from sharpscope.traces import RunLock
 from tests.conftest import TOY
 from tests.forks.starts import SMALL, start_of
@@ -35,14 +33,10 @@ def equal(one, two) -> bool:
 
 
 @pytest.mark.parametrize("step", [0, 3])
-@pytest.mark.parametrize("offload", [False, True])
-def test_restoring_is_bitwise(trained, step, offload):
-    start = start_of(trained, ForkSpec(**SMALL, offload=offload, updates=2), step)
+def test_restoring_is_bitwise(trained, step):
+    start = start_of(trained, ForkSpec(**SMALL, updates=2), step)
     before, lr = state_of(start), [group["lr"] for group in start.optimizer.param_groups]
-    draws = torch.rand(3), np.random.rand(3), random.random()
-    start.snapshot = Snapshot(start.policy.model, start.optimizer, device=torch.device("cpu") if offload else None)
-    expected = torch.rand(3), np.random.rand(3), random.random()
-    del draws
+    expected = torch.rand(3)
     start.update("own", 0)
     start.policy.model.train()
     assert not equal(state_of(start), before)
@@ -50,8 +44,22 @@ def test_restoring_is_bitwise(trained, step, offload):
     assert equal(state_of(start), before)
     assert [group["lr"] for group in start.optimizer.param_groups] == lr
     assert not start.policy.model.training and all(p.grad is None for p in start.policy.model.parameters())
-    again = torch.rand(3), np.random.rand(3), random.random()
-    assert torch.equal(again[0], expected[0]) and (again[1] == expected[1]).all() and again[2] == expected[2]
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_an_optimizer_without_a_state_is_warmed_up_at_the_same_weights(trained):
+    """AdamW's moments after two steps at a learning rate of 0 are the averages of their gradients; the weights do not move."""
+    cold, warm = (start_of(trained, ForkSpec(**SMALL, warm_up=steps), 0) for steps in (0, 2))
+    assert (cold.warmed, warm.warmed) == (0, 2) and not cold.optimizer.state
+    for one, other in zip(cold.policy.model.parameters(), warm.policy.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    steps = {int(state["step"]) for state in warm.optimizer.state.values()}
+    assert steps == {2 * trained.update.mini_batches}
+    assert all(float(state["exp_avg_sq"].sum()) > 0 for state in warm.optimizer.state.values())
+    assert {group["lr"] for group in warm.optimizer.param_groups} == {cold.lr}
+    first = [torch.cat([p.flatten() for p in one.update("own", 0).displacement]) for one in (cold, warm)]
+    assert torch.nn.functional.cosine_similarity(*first, dim=0) < 0.999
+    assert start_of(trained, ForkSpec(**SMALL), 3).warmed == 0  # stored
 
 
 def test_weights_are_calibrated_on_the_first_batch_with_a_gradient(trained, monkeypatch):
@@ -95,7 +103,7 @@ def test_adapters_are_forked_and_nothing_else_moves(tiny_policy, tmp_path):
 
 
 def test_several_processes_are_refused_by_name(trained, monkeypatch):
-    monkeypatch.setattr(experiment.distributed, "start", lambda device="auto": Launch(2))
+    monkeypatch.setattr(starts.distributed, "start", lambda device="auto": Launch(2))
     with pytest.raises(UserError, match="one process"):
         sharpscope.fork(trained.run_dir)
 
