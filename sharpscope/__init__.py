@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sharpscope.config import register_token_weight as register_token_weight
     from sharpscope.forks import fork as fork
     from sharpscope.forks import rotate as rotate
-    from sharpscope.integrations.trl import record as record
+    from sharpscope.integrations.record import record as record
     from sharpscope.probes import attribute as attribute
     from sharpscope.probes import critical_sharpness as critical_sharpness
     from sharpscope.probes import curvature as curvature
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sharpscope.traces import load_runs as load_runs
 
 _MODULES = {
-    "record": "sharpscope.integrations.trl",
+    "record": "sharpscope.integrations.record",
     "load_run": "sharpscope.traces",
     "load_runs": "sharpscope.traces",
     "fork": "sharpscope.forks",

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sharpscope.integrations.hf_trainer import record
+from sharpscope import record
 from sharpscope.policy import PolicySpec, load_policy
 
 SCHEDULES = {

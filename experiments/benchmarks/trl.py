@@ -125,7 +125,7 @@ def _train(
     """
     from transformers import TrainerCallback
 
-    from sharpscope.integrations.trl import record as record_trainer
+    from sharpscope import record as record_trainer
     from sharpscope.traces import load_run
 
     class Clock(TrainerCallback):

@@ -352,7 +352,7 @@ split! string [name]: train | heldout | unseen | ...
 level! string [name]: number of people, difficulty or number of hops, as text; 'all' pools the split's levels
 n! int32 [prompts]: prompts evaluated
 k! int32 [completions]: completions sampled per prompt
-accuracy! float64: fraction of correct completions
+accuracy float64: fraction of correct completions; null where no threshold of the reward is known
 std_error float64: standard error of the accuracy, clustered by prompt
 pass_at_k float64: fraction of prompts with at least one correct completion among k
 pass_std_error? float64: standard error of pass_at_k over the prompts

@@ -41,6 +41,7 @@ def shortness(completions: list[str], **_: Any) -> list[float]:
 def trainer(
     folder: Path,
     *,
+    kind: Any = None,
     architecture: str = "qwen2",
     model: dict[str, Any] | None = None,
     beta: float = 0.0,
@@ -56,7 +57,7 @@ def trainer(
 
     own = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 7, "loss_type": "grpo"}
     torch.manual_seed(0)  # of the adapters, which peft draws from the global generator; training seeds it anew
-    made = GRPOTrainer(
+    made = (kind or GRPOTrainer)(
         model=tiny_model(architecture, vocab=VOCABULARY, dtype=torch.float32, scale=0.3, **(model or {})),
         reward_funcs=list(rewards or (evens, shortness)),
         rollout_func=rollout_func,

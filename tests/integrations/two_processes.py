@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from sharpscope import distributed
-from sharpscope.integrations.trl import record
+from sharpscope.integrations.record import record
 from tests.integrations.trainers import Weights, dpo_trainer, search_finely, sft_trainer, trainer, whole_weights
 
 #: 6 rows of each process, so that the second of three groups of 4 is in both; used for two updates.
@@ -70,12 +70,8 @@ def train_all(folder: Path) -> None:
             one.add_callback(keep)
             options = {"weights": "grpo-sg", "shaping": "calibrated"} if weighted else {}
             if recorded:
-                record(
-                    one,
-                    folder / name,
-                    recording={"token_gradients_every": 1, "exact_tokens": 100, "group_share": 1.0},
-                    **options,
-                )
+                options |= {"recording": {"token_gradients_every": 1, "exact_tokens": 100, "group_share": 1.0}, "critical_sharpness": 1}
+                record(one, out=folder / name, **options)
             one.train()
             model = one.accelerator.unwrap_model(one.model)
             assert sharded == any(hasattr(value, "full_tensor") for value in model.state_dict().values())

@@ -22,7 +22,6 @@ from sharpscope.config.method import (
     OffPolicyMask,
     TruncatedCorrection,
 )
-from sharpscope.integrations.trl.arguments import trl_method
 from sharpscope.objective import (
     EntropyControl,
     Method,
@@ -40,6 +39,7 @@ from tests.integrations.trainers import PROMPTS, VOCABULARY, evens, shortness
 from tests.integrations.trainers import tokenizer as word_tokenizer
 from tests.integrations.trainers import trainer as grpo_trainer
 from tests.models import tiny_model
+from tests.oracles.trl_method import trl_method
 
 trl = pytest.importorskip("trl", reason="TRL is not installed (test extra)")
 

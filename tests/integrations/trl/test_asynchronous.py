@@ -145,9 +145,7 @@ def recorded(tmp_path: Path) -> tuple[Any, list[dict[str, torch.Tensor]]]:
         one, keep = trainer(tmp_path / name), Weights()
         one.add_callback(keep)
         if name == "recorded":
-            record(
-                one, tmp_path / "run", recording={"token_gradients_every": 3, "exact_tokens": 200, "group_share": 1.0}
-            )
+            record(one, out=tmp_path / "run", recording={"token_gradients_every": 3, "exact_tokens": 200, "group_share": 1.0})
         one.train()
         kept.append([*keep.before, {k: v.detach().clone() for k, v in one.model.state_dict().items()}])
     assert len(kept[0]) == STEPS + 1 and not torch.equal(*(kept[0][i]["lm_head.weight"] for i in (0, -1)))
@@ -210,13 +208,9 @@ def test_ten_steps(recorded, tmp_path: Path):
             np.testing.assert_allclose(tokens["attribution"], found.attribution[inside], atol=1e-5)
         shared += len({(tuple(p), tuple(c[:1])) for p, c in rows}) < len(rows)
     assert shared  # rows that share trained positions of a tree
-    for command in (
-        ["show"],
-        ["tokens", "--step", "3"],
-        ["tokens", "--spikes"],
-        ["analyze", "--out", str(tmp_path / "a")],
-    ):
-        result = CliRunner().invoke(app, [command[0], str(run.path), *command[1:]])
+    for name in ("show", "tokens"):
+        extra = ["--step", "3"] if name == "tokens" else []
+        result = CliRunner().invoke(app, [name, str(run.path), *extra])
         assert result.exit_code == 0, (result.output, result.exception)
 
 
@@ -238,20 +232,21 @@ class Doubled(async_grpo.AsyncGRPOTrainer):
         return 2 * super().compute_loss(*args, **kwargs)
 
 
+@pytest.mark.may_stop
 def test_another_loss_and_other_setups_are_refused(tmp_path: Path, monkeypatch):
     one = trainer(tmp_path / "a", Doubled)
-    with pytest.raises(UserError, match="weights: not supported for AsyncGRPOTrainer"):
-        record(one, tmp_path / "run", weights="grpo-sg")
+    with pytest.raises(UserError, match="weights: Doubled has no surrogate"):
+        record(one, out=tmp_path / "run", weights="grpo-sg")
     for name, value, message in (("aux_loss_enabled", True, "router_aux_loss_coef"),):
         with monkeypatch.context() as patch:
             patch.setattr(one, name, value)
             with pytest.raises(UserError, match=message):
-                record(one, tmp_path / "run")
+                record(one, out=tmp_path / "run")
     with monkeypatch.context() as patch:
         patch.setattr("sharpscope.distributed.world_size", lambda: 2)
         with pytest.raises(UserError, match="in one process"):
-            record(one, tmp_path / "run")
+            record(one, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    record(one, tmp_path / "run")
-    with pytest.raises(UserError, match="the loss of Doubled is not the clipped surrogate"):
+    record(one, out=tmp_path / "run")
+    with pytest.warns(UserWarning, match="the loss of Doubled is not the clipped surrogate"):
         one.train()

@@ -18,11 +18,10 @@ from tests.oracles.trl import loss_coefficients
 
 pytest.importorskip("trl", reason="TRL is not installed (test extra)")
 
-from sharpscope.integrations.trl import record
-from sharpscope.integrations.trl import recorder as recorded_step
-from sharpscope.integrations.trl.arguments import trl_method
-from sharpscope.integrations.trl.recorder import ROW, Recorder
-from sharpscope.objective import method_label
+from trl import GRPOTrainer
+
+from sharpscope.integrations import trl as recorded_step
+from sharpscope.integrations.trl import ROW, GrpoRecorder, record
 from tests.integrations.trainers import PROMPTS, VOCABULARY, evens, tokenizer, trainer
 
 ALL = {"token_gradients_every": 1, "exact_tokens": 2, "group_share": 1.0}
@@ -51,7 +50,7 @@ def test_the_same_weights_with_and_without_the_recorder(architecture, model, arg
     plain = trainer(tmp_path / "a", architecture=architecture, model=model, **arguments)
     plain.train()
     recorded = trainer(tmp_path / "b", architecture=architecture, model=model, **arguments)
-    record(recorded, tmp_path / "run", recording=ALL)
+    record(recorded, out=tmp_path / "run", recording=ALL)
     recorded.train()
     assert all(torch.equal(a, b) for a, b in zip(weights_of(plain), weights_of(recorded), strict=True))
     start = trainer(tmp_path / "c", architecture=architecture, model=model, **arguments)
@@ -84,7 +83,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         folder / "t", **REUSED, beta=0.1, max_grad_norm=0.0, epsilon=0.02, loss_type="dapo", learning_rate=0.02
     )
     # Without critical sharpness, which evaluates TRL's loss again and would call the oracle.
-    recorder = record(one, folder / "run", recording=ALL, critical_sharpness=False)
+    recorder = record(one, out=folder / "run", recording=ALL, critical_sharpness=False)
     watch, oracle = Watch(), []
     one.add_callback(watch)
     compute, logps = recorder._original["_compute_loss"], recorder._original["_get_per_token_logps_and_entropies"]
@@ -222,7 +221,7 @@ def test_rows_are_joined_through_the_shuffle(watched):
         assert words.decode([i for i in ids if i != 1]) == row["completion"]
         spoken = words.decode(ids, skip_special_tokens=True)
         assert row["reward"] == pytest.approx(evens([spoken])[0] - 0.01 * len(spoken.split()), abs=1e-6)
-        assert row["correct"] == (row["reward"] > 0)
+        assert row["correct"] is None
         np.testing.assert_allclose(mine["advantage"], row["advantage"], rtol=1e-6)
     assert (run.rollouts.groupby(["step", "group"])["prompt"].nunique() == 1).all()
     assert set(run.rollouts["prompt"]) <= set(PROMPTS)
@@ -253,53 +252,15 @@ def test_statistics_are_those_of_the_policy_at_the_steps_start(watched):
 def test_run_json_says_what_trained(watched):
     info = watched["run"].info
     assert (info["status"], info["steps_done"], info["task"]) == ("finished", 2, "trl")
-    corrected = getattr(watched["trainer"].args, "use_bias_correction_kl", False)  # the default of recent versions
-    label = "grpo+clip.low=0.02+clip.high=0.02+aggregate=token_mean+kl.coef=0.1"
-    assert info["method"] == label + ("+kl.estimator=k3_corrected" if corrected else "")
+    assert info["method"] == "dapo" and info["trainer"]["arguments"]["epsilon"] == 0.02
     assert info["versions"]["trl"] == importlib.metadata.version("trl")
     assert info["vocabulary"] == VOCABULARY
-    config = sharpscope.load_run(watched["run"].path).config
-    assert (config["rollout"]["group_size"], config["rollout"]["prompts_per_step"], config["steps"]) == (4, 4, 2)
-
-
-@pytest.mark.parametrize(
-    ("settings", "label", "notes"),
-    [
-        ({"loss_type": "grpo", "delta": 4.0}, "grpo+clip=dual", 0),
-        ({"loss_type": "grpo", "delta": 1.1}, "grpo", 1),  # below 1 + epsilon it is another clip
-        ({"loss_type": "sapo", "sapo_temperature_neg": 1.2}, "sapo+clip.tau_negative=1.2", 0),
-        ({"loss_type": "vespo", "vespo_k_pos": 1.5}, "vespo+clip.k_positive=1.5", 0),
-        (
-            {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 2e-3, "epsilon_high": 2.5e-3},
-            "luspo",
-            0,
-        ),
-        (
-            {
-                "loss_type": "grpo",
-                "off_policy_mask_threshold": 0.5,
-                "entropy_coef": 0.01,
-                "mask_truncated_completions": True,
-            },
-            "grpo+truncated=mask+off_policy={'threshold': 0.5}+entropy=fixed",
-            0,
-        ),
-        ({"loss_type": "grpo", "use_adaptive_entropy": True}, "grpo+entropy=adaptive", 0),
-    ],
-)
-def test_trls_options_as_a_method(tmp_path: Path, settings: dict[str, Any], label: str, notes: int):
-    from trl import GRPOConfig
-
-    missing = [name for name in settings if name not in GRPOConfig.__dataclass_fields__]
-    if missing:
-        pytest.skip(f"this TRL has no {missing[0]}")
-    method, said = trl_method(trainer(tmp_path, **settings), None)
-    assert method_label(method) == label and len(said) == notes
+    assert sharpscope.load_run(watched["run"].path).config["steps"] == 2
 
 
 def test_an_update_over_several_generation_batches_is_one_step(tmp_path: Path):
     one = trainer(tmp_path / "t", steps_per_generation=1, gradient_accumulation_steps=4, max_steps=2)
-    record(one, tmp_path / "run", recording=ALL)
+    record(one, out=tmp_path / "run", recording=ALL)
     one.train()
     run = sharpscope.load_run(tmp_path / "run")
     assert run.steps["updates"].tolist() == [1, 1]
@@ -313,7 +274,7 @@ def test_it_says_where_trls_log_probabilities_are_not_ours(tmp_path: Path):
     """TRL counts the positions of a left-padded prompt from the padding on; a model with absolute positions notices."""
     for name in ("gpt2", "qwen2"):
         one = trainer(tmp_path / name, architecture=name, max_steps=1, per_device_train_batch_size=16)
-        record(one, tmp_path / f"{name}-run")
+        record(one, out=tmp_path / f"{name}-run")
         one.train()
     events = sharpscope.load_run(tmp_path / "gpt2-run").events.set_index("rule")
     assert events.loc["trl_statistics", "value"] > events.loc["trl_statistics", "threshold"] == 0.05
@@ -327,7 +288,7 @@ def test_adapters(tmp_path: Path):
     plain = trainer(tmp_path / "a", peft_config=settings)
     plain.train()
     one = trainer(tmp_path / "b", peft_config=settings)
-    record(one, tmp_path / "run", recording=ALL)
+    record(one, out=tmp_path / "run", recording=ALL)
     one.train()
     assert all(torch.equal(a, b) for a, b in zip(weights_of(plain), weights_of(one), strict=True))
     run = sharpscope.load_run(tmp_path / "run")
@@ -336,9 +297,188 @@ def test_adapters(tmp_path: Path):
     assert run.info["trainable_parameters"] == trainable < run.info["parameters"]
 
 
+def test_shares_under_the_dropout_of_adapters_are_checked(tmp_path: Path):
+    """An adapter with B = 0 has the same ln π with and without dropout, but not the same gradient."""
+    peft = pytest.importorskip("peft", reason="peft is not installed (test extra)")
+    adapters = peft.LoraConfig(r=4, lora_dropout=0.3, target_modules="all-linear")
+    one = trainer(tmp_path / "t", peft_config=adapters, max_steps=3)
+    record(one, out=tmp_path / "run", recording=ALL)
+    one.train()
+    run = sharpscope.load_run(tmp_path / "run")
+    found = run.events.set_index("rule")
+    assert "lora_dropout" in found.loc["dropout", "message"]
+    sums = run.tokens().groupby("step")["attribution"].sum()
+    told = run.events[run.events["rule"] == "attribution_sum"].set_index("step")
+    assert len(told) > 0 and told["message"].str.contains("dropout of 0.3").all()
+    for step, total in sums.items():
+        withheld = step in told.index and told.loc[step, "action"] == "left out"
+        assert total == 0 if withheld else abs(total - 1) < 0.1
+        assert step in told.index or abs(total - 1) < 0.021
+
+
+class Decayed(GRPOTrainer):
+    """GRPO with a penalty on the weights, which no token's log-probability has."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        return super()._compute_loss(model, inputs) + 0.02 * sum(p.square().sum() for p in model.parameters())
+
+
+class Other(GRPOTrainer):
+    """A loss that does not call TRL's, as unsloth's."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        return model(input_ids=ids).logits.float().square().mean()
+
+
+def test_shares_under_a_penalty_are_left_out(tmp_path: Path):
+    one = trainer(tmp_path / "t", kind=Decayed, max_steps=1)
+    record(one, out=tmp_path / "run", recording=ALL)
+    one.train()
+    run = sharpscope.load_run(tmp_path / "run")
+    (event,) = run.events[run.events["rule"] == "attribution_sum"].itertuples()
+    assert abs(event.value - 1) > 0.1 and "a penalty" in event.message and event.action == "left out"
+    tokens = run.tokens()
+    assert tokens["attribution"].isna().all() and tokens["score_norm_local"].notna().all()
+
+
+@pytest.mark.may_stop
+def test_another_loss_does_not_end_the_training(tmp_path: Path):
+    plain = trainer(tmp_path / "a", kind=Other)
+    plain.train()
+    one = trainer(tmp_path / "b", kind=Other)
+    with pytest.warns(UserWarning, match="Other overrides compute_loss"):
+        record(one, out=tmp_path / "run", recording=ALL)
+    with pytest.warns(UserWarning, match="stopped recording at step 1 .*computes it in another way"):
+        one.train()
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(plain), weights_of(one), strict=True))
+    run = sharpscope.load_run(tmp_path / "run")
+    assert run.status == "interrupted" and run.events["rule"].tolist() == ["recorder"]
+    assert not any(name in vars(one) for name in GrpoRecorder.wrapped)
+
+
+FAILING = [
+    "start",
+    "begin",
+    "_generated",
+    "_use",
+    "_keep",
+    "_micro_step_done",
+    "gradient_done",
+    "before_update",
+    "observe_update",
+    "after_update",
+    "_close_step",
+    "_kl_step",
+    "_append",
+]
+
+
+@pytest.mark.may_stop
+@pytest.mark.parametrize("name", FAILING)
+def test_a_recorder_that_fails_leaves_the_training_alone(name, tmp_path: Path, monkeypatch, unrecorded):
+    one = trainer(tmp_path / "t", **REUSED)
+    recorder = record(one, out=tmp_path / "run", recording=ALL, critical_sharpness=1)
+    work, calls = getattr(recorder, name), []
+
+    def fail(*args: Any, **named: Any) -> Any:
+        """Fails at its second call, if there is one."""
+        calls.append(None)
+        if len(calls) == 2 or name in ("start", "begin"):
+            raise RuntimeError("a bug")
+        return work(*args, **named)
+
+    monkeypatch.setattr(recorder, name, fail)
+    with pytest.warns(UserWarning, match=r"stopped recording at step \d \(RuntimeError: a bug\); the training goes on"):
+        one.train()
+    assert all(torch.equal(a, b) for a, b in zip(unrecorded, weights_of(one), strict=True))
+    if name not in ("start", "begin"):
+        run = sharpscope.load_run(tmp_path / "run")
+        assert run.status == "interrupted" and "recorder" in set(run.events["rule"]) and not run.verify()
+    assert not any(method in vars(one) for method in GrpoRecorder.wrapped)
+
+
+@pytest.fixture(scope="module")
+def unrecorded(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
+    one = trainer(tmp_path_factory.mktemp("unrecorded"), **REUSED)
+    one.train()
+    return weights_of(one)
+
+
+def test_every_use_of_a_token_is_known(watched):
+    """With two passes over a batch the second is off policy: its ratios and clips are in the table `uses`."""
+    run, tokens = watched["run"], watched["run"].tokens()
+    uses = run.uses
+    assert (tokens["clipped"] == 0).mean() > (uses["clipped"] == 0).mean() and (uses["ratio"] != 1).any()
+    both = len(tokens) + len(uses)
+    assert both == run.updates["tokens"].sum() and not uses.duplicated(["step", "rollout", "position", "update"]).any()
+    for step, row in run.steps.set_index("step").iterrows():
+        clipped = pd.concat([table[table["step"] == step]["clipped"] for table in (tokens, uses)])
+        assert (clipped < 0).mean() == pytest.approx(row["clip_fraction_low"])
+        assert (clipped > 0).mean() == pytest.approx(row["clip_fraction_high"])
+    wanted: dict[tuple[int, int, int, int], float] = {}
+    for update, rows, coef in watched["oracle"]:
+        for (serial, row), values in zip(rows.tolist(), coef, strict=True):
+            wanted |= {(serial, row, at, update % 4): value for at, value in enumerate(values.tolist())}
+    found = uses.set_index(["step", "rollout", "position", "update"])["loss_coef"]
+    np.testing.assert_allclose(found, [wanted[index] for index in found.index], rtol=1e-4, atol=1e-8)
+
+
+def test_a_second_run_gets_a_name_of_its_own_and_a_resumed_one_goes_on(tmp_path: Path, capsys):
+    whole = trainer(tmp_path / "t", max_steps=4, save_strategy="steps", save_steps=1)
+    record(whole, out=tmp_path / "run", recording=ALL)
+    whole.train()
+    told = capsys.readouterr().err
+    assert f"recording to {tmp_path / 'run'} " in told and f"try: sharpscope show {tmp_path / 'run'}" in told
+    before = sharpscope.load_run(tmp_path / "run")
+    steps, tokens = before.steps, before.tokens()
+    again = trainer(tmp_path / "t", max_steps=4, save_strategy="steps", save_steps=1)
+    record(again, out=tmp_path / "run", recording=ALL)
+    again.train(resume_from_checkpoint=str(tmp_path / "t" / "checkpoint-2"))
+    run = sharpscope.load_run(tmp_path / "run")
+    assert run.steps["step"].tolist() == [1, 2, 3, 4] and run.info["status"] == "finished"
+    assert run.steps.iloc[:2].equals(steps.iloc[:2]) and "resumed" in set(run.events["rule"])
+    assert run.tokens(steps=[1, 2]).equals(tokens[tokens["step"] <= 2])
+    third = trainer(tmp_path / "u", max_steps=1)
+    record(third, out=tmp_path / "run")
+    third.train()
+    assert sharpscope.load_run(tmp_path / "run-2").steps["step"].tolist() == [1]
+
+
+def test_rewards_that_no_function_gave_are_not_zero(tmp_path: Path):
+    def some(completions: list[str], **_: Any) -> list[float | None]:
+        return [1.0 if i % 2 else None for i in range(len(completions))]
+
+    one = trainer(tmp_path / "t", rewards=[some], max_steps=1)
+    record(one, out=tmp_path / "run", correct=0.5)
+    one.train()
+    run = sharpscope.load_run(tmp_path / "run")
+    assert run.rollouts["reward"].isna().mean() == 0.5 and (run.rollouts["reward"].dropna() == 1).all()
+    (event,) = run.events[run.events["rule"] == "nan_reward"].itertuples()
+    assert event.value == 0.5 and "8 of 16 completions" in event.message
+
+
+def test_there_is_no_accuracy_without_a_threshold(watched):
+    assert watched["run"].steps["accuracy"].isna().all() and watched["run"].steps["reward_mean"].notna().all()
+
+
+def test_unsloths_classes_are_refused_and_a_newer_trl_is_warned_of(tmp_path: Path, monkeypatch):
+    class UnslothGRPOTrainer(GRPOTrainer):
+        pass
+
+    one = trainer(tmp_path / "t", kind=UnslothGRPOTrainer)
+    with pytest.raises(UserError, match="UnslothGRPOTrainer computes its loss without per-token"):
+        record(one, out=tmp_path / "run")
+    with pytest.raises(UserError, match=r"recording\.rotation_every: a recorded trainer makes its gradient itself"):
+        record(trainer(tmp_path / "u"), out=tmp_path / "run", recording={"rotation_every": 1})
+    monkeypatch.setattr("sharpscope.integrations.trl.version", lambda _: "1.99.0")
+    with pytest.warns(UserWarning, match=r"TRL 1\.99\.0 is newer than 1\.16"):
+        record(trainer(tmp_path / "v"), out=tmp_path / "run")
+
+
 def test_evaluations_of_trl_are_rows_of_the_eval_table(tmp_path: Path):
     one = trainer(tmp_path / "t", eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8, max_steps=2)
-    record(one, tmp_path / "run", correct=lambda total: total > -0.2)
+    record(one, out=tmp_path / "run", correct=-0.2)
     seen: list[float] = []
     total = one._calculate_rewards
 
@@ -359,18 +499,18 @@ def test_evaluations_of_trl_are_rows_of_the_eval_table(tmp_path: Path):
 
 def test_detach_gives_the_trainer_back(tmp_path: Path):
     one = trainer(tmp_path / "t")
-    before = {name: getattr(one, name) for name in Recorder.wrapped}
+    before = {name: getattr(one, name) for name in GrpoRecorder.wrapped}
     callbacks = list(one.callback_handler.callbacks)
-    recorder = record(one, tmp_path / "run")
-    assert all(getattr(one, name) != before[name] for name in Recorder.wrapped)
+    recorder = record(one, out=tmp_path / "run")
+    assert all(getattr(one, name) != before[name] for name in GrpoRecorder.wrapped)
     with pytest.raises(UserError, match="recorded already"):
-        record(one, tmp_path / "other")
+        record(one, out=tmp_path / "other")
     recorder.detach()
     recorder.detach()  # a second time does nothing
-    assert all(getattr(one, name) == before[name] and name not in vars(one) for name in Recorder.wrapped)
+    assert all(getattr(one, name) == before[name] and name not in vars(one) for name in GrpoRecorder.wrapped)
     assert one.callback_handler.callbacks == callbacks
     one.train()
-    assert sharpscope.load_run(tmp_path / "run").steps.empty
+    assert not (tmp_path / "run").exists()
 
 
 class Fail(TrainerCallback):
@@ -381,7 +521,7 @@ class Fail(TrainerCallback):
 
 def test_a_training_that_fails_leaves_a_readable_run(tmp_path: Path):
     one = trainer(tmp_path / "t")
-    record(one, tmp_path / "run")
+    record(one, out=tmp_path / "run")
     one.add_callback(Fail())
     with pytest.raises(RuntimeError, match="no space left"):
         one.train()
@@ -405,35 +545,31 @@ def test_what_cannot_be_recorded_is_said_before_anything_is_written(change, mess
         monkeypatch.setattr(type(one.args), name, value, raising=False)
         monkeypatch.setitem(vars(one.args), name, value)
     with pytest.raises(UserError, match=message):
-        record(one, tmp_path / "run")
+        record(one, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_the_asynchronous_trainer_of_an_older_trl_is_refused_by_name(tmp_path: Path, monkeypatch):
     experimental = pytest.importorskip("trl.experimental.async_grpo")
     one = experimental.AsyncGRPOTrainer.__new__(experimental.AsyncGRPOTrainer)
-    monkeypatch.setattr("sharpscope.integrations.trl.asynchronous.find_spec", lambda _: None)
+    monkeypatch.setattr("sharpscope.integrations.asynchronous.find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"AsyncGRPOTrainer of this TRL .*trl>=1\.16"):
-        record(one, tmp_path / "run")
+        record(one, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_other_mistakes(tmp_path: Path, monkeypatch):
     one = trainer(tmp_path / "t")
-    with pytest.raises(UserError, match="no GRPOTrainer"):
-        record(object(), tmp_path / "run")
+    with pytest.raises(UserError, match="is no trainer"):
+        record(object(), out=tmp_path / "run")
     with pytest.raises(UserError, match="heldout_influence_every"):
-        record(one, tmp_path / "run", recording={"heldout_influence_every": 5})
+        record(one, out=tmp_path / "run", recording={"heldout_influence_every": 5})
     with pytest.raises(UserError, match="token_gradient_every: unknown"):
-        record(one, tmp_path / "run", recording={"token_gradient_every": 5})
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "a").touch()
-    with pytest.raises(UserError, match="is not empty"):
-        record(one, tmp_path / "full")
+        record(one, out=tmp_path / "run", recording={"token_gradient_every": 5})
     for found in ("1.15.0", "0.29.1"):
-        monkeypatch.setattr("sharpscope.integrations.trl.arguments.version", lambda _, found=found: found)
+        monkeypatch.setattr("sharpscope.integrations.trl.version", lambda _, found=found: found)
         with pytest.raises(UserError, match=f"TRL {found} is not supported"):
-            record(one, tmp_path / "run")
+            record(one, out=tmp_path / "run")
     assert "train" not in vars(one) and not (tmp_path / "run").exists()
 
 
@@ -456,7 +592,7 @@ def test_the_samplers_correction_is_recorded(tmp_path: Path, width: int | None):
         return output
 
     one._generate_and_score_completions = with_factor
-    record(one, tmp_path / "run")
+    record(one, out=tmp_path / "run")
     one.train()
     tokens = sharpscope.load_run(tmp_path / "run").tokens()
     if width == 1:  # the first token's factor, for the whole completion
@@ -496,7 +632,7 @@ def test_a_run_of_two_steps_has_norms_and_critical_sharpness_in_both(tmp_path: P
 
     monkeypatch.setattr(observers, "critical_sharpness", compared)
     one = trainer(tmp_path / "t", max_steps=2, max_grad_norm=0.05)
-    record(one, tmp_path / "run")
+    record(one, out=tmp_path / "run")
     one.train()
     for slope, difference, _ in seen:
         assert slope == pytest.approx(difference, rel=2e-2)
@@ -508,6 +644,6 @@ def test_a_run_of_two_steps_has_norms_and_critical_sharpness_in_both(tmp_path: P
     threshold = run.probes[run.probes["quantity"] == "critical_threshold"]
     assert threshold["value"].tolist() == [pytest.approx(2 / 0.01)] * 2
     off = trainer(tmp_path / "t2", max_steps=1)
-    record(off, tmp_path / "off", critical_sharpness=False)
+    record(off, out=tmp_path / "off", critical_sharpness=False)
     off.train()
     assert sharpscope.load_run(tmp_path / "off").probes.empty

@@ -18,7 +18,7 @@ from tests.integrations.trainers import trainer
 def test_completions_that_trl_masks_for_being_truncated_keep_their_length(tmp_path: Path):
     one = trainer(tmp_path / "t", max_steps=2, mask_truncated_completions=True)
     recording = {"token_gradients_every": 1, "exact_tokens": 2, "group_share": 1.0, "spike_z": None}
-    record(one, tmp_path / "run", recording=recording)
+    record(one, out=tmp_path / "run", recording=recording)
     one.train()
     run = sharpscope.load_run(tmp_path / "run")
     rows = run.rollouts

@@ -17,9 +17,7 @@ from tests.oracles.trl import loss_coefficients
 
 pytest.importorskip("trl", reason="TRL is not installed (test extra)")
 
-from sharpscope.integrations.trl import record
-from sharpscope.integrations.trl.arguments import WEIGHTABLE
-from sharpscope.integrations.trl.loss import token_loss
+from sharpscope.integrations.trl import WEIGHTABLE, record, token_loss
 from tests.integrations.trainers import trainer
 
 QUIET = {"token_gradients_every": 0, "spike_z": None}
@@ -27,7 +25,7 @@ QUIET = {"token_gradients_every": 0, "spike_z": None}
 
 def first_step(folder: Path, weights: Any, shaping: str | None = None, **arguments: Any) -> Any:
     one = trainer(folder / "t", max_steps=1, **arguments)
-    record(one, folder / "run", weights=weights, shaping=shaping, recording=QUIET)
+    record(one, out=folder / "run", weights=weights, shaping=shaping, recording=QUIET)
     one.train()
     return sharpscope.load_run(folder / "run")
 
@@ -102,10 +100,10 @@ def test_weights_stay_with_their_rows_when_a_batch_is_used_again(tmp_path: Path)
         "learning_rate": 1e-12,
     }
     plain = trainer(tmp_path / "a", max_steps=4, **settings)
-    record(plain, tmp_path / "plain", recording=QUIET)
+    record(plain, out=tmp_path / "plain", recording=QUIET)
     plain.train()
     weighted = trainer(tmp_path / "b", max_steps=4, **settings)
-    record(weighted, tmp_path / "weighted", weights="grpo-sg", shaping="calibrated", recording=QUIET)
+    record(weighted, out=tmp_path / "weighted", weights="grpo-sg", shaping="calibrated", recording=QUIET)
     weighted.train()
     one, two = (sharpscope.load_run(tmp_path / name).tokens() for name in ("plain", "weighted"))
     np.testing.assert_allclose(two["loss_coef"], two["weight"] * one["loss_coef"], rtol=1e-5, atol=1e-9)
@@ -128,7 +126,7 @@ def test_weights_that_cannot_be_are_refused(name, options, message, tmp_path: Pa
     shaping = options.pop("shaping", None)
     one = trainer(tmp_path / "t", **options)
     with pytest.raises(UserError, match=message):
-        record(one, tmp_path / "run", weights=name, shaping=shaping)
+        record(one, out=tmp_path / "run", weights=name, shaping=shaping)
     assert not (tmp_path / "run").exists() and "train" not in vars(one)
 
 

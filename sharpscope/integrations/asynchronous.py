@@ -1,4 +1,4 @@
-"""The recorder of AsyncGRPOTrainer (trl.experimental), which changes nothing of the training. A step is one update.
+"""Record AsyncGRPOTrainer (trl.experimental). A step is one update.
 
 The trainer packs the samples of a micro-batch into one tree of tokens, in which samples with a common beginning share positions,
 and takes the ratio to the sampler's policy. The samples are read from its collator. A gradient belongs to a position, which several
@@ -9,9 +9,10 @@ compared with the gradient. Statistics and probes see each sample separately, wi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,25 +21,13 @@ import torch
 from torch import Tensor
 
 from sharpscope import distributed
-from sharpscope.config import RunConfig
 from sharpscope.config.method import PpoClip
 from sharpscope.errors import UserError
-from sharpscope.integrations.hf_trainer import (
-    Batch,
-    TokenLoss,
-    Trace,
-    TrainerRecorder,
-    check_setup,
-    checked_config,
-    common_settings,
-    own_statistics,
-    schedule_notes,
-    unused_tokens,
-)
-from sharpscope.objective import Method, gradient_killed
+from sharpscope.integrations.steps import Batch, TokenLoss, prompt_texts
+from sharpscope.integrations.trainers import TrainerRecorder, check_setup
+from sharpscope.objective import gradient_killed
 from sharpscope.policy import Rollouts, completions_of
 from sharpscope.policy.adapters import has_adapters
-from sharpscope.policy.scoring import Scorer
 from sharpscope.probes import attention_implementation
 from sharpscope.recording import RolloutBatch
 from sharpscope.tasks import Example, Reward
@@ -75,61 +64,35 @@ class AsyncRecorder(TrainerRecorder):
         "compute_loss": "_loss",
     }
 
-    def __init__(
-        self,
-        trainer: Any,
-        out: Path,
-        task: str,
-        correct: Callable[[float], bool],
-        recording: Mapping[str, Any] | None,
-    ) -> None:
-        with attention_implementation(trainer.accelerator.unwrap_model(trainer.model), "sdpa"):
-            super().__init__(trainer, out)
-        self.task, self.correct, self.options = task, correct, recording
+    def __init__(self, trainer: Any, out: str | Path, **options: Any) -> None:
         self.clip = PpoClip(low=float(trainer.epsilon_low), high=float(trainer.epsilon_high))
         self._samples: dict[int, Sequence[dict[str, Any]]] = {}  # of the micro-batches that are not used yet
-        config = self.config_of(max(int(trainer.args.max_steps), 1))
-        method = Method(name="grpo", clip=self.clip, aggregate="token_mean")
-        notes = [
+        self._packed = 0
+        with attention_implementation(trainer.accelerator.unwrap_model(trainer.model), "sdpa"):
+            super().__init__(trainer, out, temperature=float(trainer.args.temperature), **options)
+
+    def label(self) -> str:
+        """The method's name in the trace."""
+        return "grpo"
+
+    def notes(self) -> list[str]:
+        """Notes for run.json."""
+        return [
             "the ratio is to the sampler's policy, of whatever version; advantages are those of the rollout worker",
             "each micro-batch is divided by its own number of tokens",
             "critical sharpness is not measured",
-            *schedule_notes(trainer),
         ]
-        self.trace = Trace(config, method, notes, self.policy, trainer, correct)
-        temperature = config.rollout.temperature
-        self.scorer = Scorer(self.model, temperature, config.update.microbatch_tokens, False, compute=self.compute)
-        self.attach()
 
-    def config_of(self, updates: int) -> RunConfig:
-        """TRL's arguments as a run's configuration."""
-        args = self.trainer.args
-        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        data = {
-            **common_settings(self.trainer, self.run_dir, self.task, updates),
-            "rollout": {
-                "temperature": float(args.temperature),
-                "top_p": float(args.top_p),
-                "top_k": max(0, int(args.top_k or 0)),
-                "max_new_tokens": int(args.max_completion_length),
-                "prompts_per_step": max(1, rows // args.num_generations),
-                "group_size": int(args.num_generations),
-            },
-            "recording": {"heldout_influence_every": 0, "budget": None, **(self.options or {})},
-        }
-        return checked_config(data)
+    def gradient_done(self) -> None:
+        """Run the probes that are due."""
+        with attention_implementation(self.model, "sdpa"):
+            super().gradient_done()
 
-    def whole_batches(self) -> bool:
-        """An update uses whole batches."""
-        return True
-
-    def _sdpa(self) -> AbstractContextManager[None]:
-        """Context with an attention that takes rows of samples; TRL's takes trees only."""
-        return attention_implementation(self.model, "sdpa")
-
-    def _gradient_done(self) -> None:
-        with self._sdpa():
-            super()._gradient_done()
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """As in Recorder, with an attention that takes rows of samples; TRL's takes trees only."""
+        with attention_implementation(self.model, "sdpa"), super().whole():
+            yield
 
     # -- one micro-batch ---------------------------------------------------------------------------------------------
 
@@ -144,9 +107,9 @@ class AsyncRecorder(TrainerRecorder):
             batch: dict[str, Any] = pack(examples)
             if self.recording:
                 ((row,),) = examples  # one process, so one row
-                self._serial += 1
-                self._samples[self._serial] = row.samples
-                batch[ROW] = torch.tensor([self._serial])
+                self._packed += 1
+                self._samples[self._packed] = row.samples
+                batch[ROW] = torch.tensor([self._packed])
             return batch
 
         collator.torch_call = torch_call
@@ -155,37 +118,33 @@ class AsyncRecorder(TrainerRecorder):
     def _loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if not self.recording or ROW not in inputs or not torch.is_grad_enabled():
             return self._original["compute_loss"](model, inputs, *args, **kwargs)
-        started = time.perf_counter()
-        serial = int(inputs[ROW][0])
-        batch = self._open_batch(serial, self._samples.pop(serial))
-        self._step.seconds["recording_s"] += time.perf_counter() - started
+        batch = self.safely(partial(self._open, self._samples.pop(int(inputs[ROW][0]))))
         seen: list[bool] = []
 
-        def look(module: Any, given: Any, output: Any) -> None:
+        def hook(module: Any, given: Any, output: Any) -> None:
             """Record the first forward pass of the loss."""
-            if not seen:
+            if not seen and batch is not None:
                 seen.append(True)
-                self._use(batch, inputs, output.log_probs)
+                self.safely(partial(self._use, batch, inputs, output.log_probs))
 
-        handle = self.model.register_forward_hook(look)
+        handle = self.model.register_forward_hook(hook)
         try:
             return self._original["compute_loss"](model, inputs, *args, **kwargs)
         finally:
             handle.remove()
 
-    def _open_batch(self, serial: int, samples: Sequence[dict[str, Any]]) -> Batch:
+    def _open(self, samples: Sequence[dict[str, Any]]) -> Batch:
         """Add the micro-batch to the step: measure its tokens' statistics before the update."""
+        started = time.perf_counter()
         rollouts = rollouts_of(samples, self.policy)
         advantage = torch.tensor([float(sample["advantage"]) for sample in samples], dtype=torch.float64)
         members = rollouts.group.tolist()
-        prompts = [_prompt(rollouts, members.index(group)) for group in range(max(members) + 1)]
-        texts = self.policy.tokenizer.batch_decode(prompts, clean_up_tokenization_spaces=False)
+        texts = prompt_texts(rollouts, self.policy.tokenizer)
+        examples = [Example(texts[members.index(group)], "", {}) for group in range(max(members) + 1)]
         rewards = [reward_of(sample["metrics"], self.correct) for sample in samples]
-        batch = RolloutBatch([Example(text, "", {}) for text in texts], rollouts, rewards, advantage, None)
-        with self._sdpa(), self.whole():
-            stats = own_statistics(self.scorer, rollouts)
-        made = Batch(serial, batch, unused_tokens(stats, advantage, None), True)
-        self._step.batches.append(made)
+        labels = [(self._serial, group) for group in members]
+        made = self.open_batch(RolloutBatch(examples, rollouts, rewards, advantage, None), labels)
+        self._step.seconds["recording_s"] += time.perf_counter() - started
         return made
 
     def _use(self, batch: Batch, inputs: Mapping[str, Any], log_probs: Tensor) -> None:
@@ -212,12 +171,12 @@ class AsyncRecorder(TrainerRecorder):
             limit = 1e-3 * float(expected.abs().max())
             if not bool((found - expected).abs().max() <= limit):
                 raise UserError(
-                    f"record: the loss of {type(self.trainer).__name__} is not the clipped surrogate of AsyncGRPOTrainer, so its "
+                    f"the loss of {type(self.trainer).__name__} is not the clipped surrogate of AsyncGRPOTrainer, so its "
                     "coefficients are not known; leave compute_loss as it is"
                 )
             keep(coef)
 
-        log_probs.register_hook(check)
+        log_probs.register_hook(lambda gradient: self.safely(partial(check, gradient)))
 
 
 def rollouts_of(samples: Sequence[Mapping[str, Any]], policy: Any) -> Rollouts:
@@ -245,15 +204,8 @@ def rollouts_of(samples: Sequence[Mapping[str, Any]], policy: Any) -> Rollouts:
     ).with_reward(reward)
 
 
-def reward_of(metrics: Mapping[str, float], correct: Callable[[float], bool]) -> Reward:
+def reward_of(metrics: Mapping[str, float], correct: Callable[[float], bool] | None) -> Reward:
     """A sample's reward and its parts, from the rollout worker's metrics."""
     total = float(metrics.get("reward", torch.nan))
     parts = {name.removeprefix(_REWARD): float(part) for name, part in metrics.items() if name.startswith(_REWARD)}
-    return Reward(total, parts, bool(correct(total)))
-
-
-def _prompt(rollouts: Rollouts, row: int) -> list[int]:
-    """Token IDs of a row's prompt."""
-    width = rollouts.prompt_width
-    ids: list[int] = rollouts.input_ids[row, :width][rollouts.attention_mask[row, :width].bool()].tolist()
-    return ids
+    return Reward(total, parts, bool(correct(total)) if correct else False)

@@ -1,0 +1,586 @@
+"""The recorder of a training loop: what every recorder shares, whichever trainer makes the updates.
+
+A recorder is told of batches of completions (`Step.batches`), of the log-probabilities that the loss differentiates
+(`Step.use`), and of each update: `gradient_done` before clipping; hooks on the optimizer see the update itself. A step has whole
+batches and whole updates.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from sharpscope import distributed
+from sharpscope.config import RunConfig, check_keys, resolve_method, validate
+from sharpscope.errors import UserError
+from sharpscope.integrations.steps import Batch, Step, generated_lengths, own_statistics, unused_tokens, widened
+from sharpscope.objective import Method, named_method
+from sharpscope.policy import make_policy
+from sharpscope.policy.scoring import Scorer
+from sharpscope.policy.sharding import ModelView, gathered_copy, is_sharded, reshard, unsharded
+from sharpscope.probes import guarded
+from sharpscope.recording import (
+    Event,
+    Observers,
+    RolloutBatch,
+    StepHealth,
+    StepObserver,
+    StepResult,
+    clip_factor,
+    environment,
+    gradient_norm,
+    rollout_columns,
+    steps_row,
+    token_columns,
+    total_norm,
+    update_columns,
+    update_norm,
+)
+from sharpscope.recording.run_folder import NoWriter, note, trace_writer
+from sharpscope.traces import RunLock, TraceWriter, create_run_dir, create_run_info, free_name, load_run, rewind
+from sharpscope.traces.files import RUN_FILE, now
+
+T = TypeVar("T")
+
+SHARES_GAP, SHARES_WITHHELD = 0.02, 0.1
+"""How far the tokens' shares of an update may sum from 1 before an event says so, and before they are left out."""
+KL_ROWS = 4
+"""Completions on which the divergence over a whole step is measured."""
+_STEP_REWARDS = ("reward_mean", "reward_std", "accuracy", "accuracy_completed", "zero_std_groups")
+_STEP_RATIOS = ("kl", "kl_step", "clip_fraction_low", "clip_fraction_high")
+_WEIGHTS = tuple(f"weight_{name}" for name in ("mean", "std", "min", "max", "saturation_low", "saturation_high", "ess"))
+_UPDATE_RATIOS = ("kl_old_k1", "kl_old_k3", "ratio_mean", "ratio_min", "ratio_p01", "ratio_p99", "ratio_max")
+UNREWARDED = {
+    "steps": (*_STEP_REWARDS, "truncated_fraction", "generated_tokens", *_STEP_RATIOS, *_WEIGHTS),
+    "updates": (*_UPDATE_RATIOS, "clip_fraction_low", "clip_fraction_high"),
+    "rollouts": ("reward", "correct", "advantage", "truncated"),
+    "tokens": ("advantage", "ratio", "weight", "clipped"),
+}
+"""Columns that a training without rewards leaves null."""
+
+
+class Recorder:
+    """Records a training. It changes nothing of it, and an error of its own ends the recording, not the training.
+
+    Attributes:
+        run_dir: folder of the run, once the training has begun.
+        recording: whether it records now.
+        method: what the rows say of the objective: token weights, and whether there is a reference policy.
+        rewards: whether the training has rewards.
+        rules: changes of the health rules.
+    """
+
+    rewards = True
+    rules: Mapping[str, Any] = {}
+    weights: Method | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        out: str | Path,
+        *,
+        task: str,
+        recording: Mapping[str, Any] | None,
+        critical: int,
+        temperature: float = 1.0,
+        lr: float = 1e-6,
+        seed: int = 0,
+        beta: float = 0.0,
+        correct: Callable[[float], bool] | None = None,
+        max_grad_norm: float | None = None,
+        compute: torch.dtype | None = None,
+    ) -> None:
+        if tokenizer is None:
+            raise UserError("record: there is no tokenizer; pass it (to a trainer as processing_class=tokenizer)")
+        self.model, self.out, self.task, self.correct = model, Path(out), task, correct
+        self.max_grad_norm, self._lr = max_grad_norm, lr
+        self.temperature, self._seed, self._options, self._every = temperature, seed, dict(recording or {}), critical
+        with guarded(model, weights=False), own_forward(model):
+            source = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
+            self.policy = make_policy(model, tokenizer, source, compute=compute)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        kl = {"kl": {"coef": beta}} if beta else {}
+        self.method = Method.model_validate(named_method("grpo").model_dump() | kl)
+        self.config = self.settings(1)
+        self.scorer = Scorer(model, temperature, self.config.update.microbatch_tokens, False, compute=compute)
+        self.recording, self.run_dir = False, self.out
+        self.recent: list[float] = []
+        self._serial = distributed.rank()
+        self._step, self.step_number, self.total = Step(), 1, 0
+        self._events: list[Event] = []
+        self._told: set[str] = set()
+        self._stack, self._hooks = ExitStack(), list[Any]()
+        self.optimizer: Any = None
+        self._opened, self._started = False, time.perf_counter()
+        self.writer: TraceWriter | NoWriter = NoWriter()
+        _check_writable(self.out)
+
+    # -- what a trainer says --------------------------------------------------------------------------------------------
+
+    def settings(self, steps: int) -> RunConfig:
+        """The part of a run's configuration that recording uses, for so many steps.
+
+        Raises:
+            UserError: an option is wrong or not available for the run of another trainer.
+        """
+        every = self._every if self._every else None
+        data = {
+            "seed": self._seed,
+            "steps": max(1, steps),
+            "task": {"kind": "custom", "factory": self.task},
+            "rollout": {"temperature": self.temperature, "top_p": 1.0, "top_k": 0},
+            "optimizer": {"lr": self._lr or 1e-12},
+            "evaluation": {"every": 0},
+            "checkpoint": {"every": 0},
+            "health": self.rules,
+            "probes": {"preset": "light", "functionals": [], "every": every} if every else {"preset": "off"},
+            "recording": {"heldout_influence_every": 0, "rotation_every": 0, "budget": None, **self._options},
+        }
+        check_keys(RunConfig, data)
+        config: RunConfig = resolve_method(validate(RunConfig, data))
+        for name, missing in (
+            ("heldout_influence_every", "has no probe set of held-out prompts"),
+            ("probe_entropy_every", "has no probe set"),
+            (
+                "rotation_every",
+                "makes its gradient itself, so that no second one is known; `sharpscope rotate` measures it",
+            ),
+        ):
+            if getattr(config.recording, name, 0):
+                raise UserError(f"recording.{name}: a recorded trainer {missing}; set it to 0")
+        return config
+
+    def describe(self) -> dict[str, Any]:
+        """Entries of run.json: method, notes and trainer."""
+        raise NotImplementedError
+
+    def whole_batches(self) -> bool:
+        """Whether the updates made so far have used whole batches, so that the step is complete."""
+        return True
+
+    def observe_update(self, observer: StepObserver) -> None:
+        """Hook before the optimizer's step, with the gradient clipped, for what needs the update's loss."""
+
+    def unhook(self) -> None:
+        """Remove what the recorder has put into the trainer."""
+
+    # -- errors of the recorder ---------------------------------------------------------------------------------------
+
+    def safely(self, work: Callable[[], T]) -> T | None:
+        """Do some work of the recorder; an error ends the recording, and the training goes on."""
+        if not self.recording:
+            return None
+        try:
+            return work()
+        except Exception as error:
+            if self.weights is not None:  # they are part of the training
+                raise
+            self._fail(error)
+            return None
+
+    def _fail(self, error: Exception) -> None:
+        reason = self._reason(error)
+        if self.recording:
+            self._step.updates = []
+            with suppress(Exception):
+                self.stop("interrupted", f"the recorder stopped: {reason}", error)
+        self.recording = False
+        self.unhook()
+        warnings.warn(
+            f"sharpscope stopped recording at step {self.step_number} ({reason}); the training goes on as without it",
+            stacklevel=2,
+        )
+
+    @staticmethod
+    def _reason(error: Exception) -> str:
+        text = " ".join(str(error).split())
+        return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+
+    # -- beginning and end ----------------------------------------------------------------------------------------------
+
+    def begin(self, optimizer: Any, steps: int, done_updates: int = 0) -> None:
+        """Create the run's folder, or go on in it after `done_updates` updates, and follow the optimizer."""
+        self.optimizer = optimizer
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]  # FSDP2 has replaced them
+        self._adam = isinstance(optimizer, torch.optim.AdamW) and not any(g["amsgrad"] for g in optimizer.param_groups)
+        self.config, self.total = self.settings(steps), steps
+        if self.config.recording.update_attribution and not self._adam:
+            raise UserError(
+                f"recording.update_attribution: the optimizer is {type(optimizer).__name__}; it works for AdamW without amsgrad"
+            )
+        if is_sharded(self.model):  # FSDP2 requires that its first forward pass is of the whole model
+            with guarded(self.model, weights=False), torch.no_grad():
+                self.model(input_ids=torch.full((1, 2), self.policy.pad_id, device=self.policy.device), use_cache=False)
+            reshard(self.model)
+        self.run_dir, self.step_number = distributed.rank_zero_call(lambda: self._open_folder(done_updates))
+        self._opened = True
+        if distributed.is_rank_zero():
+            self._stack.enter_context(RunLock(self.run_dir))
+            sys.stderr.write(f"sharpscope: recording to {self.run_dir} (see it with: sharpscope show {self.run_dir})\n")
+        self.writer = trace_writer(self.run_dir)
+        self._stack.enter_context(self.writer)
+        note(self.run_dir, status="running", config=self._recorded_config())
+        self._started, self._step = time.perf_counter(), Step()
+        self.observers = Observers(self.config, self.policy, self._view)
+        self._observed: list[StepObserver] = []
+        if active := dropout_of(self.model):
+            text = f"{active} is active: statistics, norms and shares are those of the model without dropout"
+            self._warn("dropout", "info", text)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self.safely(self.before_update)),
+            optimizer.register_step_post_hook(lambda *_: self.safely(self.after_update)),
+        ]
+        self.recording = True
+
+    def _open_folder(self, done_updates: int) -> tuple[Path, int]:
+        """The run's folder and its next step; rows of updates that a resumed training makes again are removed."""
+        if self._opened:
+            return self.run_dir, self.step_number  # train() was called again
+        if done_updates and (self.out / RUN_FILE).exists():
+            with RunLock(self.out):
+                counts = load_run(self.out).updates.groupby("step").size().cumsum()
+                step = int(counts.index[counts <= done_updates].max()) if (counts <= done_updates).any() else 0
+                rewind(self.out, step)
+            made = f"the training went on from its update {done_updates}, after step {step} of this trace"
+            self._events.append(Event(step, "resumed", "info", done_updates, math.nan, "none", made))
+            return self.out, step + 1
+        folder = create_run_dir(free_name(self.out))
+        self.policy.tokenizer.save_pretrained(folder / "tokenizer")
+        parameters = list(self.model.parameters())
+        info = {
+            "task": self.task,
+            "seed": self._seed,
+            "config": self._recorded_config(),
+            "versions": environment.versions() | _versions(),
+            "commit": environment.commit(),
+            "device": environment.describe_device(self.policy.device),
+            "threads": torch.get_num_threads(),
+            "processes": distributed.world_size(),
+            "sharded": is_sharded(self.model),
+            "parameters": sum(p.numel() for p in parameters),
+            "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+            "vocabulary": self.policy.head.weight.shape[0],
+        }
+        create_run_info(folder, info | self.describe())
+        return folder, 1
+
+    def _recorded_config(self) -> dict[str, Any]:
+        """What readers use of a configuration; the trainer's own arguments are in run.json under `trainer`."""
+        config = self.config
+        return {
+            "seed": self._seed,
+            "steps": config.steps,
+            "policy": {"model": self.policy.source, "dtype": str(self.model.dtype).removeprefix("torch.")},
+            "rollout": {"temperature": self.temperature},
+            "optimizer": {"lr": self._lr, "max_grad_norm": self.max_grad_norm},
+            "recording": config.recording.model_dump(mode="json"),
+            "health": config.health.model_dump(mode="json"),
+        }
+
+    def stop(self, status: str, reason: str, problem: Exception | None = None) -> None:
+        """End the recording, because of a `problem` of the recorder if there is one.
+
+        Of a step in progress, the updates made so far are written.
+        """
+        if not self.recording:
+            return
+        closed = problem
+        try:
+            if status != "failed" and self._step.updates:
+                self._close_step()
+        except Exception as error:
+            closed = error
+            status, reason = "interrupted", f"the recorder stopped: {self._reason(error)}"
+        self.recording = False
+        if closed is not None:
+            text = self._reason(closed)[:300]
+            self._events.append(Event(self.step_number, "recorder", "error", math.nan, math.nan, "stop", text))
+        try:
+            self._write_events()
+            self._stack.close()  # flushes and unlocks
+        finally:
+            note(
+                self.run_dir,
+                status=status,
+                steps_done=self.step_number - 1,
+                finished=now(),
+                end=reason,
+                seconds=round(time.perf_counter() - self._started, 3),
+                peak_memory_bytes=environment.peak_memory_bytes(self.policy.device),
+            )
+        if distributed.is_rank_zero():
+            done, folder = self.step_number - 1, self.run_dir
+            sys.stderr.write(f"sharpscope: {done} steps recorded to {folder} (try: sharpscope show {folder})\n")
+        if closed is not problem:
+            assert closed is not None
+            raise closed
+
+    def _view(self) -> ModelView:
+        """The present model, gradients and optimizer for probes; of a sharded model a gathered copy."""
+        if not is_sharded(self.model):
+            return ModelView(self.model, self.parameters, self.optimizer)
+        moments = self.config.recording.update_attribution
+        return gathered_copy(self.model, self.optimizer, self.policy.device, moments=moments)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Context for statistics of tokens: the model's weights are gathered, its state is restored afterwards."""
+        with unsharded(self.model), guarded(self.model, weights=False), torch.no_grad():
+            yield
+
+    # -- batches and updates ------------------------------------------------------------------------------------------
+
+    def open_batch(self, batch: RolloutBatch, labels: list[Any], scorer: Scorer | None = None) -> Batch:
+        """Add a batch of this process's completions to the step: measure its tokens' statistics before the update."""
+        self._serial += distributed.world_size()
+        with self.whole():
+            stats = own_statistics(scorer or self.scorer, batch.rollouts)
+        sampled = not bool(batch.rollouts.behavior_logp.isnan().all())
+        made = Batch(self._serial, batch, unused_tokens(stats, batch.advantage), sampled, labels)
+        self._step.batches.append(made)
+        return made
+
+    def gradient_done(self) -> None:
+        """Run the probes that are due; the gradient of an update is complete and not clipped."""
+        step = self._step
+        step.collect(self.policy.device)
+        if not step.pending:
+            raise UserError(
+                "the update's loss used none of the log-probabilities that are watched: its class computes it in another way, "
+                "which cannot be recorded"
+            )
+        step.settle()
+        loss = math.fsum(float(loss) for loss in step.losses) if step.losses else math.nan
+        norm = gradient_norm(self.parameters)
+        factor = clip_factor(norm, self.max_grad_norm)
+        step.gradient = (loss, norm, factor)
+        joined, update = step.pending_update()
+        self._observed.append(self.observers.for_step(self.step_number, joined.rollouts, self.recent))
+        if math.isfinite(norm) and (math.isfinite(loss) or not step.losses):
+            with own_forward(self.model):
+                self._observed[-1](update)
+            self.recent = [*self.recent[-49:], *([math.log(norm)] if norm else [])]
+        else:
+            text = "the loss or gradient of an update is not finite; lower the learning rate, or look at this step's tokens"
+            self._warn("non_finite", "error", text, norm if math.isfinite(loss) else loss)
+
+    def before_update(self) -> None:
+        """The optimizer is about to make its step, with the gradient clipped."""
+        if not self._step.pending:
+            return
+        started = time.perf_counter()
+        loss, norm, factor = self._step.gradient
+        if self.max_grad_norm is None and norm > 0 and math.isfinite(norm):  # the loop's clipping is not known
+            now_ = gradient_norm(self.parameters) / norm
+            factor = now_ if now_ < 1 - 1e-6 else 1.0
+            self._step.gradient = (loss, norm, factor)
+        if not self._step.updates and math.isfinite(norm) and self._observed[-1].critical_due:
+            self.observe_update(self._observed[-1])
+        self._step.seconds["recording_s"] += time.perf_counter() - started
+        self._update_started = time.perf_counter()
+        self._lr = float(self.optimizer.param_groups[0]["lr"])
+        self._weights_before = None if self._adam else [p.detach().clone() for p in self.parameters]
+
+    def after_update(self) -> None:
+        """The optimizer has made its step; gradients are not cleared."""
+        if not self._step.pending:
+            return
+        done = time.perf_counter()
+        self._step.seconds["training_s"] += done - self._update_started
+        if self._weights_before is None:
+            size = update_norm(self.optimizer)
+        else:
+            moved = [p.detach() - kept for p, kept in zip(self.parameters, self._weights_before, strict=True)]
+            size = total_norm(moved)
+        self._step.record_update(size, self._lr)
+        self._step.seconds["recording_s"] += time.perf_counter() - done
+        if self.whole_batches():
+            self._close_step()
+
+    # -- writing a step ------------------------------------------------------------------------------------------------
+
+    def _close_step(self) -> None:
+        started, step, number = time.perf_counter(), self._step, self.step_number
+        batch, tokens, first = step.joined()
+        if step.gaps:
+            self._check_gap(float(torch.cat(step.gaps).mean()))
+        probed = self._probed(tokens.update)
+        self._check_shares(probed, tokens.update, {index for index, _, _ in step.again})
+        method = self.method if self.weights is None else self.method.model_copy(update={"weight": self.weights.weight})
+        progress = min((number - 1) / max(self.config.steps - 1, 1), 1.0)
+        result = StepResult(step.updates, tokens, corrected=step.corrected)
+        row = steps_row(number, batch, result, method, progress, self._lr)
+        lengths = generated_lengths(batch.rollouts)
+        row |= {"completion_length_mean": float(lengths.double().mean()), "generated_tokens": int(lengths.sum())}
+        row["grad_clipped"] = sum(u.clip_factor < 1 for u in step.updates) / len(step.updates)
+        row["kl_step"] = self._kl_step(batch, tokens.stats.logp) if self.rewards else None
+        if self.correct is None:
+            row |= {"accuracy": None, "accuracy_completed": None}
+        health = StepHealth(self.config.health, number, batch, method, progress, self.policy.device)
+        health.allows_updates(tokens.stats, tokens.weight)
+        self._events += health.events  # the rules only report here: a recorded training is never stopped
+        spec = self.config.recording
+        if spec.rollouts_every and number % spec.rollouts_every == 0:
+            columns = rollout_columns(number, batch)
+            self._append("rollouts", columns if self.correct else columns | {"correct": None})
+        if probed or (spec.tokens_every and number % spec.tokens_every == 0):
+            columns = token_columns(number, batch, result, probed, self.policy.head, self.temperature)
+            self._append(
+                "tokens", columns if all(b.sampled for b in step.batches) else columns | {"behavior_logp": None}
+            )
+            later = step.later_uses(first)
+            if later is not None:
+                self._append("uses", {"step": number, **later})
+        for observer in self._observed:
+            found = observer.result()
+            self._events += found.events
+            if found.rows:
+                self.writer.append("probes", found.rows)
+        self._write_events()
+        step.seconds["recording_s"] += time.perf_counter() - started
+        self._append("updates", update_columns(number, step.updates))
+        self._append("steps", row | step.seconds)
+        if number % spec.flush_every == 0:
+            self.writer.flush()
+            note(self.run_dir, steps_done=number)
+        probing = sum(observer.result().seconds for observer in self._observed)
+        training = step.seconds["generation_s"] + step.seconds["training_s"]
+        self.observers.budget.end_step(number, training, step.seconds["recording_s"] - probing)
+        self.step_number, self._step, self._observed = number + 1, Step(), []
+
+    def _probed(self, like: Tensor) -> dict[str, Tensor]:
+        """The columns (N, T) that the observers of the step's updates have measured."""
+        columns: dict[str, Tensor] = {}
+        for observer in self._observed:
+            for name, values in observer.result().columns.items():
+                whole = torch.full(like.shape, math.nan)
+                whole[: len(values)] = widened(values, like.shape[1], math.nan)
+                columns[name] = torch.where(whole.isnan(), columns.get(name, whole), whole)
+        return columns
+
+    def _check_shares(self, columns: dict[str, Tensor], update: Tensor, again: set[int]) -> None:
+        """Check that the tokens' shares of each update's squared gradient norm sum to 1; where they are far off, leave them out.
+
+        Not checked where only some groups were measured, or the update also used tokens of an earlier one.
+        """
+        if "attribution" not in columns or bool((columns["inclusion_probability"] < 1).any()):
+            return
+        for index in range(len(self._step.updates)):
+            own = update == index
+            shares = columns["attribution"][own]
+            if index in again or bool(shares.isnan().all()):
+                continue
+            total = float(shares.double().nansum())
+            if abs(total - 1) > SHARES_GAP:
+                withheld = abs(total - 1) > SHARES_WITHHELD
+                cause = dropout_of(self.model) or (
+                    "the loss has terms that no token's log-probability has (a penalty, an auxiliary loss, noise on embeddings)"
+                )
+                text = f"the tokens' shares of update {index} sum to {total:.3g}, not 1: {cause}"
+                text += "; they are left out" if withheld else ""
+                self._events.append(
+                    Event(
+                        self.step_number,
+                        "attribution_sum",
+                        "warning",
+                        total,
+                        SHARES_GAP,
+                        "left out" if withheld else "warn",
+                        text,
+                    )
+                )
+                if withheld:
+                    columns["attribution"][own] = math.nan
+        if bool(columns["attribution"].isnan().all()):
+            del columns["attribution"]
+
+    def _check_gap(self, gap: float) -> None:
+        """Report `gap`, the mean |ln π of the trainer − ln π of the recorder| before the first update [nats], if it is large."""
+        limit = self.config.health.logp_mismatch.threshold
+        if gap > limit:
+            text = (
+                "the trainer's log-probabilities are not those of the recorder's forward pass (dropout, positions of padded "
+                "prompts, kernels, another loss): loss_coef and ratio are the trainer's, statistics, weights and attribution "
+                "the recorder's"
+            )
+            self._events.append(Event(self.step_number, "trl_statistics", "warning", gap, limit, "warn", text))
+
+    def _kl_step(self, batch: RolloutBatch, before: Tensor) -> float | None:
+        """Mean k3 of KL(π_old‖π) over the tokens of the step's first completions, after its last update [nats]."""
+        rollouts = batch.rollouts.rows(torch.arange(min(KL_ROWS, len(before)), device=batch.rollouts.group.device))
+        mask = rollouts.completion_mask.bool().cpu()
+        with self.whole():
+            after = own_statistics(replace(self.scorer, share_prompt=False), rollouts).logp.cpu()
+        x = (after - before[: len(mask)].cpu())[mask].double()
+        return float((torch.expm1(x) - x).mean()) if len(x) else None
+
+    def absent(self, table: str) -> tuple[str, ...]:
+        """Columns of a table that are null in this training."""
+        return () if self.rewards else UNREWARDED.get(table, ())
+
+    def _append(self, table: str, columns: dict[str, Any]) -> None:
+        self.writer.append(table, columns | dict.fromkeys(self.absent(table)))
+
+    def _warn(self, rule: str, severity: str, text: str, value: float = math.nan) -> None:
+        """Report something once."""
+        if text not in self._told:
+            self._told.add(text)
+            self._events.append(Event(self.step_number, rule, severity, value, math.nan, "warn", text))
+
+    def _write_events(self) -> None:
+        for event in self._events:
+            self.writer.append("events", {name: [value] for name, value in event.row().items()})
+        self._events = []
+
+
+@contextmanager
+def own_forward(model: Any) -> Iterator[None]:
+    """Context in which `model.forward` is the model's own; accelerate replaces it by one that computes in bf16 (autocast)."""
+    replaced = vars(model).get("forward")
+    if replaced is not None and hasattr(model, "_original_forward"):
+        model.forward = model._original_forward
+    try:
+        yield
+    finally:
+        if replaced is not None:
+            model.forward = replaced
+
+
+def dropout_of(model: nn.Module) -> str:
+    """What drops at random in training, from the modules' settings; empty if nothing does."""
+    for name, module in model.named_modules():
+        for field in ("p", "attention_dropout"):
+            share = getattr(module, field, 0.0) if isinstance(module, nn.Dropout) or field != "p" else 0.0
+            if isinstance(share, float) and share > 0:
+                return f"dropout of {share:g} ({name})"
+    return ""
+
+
+def _check_writable(out: Path) -> None:
+    """Raise UserError if the folder could not be created."""
+    parent = next(p for p in [out, *out.absolute().parents] if p.exists())
+    if not os.access(parent, os.W_OK) or (parent != out and not parent.is_dir()):
+        raise UserError(f"record: out = {out} cannot be written; choose another folder")
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("transformers", "trl", "accelerate"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

@@ -1,0 +1,132 @@
+"""`sharpscope.record`: record a trainer, or any training loop in PyTorch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sharpscope.errors import UserError
+from sharpscope.integrations.loop import LoopRecorder
+from sharpscope.objective import Method
+
+CRITICAL_EVERY = 10
+"""Default interval of critical sharpness [steps]; larger where it would be measured more than ten times."""
+
+
+def record(
+    model: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    out: str | Path = "runs/recorded",
+    tokenizer: Any = None,
+    weights: str | Method | None = None,
+    shaping: str | None = None,
+    task: str | None = None,
+    correct: float | Callable[[float], bool] | None = None,
+    recording: Mapping[str, Any] | None = None,
+    critical_sharpness: bool | int = True,
+    steps: int = 0,
+    updates_per_step: int = 1,
+    temperature: float = 1.0,
+    max_grad_norm: float | None = None,
+) -> Any:
+    """Record a trainer, or the updates of a model in a training loop of your own.
+
+    A trainer (TRL's GRPOTrainer, AsyncGRPOTrainer, SFTTrainer, DPOTrainer or a transformers Trainer): call it once, before
+    `trainer.train()`. A loop: give the model and its optimizer, call `tokens` before `backward` and `step` before
+    `optimizer.step()` on what this function returns. Without `weights` the training is bitwise the same, and an error of the recorder ends
+    the recording, not the training. `sharpscope show`, `tokens` and `analyze` read the folder, also while it trains.
+
+    Args:
+        model: the trainer; or a causal language model of transformers, also wrapped in DDP or sharded by FSDP2.
+        optimizer: of the loop.
+        out: folder of the run; where there is something already, `out`-2, -3, …. A trainer that resumes from a
+            checkpoint continues the trace in it.
+        tokenizer: of the loop.
+        weights: for GRPOTrainer: a method, or the name of one, whose token weights multiply TRL's surrogate (`grpo-sg`, `ar`, a
+            control …), through per-token advantages; None changes nothing.
+        shaping: preset of a sigmoid weight, `paper` or `calibrated`; None: `paper`.
+        task: the task's name in the trace.
+        correct: which total rewards count as correct: those above a number, or a function. None: there is no accuracy, only the
+            reward.
+        recording: fields of the run configuration's part `recording`, such as {"token_gradients_every": 5}.
+        critical_sharpness: whether to measure the critical sharpness of the updates, about ten times over the training and at least
+            10 steps apart; or the interval [steps]. A loop gives `step` its loss as a function.
+        steps: number of steps of the loop, if known: the last one is measured like the first.
+        updates_per_step: optimizer updates of the loop that use one batch of completions.
+        temperature: at which the loop's log-probabilities are taken.
+        max_grad_norm: to which the loop clips; None: measured from the gradient.
+
+    Returns:
+        The recorder: of a trainer, `recorder.detach()` restores the trainer; of a loop, a `LoopRecorder`.
+
+    Raises:
+        UserError: the trainer, an option or the folder cannot be used; the message names it.
+
+    Examples:
+        The six lines that record a loop:
+
+        >>> rec = sharpscope.record(model, optimizer, tokenizer=tokenizer, out="runs/loop")  # doctest: +SKIP
+        >>> rec.tokens(logp, input_ids, completion_mask, old_logp=old, advantages=a, rewards=r, groups=g)  # doctest: +SKIP
+        >>> loss.backward()  # doctest: +SKIP
+        >>> rec.step(loss)  # doctest: +SKIP
+        >>> optimizer.step()  # doctest: +SKIP
+        >>> rec.close()  # doctest: +SKIP
+    """
+    options: dict[str, Any] = {"recording": recording, "correct": _judge(correct)}
+    interval = CRITICAL_EVERY if critical_sharpness is True else int(critical_sharpness)
+    if isinstance(model, nn.Module):
+        if optimizer is None or tokenizer is None:
+            raise UserError(
+                "record: a model needs its optimizer and tokenizer; record(model, optimizer, tokenizer=…, out=…)"
+            )
+        if weights is not None or shaping is not None:
+            raise UserError("weights: a loop of your own applies its own; leave them out")
+        every = max(interval, math.ceil(steps / 10)) if critical_sharpness is True else interval
+        loop = {"steps": steps, "updates": updates_per_step, "temperature": temperature, "max_grad_norm": max_grad_norm}
+        return LoopRecorder(model, optimizer, tokenizer, out, task=task or "loop", critical=every, **loop, **options)
+    from sharpscope.integrations.trainers import SupervisedRecorder, check_supervised, is_supervised, is_trainer
+
+    if not is_trainer(model):
+        raise UserError(f"record: {type(model).__name__} is no trainer and no torch module; give one of them")
+    planned = int(getattr(getattr(model, "args", None), "max_steps", 0))
+    if critical_sharpness is True and planned > 0:
+        interval = max(interval, math.ceil(planned / 10))
+    names = [kind.__name__ for kind in type(model).__mro__]
+    of_trl = any(kind.__module__.startswith("trl.") for kind in type(model).__mro__)
+    if of_trl:
+        from sharpscope.integrations.trl import check_version
+
+        check_version()
+    if (weights is not None or shaping is not None) and "GRPOTrainer" not in names:
+        raise UserError(f"weights: {type(model).__name__} has no surrogate that they multiply; leave them out")
+    if is_supervised(model):
+        kind = check_supervised(model)
+        own = {"token_gradients_every": 50} | dict(recording or {})  # nothing is generated, so that probes weigh more
+        return SupervisedRecorder(
+            model, out, kind, task=task or kind, critical=interval, **options | {"recording": own}
+        )
+    if "AsyncGRPOTrainer" in names:
+        from sharpscope.integrations.asynchronous import AsyncRecorder, check_asynchronous
+
+        check_asynchronous(model)
+        return AsyncRecorder(model, out, task=task or "trl", critical=0, **options)
+    from sharpscope.integrations.trl import GrpoRecorder, check_grpo, token_weights_of
+
+    check_grpo(model)
+    if shaping is not None and weights is None:
+        raise UserError(f"shaping = {shaping!r}: belongs to weights, which are not given; add weights='grpo-sg'")
+    method = None if weights is None else token_weights_of(model, weights, shaping)
+    return GrpoRecorder(model, out, weights=method, task=task or "trl", critical=interval, **options)
+
+
+def _judge(correct: float | Callable[[float], bool] | None) -> Callable[[float], bool] | None:
+    if correct is None or callable(correct):
+        return correct
+    threshold = float(correct)
+    return lambda total: total > threshold

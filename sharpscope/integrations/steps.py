@@ -1,0 +1,284 @@
+"""The step in progress of a recorded training: its batches of completions, what the loss does with their tokens, its updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sharpscope import distributed
+from sharpscope.policy import Rollouts, TokenStats, join_rollouts, microbatches
+from sharpscope.policy.scoring import Scorer, write_stats
+from sharpscope.recording import PendingUpdate, RolloutBatch, StepTokens, UpdateResult, UpdateTokens
+from sharpscope.tasks import Example
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """(n, T) values of the tokens of one micro-batch under the policy of its update."""
+
+    ratio: Tensor
+    log_ratio: Tensor  # ln π − ln π_old of the token [nats], 0 outside the mask
+    clipped: (
+        Tensor | None
+    )  # −1 lower bound acts, 1 upper, 0 none; None: where the advantage is not 0 and the coefficient is
+    kl: Tensor  # k3 [nats], 0 without a reference
+    correction: Tensor | None = None  # factor of the loss for the sampler's policy, (n, 1) or (n, T)
+
+
+@dataclass
+class Batch:
+    """One batch of completions: N rows, T completion positions."""
+
+    serial: int
+    rollout_batch: RolloutBatch
+    tokens: StepTokens
+    sampled: bool  # whether the sampler's log-probabilities are known
+    labels: list[Hashable]  # (N,) names of the rows' groups
+    shared: bool = False  # whether every process has it
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the completions and their statistics."""
+        return self.rollout_batch.rollouts.completion_mask.device
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch with its completions on a device, shared by all processes."""
+        rollouts = self.rollout_batch.rollouts.to(device)
+        return replace(self, rollout_batch=replace(self.rollout_batch, rollouts=rollouts), shared=True)
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a micro-batch of the present update does with n rows of a batch."""
+
+    serial: int  # of the batch
+    rows: Tensor  # (n,) in the batch, on the CPU
+    tokens: UpdateTokens
+    correction: Tensor | None  # (n, T), as in TokenLoss
+
+
+@dataclass
+class Step:
+    """Whole batches and whole updates; `micro` counts the micro-steps so far, `seconds` is the time by part [s]."""
+
+    batches: list[Batch] = field(default_factory=list)
+    updates: list[UpdateResult] = field(default_factory=list)
+    micro: int = 0
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"generation_s": 0.0, "training_s": 0.0, "recording_s": 0.0}
+    )
+    gradient: tuple[float, float, float] = (math.nan, math.nan, 1.0)  # loss, norm, clip factor of the present update
+    corrected: bool = False  # whether the trainer multiplies the loss by a factor for the sampler's policy
+    losses: list[Tensor] = field(default_factory=list)  # of the present update's micro-batches
+    gaps: list[Tensor] = field(default_factory=list)  # |ln π of the trainer − ln π of our forward pass| [nats]
+    pending: list[Use] = field(default_factory=list)  # of the present update
+    again: list[tuple[int, Use, Tensor]] = field(default_factory=list)  # update, use, (n, T): tokens used before
+
+    @property
+    def other_seconds(self) -> float:
+        """Seconds of generation and recording."""
+        return self.seconds["generation_s"] + self.seconds["recording_s"]
+
+    def batch(self, serial: int) -> Batch:
+        """The batch with this serial number."""
+        return next(batch for batch in self.batches if batch.serial == serial)
+
+    def use(self, serial: int, rows: Tensor, known: TokenLoss | None = None) -> Callable[[Tensor], None]:
+        """Record that a micro-batch of the present update uses some rows of a batch.
+
+        Args:
+            serial: of the batch.
+            rows: (n,) in the batch, on the CPU.
+            known: what the loss does with their tokens, if it has a ratio; None: the ratio is 1 and nothing is clipped.
+
+        Returns:
+            A function to call in the backward pass with ∂L/∂log π (n, T) of the rows' tokens.
+        """
+        batch = self.batch(serial)
+        mask = batch.rollout_batch.rollouts.completion_mask[rows.to(batch.device)].bool().cpu()
+        if known is None:
+            known = TokenLoss(*(torch.full(mask.shape, value) for value in (1.0, 0.0, 0, 0.0)))
+        mask = mask[:, : known.ratio.shape[1]]  # a micro-batch can be narrower than the whole batch
+        width = mask.shape[1]
+        correction = None if known.correction is None else known.correction.detach().cpu().expand(len(mask), -1)
+        if correction is not None:
+            correction = correction.expand(mask.shape) if correction.shape[1] == 1 else correction[:, :width]
+        tokens = UpdateTokens.zeros(mask.shape, batch.tokens.loss_coef.dtype)
+        values = {name: getattr(known, name)[:, :width] for name in ("kl", "ratio", "log_ratio")}
+        clipped = torch.zeros(mask.shape) if known.clipped is None else known.clipped[:, :width]
+        tokens.write(torch.arange(len(rows)), mask, clipped=clipped, **values)
+
+        def keep(gradient: Tensor) -> None:
+            tokens.coef = torch.where(mask, gradient.detach()[:, :width].to("cpu", tokens.coef.dtype), 0.0)
+            if known.clipped is None:
+                stopped = mask & (tokens.coef == 0) & (batch.tokens.advantage[rows][:, :width] != 0)
+                tokens.clipped = torch.where(stopped, tokens.log_ratio.sign(), 0).to(torch.int8)
+            self.pending.append(Use(serial, rows, tokens, correction))
+
+        return keep
+
+    def collect(self, device: torch.device) -> None:
+        """Exchange the new batches and uses of all processes; gradients are their average, so coefficients are divided."""
+        count = distributed.world_size()
+        if count == 1:
+            return
+        new = [batch.to(torch.device("cpu")) for batch in self.batches if not batch.shared]
+        pending = [replace(u, tokens=replace(u.tokens, coef=u.tokens.coef / count)) for u in self.pending]
+        parts = distributed.gather((new, pending, self.gaps, [float(loss) / count for loss in self.losses]))
+        shared = [batch for batch in self.batches if batch.shared]
+        self.batches = shared + [batch.to(device) for theirs, *_ in parts for batch in theirs]
+        self.pending = [use for _, uses, _, _ in parts for use in uses]
+        if not self.updates:  # later there are no new ones
+            self.gaps = [gap for _, _, gaps, _ in parts for gap in gaps]
+        self.losses = [torch.tensor(loss) for *_, losses in parts for loss in losses]
+
+    def settle(self) -> None:
+        """Give each token of the present update, whose gradient is complete, the columns of its first use."""
+        index = len(self.updates)
+        settled: list[Use] = []
+        for use in self.pending:
+            tokens, rows = self.batch(use.serial).tokens, use.rows
+            width = tokens.update.shape[1]
+            each = UpdateTokens(*(widened(value, width) for value in use.tokens.tensors()))
+            first = each.used & (tokens.update[rows] < 0)  # (n, T)
+            values = [(tokens.ratio, each.ratio), (tokens.clipped, each.clipped), (tokens.loss_coef, each.coef)]
+            if use.correction is not None:
+                self.corrected = True
+                values.append((tokens.correction, widened(use.correction, width)))
+            for target, value in values:
+                target[rows] = torch.where(first, value.to(target.dtype), target[rows])
+            tokens.update[rows] = torch.where(first, index, tokens.update[rows])
+            settled.append(replace(use, tokens=each))
+            if bool((each.used & ~first).any()):
+                self.again.append((index, settled[-1], each.used & ~first))
+        self.pending = settled
+
+    def compare(self, serial: int, rows: Tensor, logp: Tensor) -> None:
+        """Keep the gaps between the trainer's log-probabilities (n, T) and our forward pass's, before the first update."""
+        if not self.updates:
+            batch = self.batch(serial)
+            mask = batch.rollout_batch.rollouts.completion_mask[rows.to(batch.device), : logp.shape[1]].bool().cpu()
+            ours = batch.tokens.stats.logp[rows.to(batch.device), : logp.shape[1]].cpu()
+            self.gaps.append((logp.detach()[:, : mask.shape[1]].cpu() - ours).abs()[mask])
+
+    def joined(self) -> tuple[RolloutBatch, StepTokens, dict[int, int]]:
+        """All batches so far as one, their tokens as one, and each batch's first row by its serial number."""
+        batches = self.batches
+        labels = {label: number for number, label in enumerate(dict.fromkeys(x for b in batches for x in b.labels))}
+        examples: dict[Hashable, Example] = {}
+        first, row = {}, 0
+        for batch in batches:
+            first[batch.serial], row = row, row + len(batch.labels)
+            for label, group in zip(batch.labels, batch.rollout_batch.rollouts.group.tolist(), strict=True):
+                examples.setdefault(label, batch.rollout_batch.examples[group])
+        rollouts = join_rollouts(*(batch.rollout_batch.rollouts for batch in batches))
+        group = torch.tensor([labels[x] for b in batches for x in b.labels], device=rollouts.group.device)
+        whole = RolloutBatch(
+            list(examples.values()),
+            Rollouts(**{**vars(rollouts), "group": group}),
+            [reward for batch in batches for reward in batch.rollout_batch.rewards],
+            torch.cat([batch.rollout_batch.advantage for batch in batches]),
+            None,
+        )
+        return whole, _joined_tokens([batch.tokens for batch in batches]), first
+
+    def pending_update(self) -> tuple[RolloutBatch, PendingUpdate]:
+        """All batches so far as one, and the present update between its gradient and the optimizer's step."""
+        joined, tokens, offset = self.joined()
+        width, index = joined.rollouts.completion_ids.shape[1], len(self.updates)
+        rows = torch.cat([use.rows + offset[use.serial] for use in self.pending])
+        coef = torch.cat([widened(use.tokens.coef, width) for use in self.pending])
+        _, norm, factor = self.gradient
+        return joined, PendingUpdate(index, rows, tokens.update[rows] == index, coef, norm, factor)
+
+    def record_update(self, size: float, lr: float) -> None:
+        """Record that the present update was made; `size` is ‖Δθ‖₂, `lr` its learning rate."""
+        loss, norm, factor = self.gradient
+        parts = [use.tokens for use in self.pending]
+        width = max(part.used.shape[1] for part in parts)
+        columns = zip(*(part.tensors() for part in parts), strict=True)
+        whole = UpdateTokens(*(torch.cat([widened(value, width) for value in column]) for column in columns))
+        self.updates.append(UpdateResult(loss, norm, norm, size, factor, False, lr=lr, summary=whole.summary()))
+        for use in self.pending:
+            self.batch(use.serial).tokens.count(use.rows, use.tokens)
+        self.pending, self.losses = [], []
+
+    def later_uses(self, first: dict[int, int]) -> dict[str, Any] | None:
+        """Columns of the table `uses` without `step`; None if no token was used twice."""
+        parts = []
+        for index, use, again in self.again:
+            row, position = again.nonzero(as_tuple=True)
+            values = (getattr(use.tokens, name)[again] for name in ("ratio", "clipped", "coef"))
+            parts.append((use.rows[row] + first[use.serial], position, torch.full_like(row, index), *values))
+        names = ("rollout", "position", "update", "ratio", "clipped", "loss_coef")
+        columns = (
+            {n: torch.cat(c).numpy() for n, c in zip(names, zip(*parts, strict=True), strict=True)} if parts else {}
+        )
+        return {name: v.astype(np.float32) if v.dtype == np.float64 else v for name, v in columns.items()} or None
+
+
+def generated_lengths(rollouts: Rollouts) -> Tensor:
+    """(N,) tokens that the policy generated, also of completions that the trainer excludes from the loss.
+
+    Of the latter it is not known which tokens came from a tool, so these are counted as well.
+    """
+    counted = rollouts.completion_mask.sum(1)
+    return torch.where(counted > 0, counted, rollouts.lengths)
+
+
+def unused_tokens(stats: TokenStats, advantage: Tensor, weight: Tensor | None = None) -> StepTokens:
+    """StepTokens (N, T) that no update has used yet, with weights and advantages, (N,) or (N, T)."""
+    shape, dtype = stats.logp.shape, stats.logp.dtype
+    each = advantage.to("cpu", dtype)
+    return replace(
+        StepTokens.unused(stats),
+        weight=torch.ones(shape, dtype=dtype) if weight is None else weight.to("cpu", dtype),
+        advantage=(each[:, None].expand(shape) if each.dim() == 1 else each).clone(),
+    )
+
+
+def same_prompts(rollouts: Rollouts, group_size: int) -> bool:
+    """Whether the rows of every group have one prompt, so that it can be run once for all of them."""
+    ids = rollouts.input_ids[:, : rollouts.prompt_width] * rollouts.attention_mask[:, : rollouts.prompt_width]
+    grouped = ids.view(-1, group_size, ids.shape[1])
+    return bool((grouped == grouped[:, :1]).all())
+
+
+def own_statistics(scorer: Scorer, rollouts: Rollouts) -> TokenStats:
+    """TokenStats (N, T) of this process's rows; `Scorer.statistics` divides rows that all processes have."""
+    result = scorer.zeros(rollouts)
+    group, prompts = rollouts.group if scorer.share_prompt else None, rollouts.prompt_lengths
+    for rows in microbatches(rollouts.lengths, scorer.microbatch_tokens, prompt_lengths=prompts, group=group):
+        write_stats(result, rows, scorer.score(rollouts.rows(rows), stats=True).stats)
+    return result
+
+
+def prompt_texts(rollouts: Rollouts, tokenizer: Any) -> list[str]:
+    """(N,) prompts as the model saw them."""
+    width = rollouts.prompt_width
+    pairs = zip(rollouts.input_ids[:, :width], rollouts.attention_mask[:, :width], strict=True)
+    texts: list[str] = tokenizer.batch_decode(
+        [ids[seen.bool()].tolist() for ids, seen in pairs], clean_up_tokenization_spaces=False
+    )
+    return texts
+
+
+def widened(values: Tensor, width: int, fill: float = 0) -> Tensor:
+    """`values` (n, T) padded on the right with `fill` to `width` columns."""
+    return torch.nn.functional.pad(values, (0, width - values.shape[1]), value=fill)
+
+
+def _joined_tokens(parts: Sequence[StepTokens]) -> StepTokens:
+    width = max(part.update.shape[1] for part in parts)
+
+    def cat(name: str, of: Sequence[Any]) -> Tensor:
+        return torch.cat([widened(getattr(part, name), width, -1 if name == "update" else 0) for part in of])
+
+    stats = TokenStats(**{f.name: cat(f.name, [part.stats for part in parts]) for f in fields(TokenStats)})
+    return StepTokens(stats=stats, **{f.name: cat(f.name, parts) for f in fields(StepTokens) if f.name != "stats"})
