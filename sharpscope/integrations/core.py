@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope import distributed
-from sharpscope.config import RunConfig, check_keys, resolve_method, validate
+from sharpscope.config import RunConfig, check_keys, validate
 from sharpscope.errors import UserError
 from sharpscope.integrations.steps import Batch, Step, generated_lengths, own_statistics, unused_tokens, widened
 from sharpscope.objective import Method, named_method
@@ -41,6 +41,7 @@ from sharpscope.recording import (
     clip_factor,
     environment,
     gradient_norm,
+    kept_rows,
     rollout_columns,
     steps_row,
     token_columns,
@@ -61,7 +62,7 @@ KL_ROWS = 4
 _STEP_REWARDS = ("reward_mean", "reward_std", "accuracy", "accuracy_completed", "zero_std_groups")
 _STEP_RATIOS = ("kl", "kl_step", "clip_fraction_low", "clip_fraction_high")
 _WEIGHTS = tuple(f"weight_{name}" for name in ("mean", "std", "min", "max", "saturation_low", "saturation_high", "ess"))
-_UPDATE_RATIOS = ("kl_old_k1", "kl_old_k3", "ratio_mean", "ratio_min", "ratio_p01", "ratio_p99", "ratio_max")
+_UPDATE_RATIOS = ("kl_old_k3", "ratio_min", "ratio_max")
 UNREWARDED = {
     "steps": (*_STEP_REWARDS, "truncated_fraction", "generated_tokens", *_STEP_RATIOS, *_WEIGHTS),
     "updates": (*_UPDATE_RATIOS, "clip_fraction_low", "clip_fraction_high"),
@@ -80,9 +81,11 @@ class Recorder:
         method: what the rows say of the objective: token weights, and whether there is a reference policy.
         rewards: whether the training has rewards.
         rules: changes of the health rules.
+        fields: the trainer's names of settings, as messages use them.
     """
 
     rewards = True
+    fields = "sharpscope"
     rules: Mapping[str, Any] = {}
     weights: Method | None = None
 
@@ -122,6 +125,7 @@ class Recorder:
         self._step, self.step_number, self.total = Step(), 1, 0
         self._events: list[Event] = []
         self._told: set[str] = set()
+        self._earlier: list[Mapping[str, Any]] = []  # rows of the steps table, for the health rules
         self._stack, self._hooks = ExitStack(), list[Any]()
         self.optimizer: Any = None
         self._opened, self._started = False, time.perf_counter()
@@ -147,10 +151,10 @@ class Recorder:
             "checkpoint": {"every": 0},
             "health": self.rules,
             "probes": {"preset": "light", "functionals": [], "every": every} if every else {"preset": "off"},
-            "recording": {"heldout_influence_every": 0, "rotation_every": 0, "budget": None, **self._options},
+            "recording": {"rotation_every": 0, "group_share": 1.0, **self._options},
         }
         check_keys(RunConfig, data)
-        config: RunConfig = resolve_method(validate(RunConfig, data))
+        config: RunConfig = validate(RunConfig, data)
         for name, missing in (
             ("heldout_influence_every", "has no probe set of held-out prompts"),
             ("probe_entropy_every", "has no probe set"),
@@ -287,7 +291,7 @@ class Recorder:
             "steps": config.steps,
             "policy": {"model": self.policy.source, "dtype": str(self.model.dtype).removeprefix("torch.")},
             "rollout": {"temperature": self.temperature},
-            "optimizer": {"lr": self._lr, "max_grad_norm": self.max_grad_norm},
+            "optimizer": {"lr": self._lr},
             "recording": config.recording.model_dump(mode="json"),
             "health": config.health.model_dump(mode="json"),
         }
@@ -321,6 +325,7 @@ class Recorder:
                 finished=now(),
                 end=reason,
                 seconds=round(time.perf_counter() - self._started, 3),
+                measuring=self.observers.schedule.summary(),
                 peak_memory_bytes=environment.peak_memory_bytes(self.policy.device),
             )
         if distributed.is_rank_zero():
@@ -361,8 +366,8 @@ class Recorder:
         step.collect(self.policy.device)
         if not step.pending:
             raise UserError(
-                "the update's loss used none of the log-probabilities that are watched: its class computes it in another way, "
-                "which cannot be recorded"
+                "the update's loss is made of none of the log-probabilities that are hooked: its class computes it in another way, "
+                "which cannot be recorded; a loop gives tokens() the very tensor from which it makes the loss"
             )
         step.settle()
         loss = math.fsum(float(loss) for loss in step.losses) if step.losses else math.nan
@@ -423,17 +428,29 @@ class Recorder:
         self._check_shares(probed, tokens.update, {index for index, _, _ in step.again})
         method = self.method if self.weights is None else self.method.model_copy(update={"weight": self.weights.weight})
         progress = min((number - 1) / max(self.config.steps - 1, 1), 1.0)
-        result = StepResult(step.updates, tokens, corrected=step.corrected)
+        kl = self._kl_step(batch, tokens.stats.logp) if self.rewards else None
+        result = StepResult(step.updates, tokens, corrected=step.corrected, kl_step=kl)
         row = steps_row(number, batch, result, method, progress, self._lr)
         lengths = generated_lengths(batch.rollouts)
         row |= {"completion_length_mean": float(lengths.double().mean()), "generated_tokens": int(lengths.sum())}
-        row["grad_clipped"] = sum(u.clip_factor < 1 for u in step.updates) / len(step.updates)
-        row["kl_step"] = self._kl_step(batch, tokens.stats.logp) if self.rewards else None
         if self.correct is None:
             row |= {"accuracy": None, "accuracy_completed": None}
-        health = StepHealth(self.config.health, number, batch, method, progress, self.policy.device)
+        health = StepHealth(
+            self.config.health,
+            number,
+            batch,
+            method,
+            progress,
+            self.policy.device,
+            vocabulary=self.policy.head.weight.shape[0],
+            earlier=self._earlier,
+            trainer=self.fields,
+            lr=self._lr,
+        )
         health.allows_updates(tokens.stats, tokens.weight)
+        health.after_updates(row)
         self._events += health.events  # the rules only report here: a recorded training is never stopped
+        self._earlier = kept_rows([*self._earlier, row | {"idle_groups": batch.idle_share}])
         spec = self.config.recording
         if spec.rollouts_every and number % spec.rollouts_every == 0:
             columns = rollout_columns(number, batch)
@@ -455,12 +472,11 @@ class Recorder:
         step.seconds["recording_s"] += time.perf_counter() - started
         self._append("updates", update_columns(number, step.updates))
         self._append("steps", row | step.seconds)
-        if number % spec.flush_every == 0:
-            self.writer.flush()
-            note(self.run_dir, steps_done=number)
+        self.writer.flush()
+        note(self.run_dir, steps_done=number)
         probing = sum(observer.result().seconds for observer in self._observed)
         training = step.seconds["generation_s"] + step.seconds["training_s"]
-        self.observers.budget.end_step(number, training, step.seconds["recording_s"] - probing)
+        self.observers.schedule.end_step(training, step.seconds["recording_s"] - probing)
         self.step_number, self._step, self._observed = number + 1, Step(), []
 
     def _probed(self, like: Tensor) -> dict[str, Tensor]:

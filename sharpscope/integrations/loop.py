@@ -164,7 +164,7 @@ class LoopRecorder(Recorder):
             raise UserError("record: logp does not require a gradient; give what the loss is made of, before backward")
         self._given |= set(given)
         if "rewards" not in given and not self.rules:
-            self.rules = {rule: {"action": "off"} for rule in ("no_variance", "truncation", "entropy_collapse")}
+            self.rules = {rule: {"action": "off"} for rule in ("dead_groups", "truncation")}
             self.config = self.settings(self.total)
         counted = torch.zeros_like(ids, dtype=torch.bool)
         counted[:, length - width :] = mask.bool()

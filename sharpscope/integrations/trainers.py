@@ -52,6 +52,7 @@ class TrainerRecorder(Recorder):
     """
 
     wrapped: ClassVar[Mapping[str, str]] = {"train": "_train", "training_step": "_training_step"}
+    fields = "trl"
 
     def __init__(self, trainer: Any, out: str | Path, **options: Any) -> None:
         self.trainer, args = trainer, trainer.args
@@ -330,7 +331,7 @@ class SupervisedRecorder(TrainerRecorder):
 
     wrapped: ClassVar[Mapping[str, str]] = {**TrainerRecorder.wrapped, "compute_loss": "_loss"}
     rewards = False
-    rules: Mapping[str, Any] = {rule: {"action": "off"} for rule in ("no_variance", "truncation", "entropy_collapse")}
+    rules: Mapping[str, Any] = {rule: {"action": "off"} for rule in ("dead_groups", "truncation", "entropy_collapse")}
 
     def __init__(self, trainer: Any, out: str | Path, kind: str, *, critical: int, task: str, **options: Any) -> None:
         self.pairs, self._kind = kind == "dpo", kind

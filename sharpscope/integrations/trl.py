@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sharpscope import distributed
-from sharpscope.config.method import AllTokens, PpoClip
+from sharpscope.config.method import PpoClip
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
 from sharpscope.integrations.record import record
@@ -108,13 +108,13 @@ def token_weights_of(trainer: Any, weights: str | Method, shaping: str | None) -
     method = named_method(weights) if isinstance(weights, str) else weights
     plain = named_method("grpo")
     rest = method.model_copy(update={"name": plain.name, "weight": plain.weight, "tokens": plain.tokens})
-    if isinstance(method.tokens, AllTokens):  # ar: TRL's own options set its clip and aggregation
+    if method.tokens is None:  # ar: TRL's own options set its clip and aggregation
         rest = rest.model_copy(update={"clip": plain.clip, "aggregate": plain.aggregate})
     if method.weight_on != "surrogate":
         raise UserError(
             f"weights = '{method.name}': they act on the ratio inside the clip, which TRL's advantages cannot carry; use grpo-sg"
         )
-    if rest != plain or (isinstance(method.weight, UniformWeight) and isinstance(method.tokens, AllTokens)):
+    if rest != plain or (isinstance(method.weight, UniformWeight) and method.tokens is None):
         raise UserError(
             f"weights = '{method.name}': this method is more than token weights on GRPO, or has none; give one such as grpo-sg, "
             "ar, cov-grpo, papo, high-entropy or a control, and set the rest by TRL's own options"

@@ -253,6 +253,9 @@ class Run:
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, method={self.method!r}, seed={self.seed}, status={self.status!r})"
 
+    def _repr_html_(self) -> str:
+        return Runs(self.path.parent, {self.name: self}, {})._repr_html_()
+
 
 _FRAMES = set(TABLES) - {"tokens", "reductions"}
 

@@ -70,7 +70,10 @@ def train_all(folder: Path) -> None:
             one.add_callback(keep)
             options = {"weights": "grpo-sg", "shaping": "calibrated"} if weighted else {}
             if recorded:
-                options |= {"recording": {"token_gradients_every": 1, "exact_tokens": 100, "group_share": 1.0}, "critical_sharpness": 1}
+                options |= {
+                    "recording": {"token_gradients_every": 1, "exact_tokens": 100, "group_share": 1.0},
+                    "critical_sharpness": 1,
+                }
                 record(one, out=folder / name, **options)
             one.train()
             model = one.accelerator.unwrap_model(one.model)

@@ -145,7 +145,11 @@ def recorded(tmp_path: Path) -> tuple[Any, list[dict[str, torch.Tensor]]]:
         one, keep = trainer(tmp_path / name), Weights()
         one.add_callback(keep)
         if name == "recorded":
-            record(one, out=tmp_path / "run", recording={"token_gradients_every": 3, "exact_tokens": 200, "group_share": 1.0})
+            record(
+                one,
+                out=tmp_path / "run",
+                recording={"token_gradients_every": 3, "exact_tokens": 200, "group_share": 1.0},
+            )
         one.train()
         kept.append([*keep.before, {k: v.detach().clone() for k, v in one.model.state_dict().items()}])
     assert len(kept[0]) == STEPS + 1 and not torch.equal(*(kept[0][i]["lm_head.weight"] for i in (0, -1)))

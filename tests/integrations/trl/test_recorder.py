@@ -154,11 +154,8 @@ def test_each_update_has_its_own_ratios_and_divergence(watched):
         row = table.loc[(update // 4 + 1, update % 4)]
         wanted = {
             "tokens": len(ratio),
-            "kl_old_k1": -float(change.mean()),
             "kl_old_k3": float((change.exp() - 1 - change).mean()),
-            "ratio_mean": float(ratio.mean()),
             "ratio_min": float(ratio.min()),
-            "ratio_p99": float(ratio.quantile(0.99)),
             "ratio_max": float(ratio.max()),
             "clip_fraction_low": float((clipped < 0).double().mean()),
             "clip_fraction_high": float((clipped > 0).double().mean()),

@@ -50,7 +50,10 @@ def test_trl_does_what_our_loop_does(name: str, tmp_path: Path):
         rollout_func=generated,
     )
     record(
-        one, out=tmp_path / "run", recording={"token_gradients_every": 1, "exact_tokens": 100, "group_share": 1.0}, critical_sharpness=False
+        one,
+        out=tmp_path / "run",
+        recording={"token_gradients_every": 1, "exact_tokens": 100, "group_share": 1.0},
+        critical_sharpness=False,
     )
     one.train()
     columns = ["loss_coef", "advantage", "ratio", "logp", "score_norm", "score_norm_local", "attribution"]

@@ -1,0 +1,241 @@
+"""A hand-written GRPO loop: recorded with six lines, it makes the same weights, and each number is the loss's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import sharpscope
+from sharpscope.cli import app
+from sharpscope.errors import UserError
+from sharpscope.recording import observers
+from tests.integrations.trainers import small_model, tokenizer
+
+PROMPTS = [[2, 3], [4], [5, 6, 7], [8, 9]]
+GROUP, STEPS, EPOCHS, LENGTH = 4, 3, 2, 6
+ALL = {"token_gradients_every": 1, "exact_tokens": 200}
+
+
+def drawn(model: Any, seed: int) -> dict[str, torch.Tensor]:
+    """16 completions with rewards and advantages; prompts padded on the left, completions on the right (0)."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, LENGTH + 1, (len(PROMPTS) * GROUP,), generator=draw)
+    width = max(map(len, PROMPTS))
+    ids = torch.zeros(len(lengths), width + LENGTH, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths.tolist()):
+        prompt = PROMPTS[row // GROUP]
+        ids[row, width - len(prompt) : width] = torch.tensor(prompt)
+        ids[row, width : width + length] = torch.randint(2, 37, (length,), generator=draw)
+        mask[row, width : width + length] = 1
+    attention = ((ids > 0) | (mask > 0)).long()
+    rewards = torch.rand(len(ids), generator=draw)
+    grouped = rewards.view(-1, GROUP)
+    advantages = ((grouped - grouped.mean(1, keepdim=True)) / grouped.std(1, keepdim=True)).flatten()
+    with torch.no_grad():
+        old = logps(model, ids, attention)
+    return {
+        "ids": ids,
+        "mask": mask,
+        "attention": attention,
+        "rewards": rewards,
+        "advantages": advantages,
+        "old": old,
+        "groups": torch.arange(len(ids)) // GROUP,
+    }
+
+
+def logps(model: Any, ids: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
+    """(n, L - 1) of the tokens from the second on."""
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    logits = model(input_ids=ids, attention_mask=attention, position_ids=positions).logits[:, :-1]
+    return logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+
+
+def surrogate(logp: torch.Tensor, b: dict[str, torch.Tensor], rows: slice, total: float) -> torch.Tensor:
+    """PPO's clipped surrogate with bounds 0.05, a mean over the tokens of the whole batch."""
+    width = logp.shape[1]  # the last columns
+    ratio = (logp - b["old"][rows, -width:]).exp()
+    a = b["advantages"][rows, None]
+    each = -torch.minimum(a * ratio, a * ratio.clamp(0.95, 1.05))
+    return (each * b["mask"][rows, -width:]).sum() / total
+
+
+def loop(
+    model: Any, out: Path | None = None, clip: float = 1e9, narrow: bool = False, **options: Any
+) -> list[dict[str, torch.Tensor]]:
+    """Two micro-batches an update, EPOCHS updates a step; returns the weights before each update."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    rec: Any = None
+    if out is not None:
+        rec = sharpscope.record(
+            model, optimizer, tokenizer=tokenizer(), out=out, steps=STEPS, updates_per_step=EPOCHS, **options
+        )
+    kept = []
+    for step in range(STEPS):
+        b = drawn(model, step)
+        total = float(b["mask"][:, 1:].sum())
+        for _ in range(EPOCHS):
+            kept.append({name: value.clone() for name, value in model.state_dict().items()})
+            losses = 0.0
+            for rows in (slice(0, 8), slice(8, 16)):
+                logp = logps(model, b["ids"][rows], b["attention"][rows])
+                logp = logp[:, -LENGTH:] if narrow else logp  # only the columns of completions
+                loss = surrogate(logp, b, rows, total)
+                if rec is not None:
+                    rec.tokens(
+                        logp,
+                        b["ids"][rows],
+                        b["mask"][rows][:, -LENGTH:] if narrow else b["mask"][rows],
+                        old_logp=b["old"][rows][:, -logp.shape[1] :],
+                        advantages=b["advantages"][rows],
+                        rewards=b["rewards"][rows],
+                        groups=b["groups"][rows],
+                    )
+                loss.backward()
+                losses += float(loss.detach())
+            if rec is not None:
+
+                def again(b: Any = b, total: float = total) -> torch.Tensor:
+                    return surrogate(logps(model, b["ids"], b["attention"]), b, slice(0, 16), total)
+
+                rec.step(losses, loss_fn=again)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    if rec is not None:
+        rec.close()
+    kept.append({name: value.clone() for name, value in model.state_dict().items()})
+    return kept
+
+
+def equal(one: list[dict[str, torch.Tensor]], two: list[dict[str, torch.Tensor]]) -> bool:
+    return all(torch.equal(a[name], b[name]) for a, b in zip(one, two, strict=True) for name in a)
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["all columns", "completions"])
+def test_each_number_is_autograds_and_the_weights_are_the_same(tmp_path: Path, narrow: bool, monkeypatch):
+    monkeypatch.setattr(observers, "TOLERANCE", 1 / 16)
+    monkeypatch.setattr(observers, "EVALUATIONS", 40)
+    plain = loop(small_model(), clip=0.5)
+    options = {"recording": ALL, "critical_sharpness": 1, "correct": 0.5}
+    kept = loop(small_model(), tmp_path / "run", clip=0.5, narrow=narrow, **options)
+    assert equal(plain, kept) and not torch.equal(kept[0]["lm_head.weight"], kept[-1]["lm_head.weight"])
+    run = sharpscope.load_run(tmp_path / "run")
+    assert run.status == "finished" and run.steps["step"].tolist() == [1, 2, 3]
+    assert (run.rollouts.groupby("step").size() == 16).all() and (run.steps["updates"] == EPOCHS).all()
+    assert "attribution_sum" not in set(run.events["rule"])
+    model = small_model()
+    model.load_state_dict(kept[0])
+    for step in range(STEPS):
+        at = step * EPOCHS
+        model.load_state_dict(kept[at])
+        b = drawn(model, step)
+        total, inside = float(b["mask"][:, 1:].sum()), b["mask"][:, 1:].bool()
+        tokens, rollouts = run.tokens(steps=[step + 1]), run.rollouts[run.rollouts["step"] == step + 1]
+        np.testing.assert_allclose(rollouts["reward"], b["rewards"], rtol=1e-6)
+        np.testing.assert_allclose(rollouts["advantage"], b["advantages"], rtol=1e-5)
+        assert rollouts["group"].tolist() == b["groups"].tolist()
+        assert rollouts["correct"].tolist() == (b["rewards"] > 0.5).tolist()
+        assert tokens["token_id"].tolist() == b["ids"][:, 1:][inside].tolist()
+        np.testing.assert_allclose(tokens["logp"], b["old"][inside], atol=1e-5)
+        for update in range(EPOCHS):
+            model.load_state_dict(kept[at + update])
+            model.double().zero_grad()
+            logp = logps(model, b["ids"], b["attention"])
+            loss = surrogate(logp, {**b, "old": b["old"].double()}, slice(0, 16), total)
+            logp.retain_grad()
+            loss.backward(retain_graph=True)
+            gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+            table = tokens if update == 0 else run.uses[run.uses["step"] == step + 1]
+            assert (table["update"] == update).all() and len(table) == int(inside.sum())
+            coef = logp.grad[inside].numpy()
+            np.testing.assert_allclose(table["loss_coef"], coef, rtol=1e-3, atol=1e-7)
+            ratio = (logp - b["old"]).exp()[inside].detach()
+            np.testing.assert_allclose(table["ratio"], ratio, rtol=1e-4)
+            gone = (coef == 0) & (b["advantages"][:, None].expand(inside.shape)[inside].numpy() != 0)
+            assert ((table["clipped"] != 0) == gone).all() and (update == 0) == (not gone.any())
+            row = run.updates.set_index(["step", "update"]).loc[(step + 1, update)]
+            assert row["grad_norm"] == pytest.approx(float(gradient.norm()), rel=1e-4)
+            assert row["clip_factor"] == pytest.approx(min(1.0, 0.5 / float(gradient.norm())), rel=1e-4)
+            assert row["loss"] == pytest.approx(float(loss), abs=1e-6)
+            if update == 0:
+                for place in (0, len(tokens) // 2):
+                    where = tuple(int(i) for i in inside.nonzero()[place])
+                    parts = torch.autograd.grad(logp[where], list(model.parameters()), retain_graph=True)
+                    flat = torch.cat([part.flatten() for part in parts])
+                    assert tokens["score_norm"].iloc[place] == pytest.approx(float(flat.norm()), rel=1e-4)
+                    share = coef[place] * float(flat @ gradient / gradient.square().sum())
+                    assert tokens["attribution"].iloc[place] == pytest.approx(share, abs=1e-4)
+                assert tokens["attribution"].sum() == pytest.approx(1, abs=1e-3)
+            model.float()
+    critical = run.probes[run.probes["quantity"] == "critical_sharpness"]
+    assert list(critical["step"]) == [1, 2, 3]
+    for name in ("show", "tokens"):
+        result = CliRunner().invoke(app, [name, str(run.path)])
+        assert result.exit_code == 0, (result.output, result.exception)
+
+
+def test_a_spike_and_what_is_not_given(tmp_path: Path):
+    """Only logp, ids and mask: a run of losses, norms and shares, with everything else null."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with sharpscope.record(model, optimizer, tokenizer=tokenizer(), out=tmp_path / "run", recording=ALL) as rec:
+        for step in range(3):
+            b = drawn(model, step)
+            logp = logps(model, b["ids"], b["attention"])
+            rec.tokens(logp, b["ids"], b["mask"])
+            loss = -(logp * b["mask"][:, 1:]).mean()
+            loss.backward()
+            rec.step(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    run = sharpscope.load_run(tmp_path / "run")
+    assert run.steps["loss"].notna().all() and run.steps["reward_mean"].isna().all()
+    tokens = run.tokens()
+    assert tokens[["advantage", "ratio", "clipped", "weight"]].isna().all(axis=None)
+    np.testing.assert_allclose(tokens.groupby("step")["attribution"].sum(), 1, atol=1e-3)
+    np.testing.assert_allclose(tokens["loss_coef"], -1 / logp.numel(), rtol=1e-5)
+    assert set(run.events["rule"]) <= {"probe", "memory", "near_uniform"}
+
+
+@pytest.mark.may_stop
+@pytest.mark.parametrize("name", ["_tokens", "_open", "_gradient", "before_update", "after_update", "observe_update"])
+def test_a_recorder_that_fails_leaves_the_loop_alone(name: str, tmp_path: Path, monkeypatch):
+    from sharpscope.integrations.loop import LoopRecorder
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a bug")
+
+    plain = loop(small_model())
+    monkeypatch.setattr(LoopRecorder, name, fail)
+    with pytest.warns(UserWarning, match="stopped recording at step 1"):
+        kept = loop(small_model(), tmp_path / "run", critical_sharpness=1)
+    assert equal(plain, kept)
+    assert sharpscope.load_run(tmp_path / "run").status == "interrupted"
+
+
+@pytest.mark.may_stop
+def test_mistakes_are_named(tmp_path: Path):
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UserError, match="a model needs its optimizer and tokenizer"):
+        sharpscope.record(model, out=tmp_path / "a")
+    with pytest.raises(UserError, match="weights: a loop of your own"):
+        sharpscope.record(model, optimizer, tokenizer=tokenizer(), out=tmp_path / "a", weights="grpo-sg")
+    assert not (tmp_path / "a").exists()
+    b = drawn(model, 0)
+    for given, message in (
+        ((logps(model, b["ids"], b["attention"])[:, :3], b["ids"], b["mask"]), "do not fit"),
+        ((b["old"], b["ids"], b["mask"]), "logp does not require a gradient"),
+    ):
+        rec = sharpscope.record(model, optimizer, tokenizer=tokenizer(), out=tmp_path / "b")
+        with pytest.warns(UserWarning, match=message):
+            rec.tokens(*given)
+        rec.tokens(*given)  # nothing more happens
+        rec.close()
