@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from scipy.stats import spearmanr
 
-from sharpscope.analysis.reliability import split_half
 from sharpscope.config import build_config
 from sharpscope.policy import Policy, load_policy, render_prompts
 from sharpscope.probes import (
@@ -35,6 +37,57 @@ from sharpscope.tasks import make_task
 FACTORS = (0.5, 1.0, 2.0)
 RATES, LENGTHS = (1e-4, 3e-4, 1e-3), (4, 12)
 TARGET = 0.9
+
+
+@dataclass(frozen=True)
+class SplitHalf:
+    """Split-half reliability of a mean over prompts.
+
+    Attributes:
+        half: mean Spearman correlation over runs between the means of two random halves of the prompts.
+        full: reliability with all prompts, 2r/(1 + r) by Spearman and Brown; NaN unless half > −1.
+        runs: number of runs.
+        prompts: number of prompts.
+    """
+
+    half: float
+    full: float
+    runs: int
+    prompts: int
+
+    def prompts_for(self, target: float) -> float:
+        """Number of prompts at which the reliability is `target`, by Spearman and Brown; infinite if `full` ≤ 0."""
+        if not self.full > 0:
+            return math.inf
+        return self.prompts * target * (1 - self.full) / (self.full * (1 - target))
+
+
+def split_half(values: np.ndarray, splits: int = 200, seed: int = 0) -> SplitHalf:
+    """Split-half reliability of the mean over prompts as a measure of runs.
+
+    Ranks are compared, so a monotone transformation such as the logarithm changes nothing.
+
+    Args:
+        values: (runs, prompts) one value for each prompt; the same prompts in every run.
+        splits: number of random halves.
+        seed: of the halves.
+
+    Returns:
+        The reliability; NaN for fewer than 3 runs, fewer than 4 prompts, or halves that do not vary over runs.
+    """
+    runs, prompts = values.shape
+    if runs < 3 or prompts < 4 or not np.isfinite(values).all():
+        return SplitHalf(math.nan, math.nan, runs, prompts)
+    rng = np.random.default_rng(seed)
+    correlations = []
+    for _ in range(splits):
+        order = rng.permutation(prompts)
+        first, second = (values[:, part].mean(axis=1) for part in (order[: prompts // 2], order[prompts // 2 :]))
+        if np.ptp(first) == 0 or np.ptp(second) == 0:
+            return SplitHalf(math.nan, math.nan, runs, prompts)
+        correlations.append(spearmanr(first, second).statistic)
+    half = float(np.mean(correlations))
+    return SplitHalf(half, 2 * half / (1 + half) if half > -1 else math.nan, runs, prompts)
 
 
 def policies(policy: Policy, batch: TokenBatch) -> Iterator[str]:

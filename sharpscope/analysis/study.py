@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.tokens import SAMPLE, Reduced, Reducer, sample_tokens, scan
+from sharpscope.analysis.tokens import Reduced, Reducer, scan
 
 if TYPE_CHECKING:
     from sharpscope.traces import Run, Runs
@@ -176,29 +176,6 @@ class Study:
         part = replace(self)
         part.settings = tuple(setting for setting in self.settings if setting.label in labels)
         return part
-
-    @property
-    def horizon(self) -> int:
-        """The last step that every run of the settings has."""
-        return min((last_step(run) for _, _, run in self.each()), default=0)
-
-    def results_of(self, name: str, setting: Setting) -> list[Reduced]:
-        """Results of the reducer `name` for the runs of a setting."""
-        return self.results(name, self._names(setting))
-
-    def samples(self, columns: Sequence[str], limit: int = SAMPLE) -> dict[str, pd.DataFrame]:
-        """Setting's label → a sample of its runs' tokens that have all `columns`; settings without any are left out."""
-        matches = {}
-        for setting in self.settings:
-            share = max(1, limit // max(1, len(setting.runs)))
-            parts = [part for run in setting.runs.values() if len(part := sample_tokens(run, columns, share))]
-            if parts:
-                matches[setting.label] = pd.concat(parts, ignore_index=True)
-        return matches
-
-    def _names(self, setting: Setting) -> set[str]:
-        own = {id(run) for run in setting.runs.values()}
-        return {name for name, run in self.runs.items() if id(run) in own}
 
     # Finished runs and pairs: what claims test.
 

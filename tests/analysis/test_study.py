@@ -28,7 +28,7 @@ def test_seeds_are_one_setting_and_other_settings_are_told_apart(tmp_path):
     (study,) = studies(load_runs(tmp_path))
     assert study.labels == ["grpo (optimizer.lr=0.0001)", "grpo (optimizer.lr=0.0003)", "grpo-sg"]
     assert [list(s.runs) for s in study.settings] == [[0, 1]] * 3
-    assert study.slug == "" and study.notes == () and study.horizon == 3
+    assert study.slug == "" and study.notes == ()
 
 
 def test_the_setting_with_the_most_seeds_has_the_methods_name_and_the_others_are_told_from_it(tmp_path):
@@ -80,7 +80,6 @@ def test_where_nothing_is_finished_what_there_is_is_used(tmp_path):
     _write(tmp_path / "none", seed=2, status="failed", shape=Shape(steps=0))
     (study,) = studies(load_runs(tmp_path))
     setting = next(s for s in study.settings)
-    assert study.horizon == min(run.steps["step"].max() for s in study.settings for run in s.runs.values())
     assert set(setting.runs) <= {0, 1}
     assert any("none has no steps yet" in note for note in study.notes)
     assert any("is not finished" in note for note in study.notes)

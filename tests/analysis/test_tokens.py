@@ -57,8 +57,7 @@ def test_a_step_written_in_two_parts_has_one_set_of_deciles(tmp_path):
 
 
 def test_attribution_of_an_update_sums_to_one(study):
-    (setting,) = [s for s in study.settings if s.label == "grpo"]
-    for result in study.results_of("deciles attribution", setting):
+    for result in study.results("deciles attribution", study.of("grpo")):
         np.testing.assert_allclose(pd.DataFrame(result.values).groupby("update")["value"].sum(), 1.0, rtol=1e-5)
 
 

@@ -7,6 +7,7 @@ linearly, so a grid over (ω, ζ) with linear least squares at each point finds 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,13 @@ def _row(name: str, run: Run) -> dict[str, Any] | None:
     ours, rival = prediction_errors(t, reward)
     plain, corrected = explained(fit, reward)
     omega, zeta = predicted(run)
-    row = {"run": name, "seed": run.seed, "steps": len(t), "omega": fit.parameters[0], "zeta": fit.parameters[1]}
+    row = {
+        "run": name,
+        "seed": run.seed,
+        "steps": len(t),
+        "omega": float(fit.parameters[0]),
+        "zeta": float(fit.parameters[1]),
+    }
     ratio = math.log(ours / rival) if ours > 0 and rival > 0 else 0.0
     row |= {
         "difference": ratio,
@@ -154,24 +161,15 @@ def _near(away: Array) -> Evidence:
 
 @dataclass(frozen=True)
 class Fit:
-    """The best curve of a family.
+    """The best curve of a family: (ω, ζ) or (rate,) [1/step, 1], (T,) fitted values, mean squared error on the points fitted."""
 
-    Attributes:
-        limit, drop: r∞ and D.
-        parameters: (ω, ζ) [1/step, 1], or (rate,) [1/step].
-        curve: (T,) fitted values.
-        mse: mean squared error on the points fitted.
-    """
-
-    limit: float
-    drop: float
-    parameters: tuple[float, ...]
+    parameters: Array
     curve: Array
     mse: float
 
 
 def oscillator_shapes(t: Array, omega: Array, zeta: Array) -> Array:
-    """G (M, T) of a unit oscillator released at rest; omega, zeta (M,). Near ζ = 1 the critical form is taken."""
+    """Shapes g (M, T) of a unit oscillator released at rest; omega, zeta (M,). Near ζ = 1 the critical form is taken."""
     w, z = omega[:, None], zeta[:, None]
     x = w * t  # (M, T)
     under = np.sqrt(np.maximum(1 - z**2, 1e-12))
@@ -183,33 +181,34 @@ def oscillator_shapes(t: Array, omega: Array, zeta: Array) -> Array:
     return np.asarray(np.where(np.abs(z - 1) < 1e-3, critical, np.where(z < 1, swinging, creeping)))
 
 
-def fit_oscillator(t: Array, reward: Array, keep: NDArray[np.bool_] | None = None) -> Fit:
-    """Least squares over (ω, ζ, r∞, D); `keep` (T,) marks the points fitted, the curve covers all."""
-    span = float(t[-1] - t[0]) or 1.0
-    omega, zeta = np.geomspace(0.5 / span, 40.0, 40), np.geomspace(SMALLEST_ZETA, LARGEST_ZETA, 20)
-    best = (0.0, 0.0)
-    for _ in range(3):
-        grid_w, grid_z = (axis.ravel() for axis in np.meshgrid(omega, zeta))
-        possible = (grid_w <= FASTEST_SWING) | (grid_z > 1)
-        grid_w, grid_z = grid_w[possible], grid_z[possible]
-        result = _best(oscillator_shapes(t - t[0], grid_w, grid_z), reward, keep)
-        best = (float(grid_w[result]), float(grid_z[result]))
-        omega = _closer(omega, best[0], 9)
-        zeta = np.clip(_closer(zeta, best[1], 9), SMALLEST_ZETA, LARGEST_ZETA)
-    shape = oscillator_shapes(t - t[0], np.array(best[:1]), np.array(best[1:]))[0]
-    return _linear(shape, reward, keep, best)
+@functools.lru_cache(maxsize=4)
+def _families(steps: tuple[float, ...]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """(parameters (M, 1 or 2), shapes (M, T)) of the oscillator and of the exponential, over a grid."""
+    t = np.array(steps) - steps[0]
+    span = float(t[-1]) or 1.0
+    grid = np.meshgrid(np.geomspace(0.5 / span, 40.0, 120), np.geomspace(SMALLEST_ZETA, LARGEST_ZETA, 40))
+    omega, zeta = (axis.ravel() for axis in grid)
+    possible = (omega <= FASTEST_SWING) | (zeta > 1)
+    omega, zeta = omega[possible], zeta[possible]
+    rate = np.geomspace(0.1 / span, 2.0, 240)
+    oscillator = np.column_stack([omega, zeta]), oscillator_shapes(t, omega, zeta)
+    return oscillator, (rate[:, None], np.exp(-rate[:, None] * t))
 
 
-def fit_exponential(t: Array, reward: Array, keep: NDArray[np.bool_] | None = None) -> Fit:
-    """Least squares over (rate, r∞, D) of r∞ − D·exp(−rate·t)."""
-    span = float(t[-1] - t[0]) or 1.0
-    rate = np.geomspace(0.1 / span, 2.0, 80)
-    best = 0.0
-    for _ in range(3):
-        shapes = np.exp(-rate[:, None] * (t - t[0]))
-        best = float(rate[_best(shapes, reward, keep)])
-        rate = _closer(rate, best, 15)
-    return _linear(np.exp(-best * (t - t[0])), reward, keep, (best,))
+def _fit(family: tuple[Array, Array], reward: Array, keep: NDArray[np.bool_]) -> Fit:
+    """Least squares over a family's grid, r∞ and D; `keep` (T,) marks the points fitted, the curve covers all."""
+    parameters, shapes = family
+    inside, wanted = shapes[:, keep], reward[keep] - reward[keep].mean()
+    means = inside.mean(axis=1)
+    cross, square = inside @ wanted, np.maximum(((inside - means[:, None]) ** 2).sum(axis=1), 1e-12)
+    best = int(np.argmax(cross**2 / square))
+    curve = reward[keep].mean() + cross[best] / square[best] * (shapes[best] - means[best])
+    return Fit(parameters[best], curve, float(np.mean((curve - reward)[keep] ** 2)))
+
+
+def fit_oscillator(t: Array, reward: Array) -> Fit:
+    """The best oscillator through all points."""
+    return _fit(_families(tuple(t))[0], reward, np.ones(len(t), dtype=bool))
 
 
 def blocks(count: int) -> NDArray[np.int_]:
@@ -224,12 +223,11 @@ def blocks(count: int) -> NDArray[np.int_]:
 
 def prediction_errors(t: Array, reward: Array) -> tuple[float, float]:
     """Mean squared error of (oscillator, exponential) on blocks of steps that were not fitted; the first block is not scored."""
-    fold = blocks(len(t))
-    errors = np.zeros(2)
+    fold, errors = blocks(len(t)), np.zeros(2)
     for k in range(FOLDS):
         keep = fold != k
-        for i, fit in enumerate((fit_oscillator, fit_exponential)):
-            errors[i] += float(np.sum((fit(t, reward, keep).curve - reward)[~keep] ** 2))
+        for i, family in enumerate(_families(tuple(t))):
+            errors[i] += float(np.sum((_fit(family, reward, keep).curve - reward)[~keep] ** 2))
     scored = int((fold >= 0).sum())
     return float(errors[0] / scored), float(errors[1] / scored)
 
@@ -245,33 +243,6 @@ def explained(fit: Fit, reward: Array) -> tuple[float, float]:
     plain = 1 - fit.mse / total if total > 0 else float("nan")
     signal = total - noise
     return plain, 1 - max(0.0, fit.mse - noise) / signal if signal > 0 else float("nan")
-
-
-def _closer(axis: Array, best: float, points: int) -> Array:
-    step = (axis[1] / axis[0]) if len(axis) > 1 and axis[1] > axis[0] else 1.1
-    return np.geomspace(best / step, best * step, points)
-
-
-def _moments(shapes: Array, reward: Array, keep: NDArray[np.bool_] | None) -> tuple[Array, Array, Array]:
-    w = np.ones(len(reward)) if keep is None else keep.astype(np.float64)
-    centered = reward - (w @ reward) / w.sum()
-    means = shapes @ w / w.sum()
-    square = (shapes**2) @ w - means**2 * w.sum()
-    return means, shapes @ (w * centered), np.maximum(square, 1e-12)
-
-
-def _best(shapes: Array, reward: Array, keep: NDArray[np.bool_] | None) -> int:
-    _, cross, square = _moments(shapes, reward, keep)
-    return int(np.argmax(cross**2 / square))
-
-
-def _linear(shape: Array, reward: Array, keep: NDArray[np.bool_] | None, parameters: tuple[float, ...]) -> Fit:
-    means, cross, square = _moments(shape[None], reward, keep)
-    used = np.ones(len(reward), dtype=bool) if keep is None else keep
-    slope = float(cross[0] / square[0])
-    limit = float(reward[used].mean() - slope * means[0])
-    curve = limit + slope * shape
-    return Fit(limit, -slope, parameters, curve, float(np.mean((curve - reward)[used] ** 2)))
 
 
 C11 = PairedClaim(
