@@ -68,13 +68,23 @@ def test_norms_and_shares_are_autograds(checkpoint: Path, tmp_path: Path):
 
 
 def test_another_checkpoint_is_reported_and_shares_need_coefficients(checkpoint: Path, tmp_path: Path):
-    source = sharpscope.load_run(trace(tmp_path, None, shift=-0.5))
+    source = sharpscope.load_run(trace(tmp_path, None, shift=-0.3))
     found = probe_trace(source, load_policy(PolicySpec(model=str(checkpoint))), tmp_path / "out")
     run = sharpscope.load_run(tmp_path / "out")
     assert run.events["rule"].tolist() == ["checkpoint_mismatch"] * 2
-    np.testing.assert_allclose(run.events["value"], 0.5, atol=1e-5)
+    np.testing.assert_allclose(run.events["value"], 0.3, atol=1e-5)
     assert not found[0].attributed and run.tokens()["attribution"].isna().all()
     assert run.tokens()["score_norm_local"].notna().all()
+
+
+def test_a_checkpoint_that_does_not_fit_is_an_error_unless_forced(checkpoint: Path, tmp_path: Path):
+    source = sharpscope.load_run(trace(tmp_path, None, shift=-0.6))
+    policy = load_policy(PolicySpec(model=str(checkpoint)))
+    with pytest.raises(UserError, match=r"differ from the recorded ones by 0\.6 nats"):
+        probe_trace(source, policy, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    probe_trace(source, policy, tmp_path / "out", force=True)
+    assert sharpscope.load_run(tmp_path / "out").events["rule"].tolist() == ["checkpoint_mismatch"] * 2
 
 
 def test_what_cannot_be_probed_is_refused(checkpoint: Path, tmp_path: Path):
@@ -86,7 +96,7 @@ def test_what_cannot_be_probed_is_refused(checkpoint: Path, tmp_path: Path):
     with pytest.raises(UserError, match="step 2: no completion has token IDs; leave the step out"):
         probe_trace(run, policy, tmp_path / "out")
     run.rollouts["token_ids"] = None
-    with pytest.raises(UserError, match="no token IDs of prompts and completions"):
+    with pytest.raises(UserError, match="add `prompt_ids`"):
         probe_trace(run, policy, tmp_path / "out")
     line = {"prompt_ids": [2], "token_id": [99], "logp": [-1.0]}
     (tmp_path / "u.jsonl").write_text(json.dumps(line))
