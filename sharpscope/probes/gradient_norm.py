@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -85,25 +86,14 @@ def squared_gradient_norm(
     for number, name in enumerate(names):
         a, b = (torch.stack([block[number] for block in half]).double() for half in gradients)  # (B, P)
         value, std_error = _product(a, b)
-        naive = float(((a.sum(0) + b.sum(0)) / 2).square().sum())
         finite = math.isfinite(value)
-        single = len(a) == len(halves)  # blocks are prompts
+        common = {"samples": len(batch), "functional": name, "seed": seed}
+        one = Estimate("gradient", "squared_gradient_norm", value, std_error, seconds=seconds, **common)  # type: ignore[arg-type]
+        one = replace(one, prompts=len(halves), prompt_std_error=std_error if len(a) == len(halves) else math.nan)
+        naive = float(((a.sum(0) + b.sum(0)) / 2).square().sum())
         rows += [
-            Estimate(
-                "gradient",
-                "squared_gradient_norm",
-                value,
-                std_error,
-                len(batch),
-                seconds=seconds,
-                converged=None if finite else False,
-                why="" if finite else "the gradient is not finite",
-                functional=name,
-                seed=seed,
-                prompts=len(halves),
-                prompt_std_error=std_error if single else math.nan,
-            ),
-            Estimate("gradient", "squared_gradient_norm_naive", naive, samples=len(batch), functional=name, seed=seed),
+            one if finite else replace(one, converged=False, why="the gradient is not finite"),
+            Estimate("gradient", "squared_gradient_norm_naive", naive, **common),  # type: ignore[arg-type]
         ]
     return rows
 

@@ -167,7 +167,7 @@ class LmSurface:
                 free = z.detach().requires_grad_()
                 logp = torch.log_softmax(free / self.objective.temperature, -1).gather(1, target[:, None])[:, 0]
                 spread = _scatter(logp.double(), scored)
-                share = self.objective.row_shares(index, spread, width=spread.shape[1]).sum()
+                share = self.objective.row_shares(index, spread).sum()
                 (first,) = torch.autograd.grad(share, free, create_graph=True)
                 (second,) = torch.autograd.grad(first, free, forward)  # H_z J v (M, V)
                 total += flatten(torch.autograd.grad(z, like, second, allow_unused=True), like)
@@ -214,8 +214,7 @@ class LmSurface:
 
     def _shares(self, index: Tensor, *, twice: bool = False) -> Tensor:
         """The rows' parts of L, (n,)."""
-        logp = self._logp(index, twice=twice)
-        return self.objective.row_shares(index, logp, width=logp.shape[1])
+        return self.objective.row_shares(index, self._logp(index, twice=twice))
 
     def _logp(self, index: Tensor, *, twice: bool = False) -> Tensor:
         """Log-probabilities (n, width) float64 with graph, 0 outside the scored tokens; `twice` differentiable or once."""

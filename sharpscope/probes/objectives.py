@@ -228,14 +228,9 @@ class Objective:
     @cached_property
     def token_coefficient(self) -> Tensor:
         """(N, S) weight of each scored token in the mean over the whole batch."""
-        scored = self.batch.scored
+        scored = self.batch.scored.double()
         counts = scored.sum(1, keepdim=True)
-        each = (
-            scored.double() / (len(scored) * counts.clamp(min=1))
-            if self.name == "surrogate"
-            else scored.double() / scored.sum()
-        )
-        return each
+        return scored / (len(scored) * counts.clamp(min=1)) if self.name == "surrogate" else scored / scored.sum()
 
     @cached_property
     def prompt_weight(self) -> Tensor:
@@ -268,19 +263,14 @@ class Objective:
         """
         return 1 - loss if self.name == "expected_failure" else math.nan
 
-    def share(self, index: Tensor, logp: Tensor, *, width: int) -> Tensor:
-        """The part of L that the rows `index` contribute; the parts of any partition of the rows sum to L."""
-        return self.row_shares(index, logp, width=width).sum()
-
-    def row_shares(self, index: Tensor, logp: Tensor, *, width: int) -> Tensor:
-        """The part of L that each of the rows `index` contributes, (n,).
+    def row_shares(self, index: Tensor, logp: Tensor) -> Tensor:
+        """The part of L that each of the rows `index` (n,) contributes, (n,); the parts of all rows sum to L.
 
         Args:
             index: (n,) rows.
             logp: (n, width) log-probabilities with their graph, used on scored tokens only.
-            width: number of positions in this microbatch.
         """
-        batch = self.batch
+        batch, width = self.batch, logp.shape[1]
         scored = batch.scored[index, :width]
         logp = torch.where(scored, logp, 0.0)
         if self.name == "nll":

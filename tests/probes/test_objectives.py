@@ -61,7 +61,7 @@ def test_shares_of_any_partition_sum_to_the_functional_written_token_by_token(na
         total = 0.0
         for index in partition:
             width = int(objective.batch.lengths[index].max())
-            total += float(objective.share(torch.tensor(index), rows[index, :width], width=width))
+            total += float(objective.row_shares(torch.tensor(index), rows[index, :width]).sum())
         assert total == pytest.approx(expected, abs=1e-12)
 
 
@@ -71,7 +71,7 @@ def test_the_clip_binds_and_can_be_left_out():
     logp = torch.tensor([[0.0, 1.0], [0.0, 1.0]], dtype=torch.float64)  # both ratios are e
 
     def value(**rest):
-        return float(Objective("surrogate", batch, **rest).share(torch.arange(2), logp, width=2))
+        return float(Objective("surrogate", batch, **rest).row_shares(torch.arange(2), logp).sum())
 
     e = float(torch.tensor(1.0, dtype=torch.float64).exp())
     assert value() == pytest.approx(-(1.2 - e) / 2)  # only the positive advantage is clipped
@@ -83,8 +83,7 @@ def test_anchoring_makes_every_ratio_one_unless_stale():
     _, _, advantage, _, objective = made("surrogate")
     logp = -torch.rand(objective.batch.scored.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     fresh = objective.anchored(logp)
-    width = logp.shape[1]
-    assert float(fresh.share(torch.arange(4), logp, width=width)) == pytest.approx(-float(advantage.mean()))
+    assert float(fresh.row_shares(torch.arange(4), logp).sum()) == pytest.approx(-float(advantage.mean()))
     stale = made("surrogate", stale=True)[-1]
     assert stale.anchored(logp) is stale
 
