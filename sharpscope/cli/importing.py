@@ -81,7 +81,10 @@ def verl(
 
 @group.command("jsonl")
 def jsonl(
-    file: Annotated[Path, typer.Argument(help="File of JSON lines, a sequence (lists) or a token (numbers) on each.")],
+    file: Annotated[
+        Path,
+        typer.Argument(help="File of JSON lines, or a folder of them: a sequence (lists) or a token (numbers) a line."),
+    ],
     columns: Annotated[
         list[str] | None,
         typer.Option(
@@ -97,8 +100,9 @@ def jsonl(
 ) -> None:
     """Import any table of tokens.
 
-    Needed: token_id and logp. Also: behavior_logp, entropy, advantage, ratio, weight, loss_coef, mask, position, step,
-    rollout, group, prompt, completion, reward, prompt_ids.
+    Needed: token_id and logp. Also: behavior_logp, entropy, advantage, ratio, weight, loss_coef, clipped, score_norm,
+    score_norm_local, attribution, mask, position, step (or in the file's name), rollout, group, prompt, completion, reward,
+    prompt_ids or prompt_length, and of a step loss, grad_norm, lr.
 
     Example:
       sharpscope import jsonl tokens.jsonl --columns logp=logprobs,token_id=ids,mask=loss_mask --out runs/imported
@@ -125,4 +129,6 @@ def _labels(
 
 def _tell(counts: dict[str, int], out: Path) -> None:
     typer.echo(f"{counts['steps']} steps, {counts['rollouts']} completions, {counts['tokens']} tokens. Written: {out}/")
-    typer.echo(f"(try: sharpscope show {out}, which also says what is not recorded)")
+    typer.echo(
+        f"(try: sharpscope show {out}, which also says what is not recorded; sharpscope tokens {out} --by loss_coef)"
+    )

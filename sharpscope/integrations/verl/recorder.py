@@ -30,7 +30,7 @@ from torch import Tensor
 
 from sharpscope import distributed
 from sharpscope.errors import UserError
-from sharpscope.integrations.importers.writing import Completion, sampler_events, step_tables
+from sharpscope.integrations.importers import Completion, step_events, step_tables
 from sharpscope.policy import completions_of
 from sharpscope.probes import Estimate, columns, guarded
 from sharpscope.probes.token_gradients import ShardedNorms
@@ -430,7 +430,7 @@ class Recorder:
         given = [one for completions, _ in parts for one in completions]
         tokenizer = self.worker.model_config.tokenizer
         tables = step_tables(step, given, lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
-        for event in [*sampler_events(step, given), *(reported.row() for reported in self.events)]:
+        for event in (one.row() for one in [*step_events(step, given, "verl"), *self.events]):
             writer.append("events", {name: [value] for name, value in event.items()})
         if self.probes:
             writer.append("probes", {"step": step, **columns(self.probes)})

@@ -1,0 +1,414 @@
+"""Traces from prime-rl's token export, verl's rollout files and any table of tokens: every value, and what is null."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import sharpscope
+from sharpscope.cli import app
+from sharpscope.errors import UserError
+from sharpscope.integrations.importers import Coefficients, Labels, import_jsonl, import_prime_rl, import_verl
+from sharpscope.policy import PolicySpec, load_policy
+from sharpscope.probes import score_norms
+from sharpscope.recording.from_checkpoint import probe_trace
+from tests.integrations.trainers import small_model, tokenizer
+
+LABELS = Labels("grpo", "task", 3)
+
+
+def write_lines(path: Path, records: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
+    return path
+
+
+def packed(rng: np.random.Generator, step: int, **changes: Any) -> dict[str, Any]:
+    """A record of prime-rl's export: two samples in one sequence, the second with a gap in its loss mask."""
+    mask = [0, 0, 1, 1, 1, 0, 1, 1, 0, 1]
+    sampler, trainer = (-rng.uniform(0.1, 3, len(mask)) for _ in range(2))
+    high = [bool(x) for x in (trainer > sampler + 1) & (np.array(mask) > 0)]
+    record = {
+        "schema_version": 1,
+        "step": step,
+        "rank": 0,
+        "env_name": "e",
+        "position_ids": [*range(5), *range(5)],
+        "token_ids": rng.integers(2, 37, len(mask)).tolist(),
+        "loss_mask": [bool(x) for x in mask],
+        "advantages": [0.5] * 5 + [-1.5] * 5,
+        "inference_logprobs": sampler.tolist(),
+        "trainer_logprobs": trainer.tolist(),
+        "entropy": rng.uniform(0, 2, len(mask)).tolist(),
+        "importance_ratio": np.exp(trainer - sampler).tolist(),
+        "is_masked": high,
+        "is_masked_high": high,
+        "is_masked_low": [False] * 10,
+        "rl_weights": rng.uniform(0.5, 2, 10).tolist(),
+    }
+    return record | changes
+
+
+ROWS = [
+    {
+        "s": 1,
+        "ids": [5, 6, 7],
+        "lp": [-0.1, -0.2, -0.3],
+        "adv": 0.5,
+        "m": [1, 0, 1],
+        "prompt_ids": [2, 3],
+        "group": "a",
+    },
+    {"s": 1, "ids": [8, 9], "lp": [-1.0, -2.0], "adv": [0.25, -0.25], "m": [1, 1], "prompt_ids": [4], "group": "b"},
+    {"s": 3, "ids": [8, 9], "lp": [-1.5, -2.5], "adv": 1.0, "m": [1, 1], "prompt_ids": [4], "group": "a"},
+]
+
+
+NAMES = {"step": "s", "token_id": "ids", "logp": "lp", "advantage": "adv", "mask": "m"}
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> tuple[Path, dict[int, list[dict[str, Any]]]]:
+    """Three steps of two ranks, the last of them not complete; and the records by step."""
+    rng = np.random.default_rng(0)
+    records = {step: [packed(rng, step, rank=rank) for rank in (0, 1)] for step in (0, 1, 2)}
+    for step, own in records.items():
+        folder = tmp_path / "outputs" / "token_exports" / f"step_{step}"
+        for record in own:
+            write_lines(folder / f"rank_{record['rank']}.jsonl", [record])
+        if step < 2:
+            (folder / "STABLE").touch()
+    return tmp_path / "outputs", records
+
+
+def test_jsonl_with_a_sequence_on_each_line(tmp_path: Path):
+    file = write_lines(tmp_path / "t.jsonl", ROWS)
+    assert import_jsonl(file, tmp_path / "run", LABELS, NAMES) == {"steps": 2, "rollouts": 3, "tokens": 6}
+    run = sharpscope.load_run(tmp_path / "run")
+    tokens = run.tokens()
+    assert tokens["token_id"].tolist() == [5, 7, 8, 9, 8, 9] and tokens["position"].tolist() == [0, 2, 0, 1, 0, 1]
+    np.testing.assert_allclose(tokens["logp"], [-0.1, -0.3, -1, -2, -1.5, -2.5], rtol=1e-6)
+    assert tokens["advantage"].tolist() == [0.5, 0.5, 0.25, -0.25, 1, 1]
+    assert run.rollouts["advantage"].tolist() == [0.5, 0.0, 1.0] and run.rollouts["group"].tolist() == [0, 1, 0]
+    assert json.loads(run.rollouts["token_ids"][0]) == [2, 3, 5, 6, 7]
+    assert run.steps["completion_length_mean"].tolist() == [2, 2]
+
+
+def test_jsonl_with_a_token_on_each_line(tmp_path: Path):
+    rows = [
+        {"step": row["s"], "rollout": index, "token_id": token, "logp": lp, "mask": keep}
+        for index, row in enumerate(ROWS)
+        for token, lp, keep in zip(row["ids"], row["lp"], row["m"], strict=True)
+    ]
+    rows[2] |= {"reward": 0.5, "entropy": 1.5}  # known of the last token only
+    import_jsonl(write_lines(tmp_path / "t.jsonl", rows), tmp_path / "run", LABELS)
+    run = sharpscope.load_run(tmp_path / "run")
+    tokens = run.tokens()
+    assert tokens["token_id"].tolist() == [5, 7, 8, 9, 8, 9] and tokens["position"].tolist() == [0, 2, 0, 1, 0, 1]
+    np.testing.assert_equal(tokens["entropy"].to_numpy()[:3], [math.nan, 1.5, math.nan])
+    np.testing.assert_equal(run.rollouts["reward"].to_numpy(), [0.5, math.nan, math.nan])
+    assert tokens["rollout"].tolist() == [0, 0, 1, 1, 0, 0] and tokens["advantage"].isna().all()
+
+
+def test_a_folder_of_files_with_prompt_and_completion_in_one_list(tmp_path: Path):
+    """As trainers dump them: a file a step, the prompt before the mask, curves and norms on each line."""
+    for step in (0, 7):
+        row = {"ids": [5, 6, 7, 8], "logp": [0.0, -1.0, -2.0, -3.0], "mask": [0, 0, 1, 1], "reward": float(step)}
+        row |= {"attribution": [0, 0, 0.5, 0.25], "score_norm": [None, None, 2.0, 3.0], "clipped": [0, 0, 1, 0]}
+        row |= {"grad_norm": 1.5, "loss": 0.1 * step, "lr": 1e-3, "mystery": 1}
+        write_lines(tmp_path / "dump" / f"train_data_step{step}.jsonl", [row, row | {"reward": math.nan}])
+    import_jsonl(tmp_path / "dump", tmp_path / "run", LABELS, {"token_id": "ids"})
+    run = sharpscope.load_run(tmp_path / "run")
+    assert run.steps["step"].tolist() == [1, 8] and run.steps["grad_norm"].tolist() == [1.5, 1.5]
+    assert run.steps["lr"].tolist() == [1e-3] * 2 and run.steps["loss"].tolist() == pytest.approx([0, 0.7])
+    tokens = run.tokens(steps=[8])
+    assert tokens["token_id"].tolist() == [7, 8] * 2 and tokens["position"].tolist() == [0, 1] * 2
+    assert tokens["attribution"].tolist() == [0.5, 0.25] * 2 and tokens["clipped"].tolist() == [1, 0] * 2
+    assert tokens["score_norm"].tolist() == [2, 3] * 2
+    assert json.loads(run.rollouts["token_ids"][0]) == [5, 6, 7, 8] and run.rollouts["prompt_tokens"][0] == 2
+    notes = " ".join(run.info["notes"])
+    assert "one higher than the file's" in notes and "mystery" in notes
+    assert run.steps["reward_mean"].tolist() == [0, 7] and set(run.events["rule"]) == {"nan_reward"}
+    file = write_lines(
+        tmp_path / "t.jsonl", [{"token_id": [5, 6, 7], "logp": [-1.0, -2.0], "prompt_length": 1, "advantage": 0.5}]
+    )
+    import_jsonl(file, tmp_path / "length", LABELS)
+    assert sharpscope.load_run(tmp_path / "length").tokens()["token_id"].tolist() == [6, 7]
+
+
+def test_the_samplers_log_probabilities_are_checked(tmp_path: Path):
+    """By the rules of a training, at their defaults: impossible values, and too many ratios far from 1."""
+    logp = np.linspace(-3, -0.5, 20)
+    some = np.where(np.arange(20) < 4, logp + 0.2, logp)  # 20 % of the ratios are outside [0.9, 1.1]
+    lines = [
+        {"step": step, "token_id": [5] * 20, "logp": logp.tolist(), "behavior_logp": sampler.tolist()}
+        for step, sampler in enumerate((logp, some, np.zeros(20)), 1)
+    ]
+    import_jsonl(write_lines(tmp_path / "t.jsonl", lines), tmp_path / "run", LABELS)
+    events = sharpscope.load_run(tmp_path / "run").events
+    found = sorted(zip(events["step"], events["rule"], events["value"], strict=True))
+    gap = pytest.approx(1.75)  # mean |ln π − ln μ|
+    assert found == [
+        (2, "sampler_ratio", 0.2),
+        (3, "logp_mismatch", gap),
+        (3, "sampler_logp", 1),
+        (3, "sampler_ratio", 1),
+    ]
+
+
+def test_probabilities_are_no_log_probabilities(tmp_path: Path):
+    write_lines(
+        tmp_path / "t.jsonl", [{"token_id": [3, 4], "logp": [-0.1, 0.0]}, {"token_id": [3, 4], "logp": [0.0, 0.4]}]
+    )
+    with pytest.raises(UserError, match=r"line 2: logp = 0\.4 is above 0.*not probabilities"):
+        import_jsonl(tmp_path / "t.jsonl", tmp_path / "run", Labels())
+    assert not (tmp_path / "run").exists()
+
+
+def test_prime_rl(export, tmp_path: Path):
+    source, records = export
+    counts = import_prime_rl(source, tmp_path / "run", LABELS, Coefficients(1.25, 0.01))
+    assert counts == {"steps": 2, "rollouts": 8, "tokens": 24}
+    run = sharpscope.load_run(tmp_path / "run")
+    assert (run.method, run.task, run.seed, run.status, run.info["steps_done"]) == ("grpo", "task", 3, "finished", 2)
+    notes = " ".join(run.info["notes"])
+    assert "step 2 is not complete" in notes and "one higher than prime-rl's" in notes
+    for step, own in ((1, records[0]), (2, records[1])):
+        tokens = run.tokens(steps=[step])
+        logp = [torch.tensor(r["trainer_logprobs"], dtype=torch.float64, requires_grad=True) for r in own]
+        total, loss = sum(sum(r["loss_mask"]) for r in own), torch.zeros(())
+        for record, lp in zip(own, logp, strict=True):  # prime-rl's default loss as its documentation writes it
+            mu, a, w = (
+                torch.tensor(record[n], dtype=torch.float64) for n in ("inference_logprobs", "advantages", "rl_weights")
+            )
+            inside = torch.tensor(record["loss_mask"])
+            free = ~torch.tensor(record["is_masked"])
+            each = -1.25 * a * (lp - mu).exp() * free + 0.01 * (lp - mu).square()
+            loss = loss + (w * each)[inside].sum() / total
+        loss.backward()
+        wanted = [place for _ in own for place in (2, 3, 4, 6, 7, 9)]
+        taken = [(record, place) for record, place in zip([r for r in own for _ in range(6)], wanted, strict=True)]
+        coef = [float(lp.grad[place]) for lp in logp for place in (2, 3, 4, 6, 7, 9)]
+        np.testing.assert_allclose(tokens["loss_coef"], coef, rtol=1e-6)
+        for ours, theirs in (
+            ("token_id", "token_ids"),
+            ("logp", "trainer_logprobs"),
+            ("behavior_logp", "inference_logprobs"),
+            ("entropy", "entropy"),
+            ("advantage", "advantages"),
+            ("ratio", "importance_ratio"),
+            ("clipped", "is_masked_high"),
+        ):
+            np.testing.assert_allclose(tokens[ours], [record[theirs][place] for record, place in taken], rtol=1e-6)
+        assert tokens["rollout"].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+        assert tokens["position"].tolist() == [0, 1, 2, 0, 1, 3] * 2
+        rollouts = run.rollouts[run.rollouts["step"] == step]
+        whole = [r["token_ids"][i : i + 5] for r in own for i in (0, 5)]
+        assert [json.loads(ids) for ids in rollouts["token_ids"]] == whole
+        assert rollouts["prompt_tokens"].tolist() == [2, 1, 2, 1] and rollouts["length"].tolist() == [3] * 4
+        row = run.steps.iloc[step - 1]
+        assert row["clip_fraction_high"] == pytest.approx(tokens["clipped"].mean())
+        assert row["entropy_mean"] == pytest.approx(tokens["entropy"].mean(), rel=1e-6)
+    for table, names in (
+        ("steps", ["reward_mean", "grad_norm", "loss", "training_s"]),
+        ("rollouts", ["group", "prompt", "reward"]),
+    ):
+        assert getattr(run, table)[names].isna().all(axis=None)
+    assert "grad_norm" in run.info["imported"]["not_recorded"]["steps"]
+
+
+def test_tokens_outside_pure_rl_have_no_coefficient(tmp_path: Path):
+    """Weights of 0 are not in prime-rl's denominator, and tokens with another part of the loss are not known."""
+    rng = np.random.default_rng(2)
+    record = packed(rng, 1)
+    record["rl_weights"][2] = record["rl_weights"][3] = 0.0
+    record["ce_weights"] = [0.0] * 4 + [1.0] + [0.0] * 5
+    write_lines(tmp_path / "step_1" / "rank_0.jsonl", [record])
+    (tmp_path / "step_1" / "STABLE").touch()
+    import_prime_rl(tmp_path, tmp_path / "run", LABELS, Coefficients(1.0, 0.0))
+    tokens = sharpscope.load_run(tmp_path / "run").tokens()
+    weight = np.array(record["rl_weights"])[[2, 3, 4, 6, 7, 9]]
+    expected = -weight * tokens["advantage"] * tokens["ratio"] * (tokens["clipped"] == 0) / 4
+    assert tokens["loss_coef"].isna().tolist() == [True, True, True, False, False, False]
+    np.testing.assert_allclose(tokens["loss_coef"][3:], expected[3:], rtol=1e-6)
+    distilled = packed(rng, 1, rl_weights=[0.0] * 10)
+    write_lines(tmp_path / "o" / "step_1" / "rank_0.jsonl", [distilled])
+    (tmp_path / "o" / "step_1" / "STABLE").touch()
+    import_prime_rl(tmp_path / "o", tmp_path / "other", LABELS, Coefficients(1.0, 0.0))
+    assert sharpscope.load_run(tmp_path / "other").tokens()["loss_coef"].isna().all()
+
+
+def test_prime_rl_with_channels_and_without_the_constants(tmp_path: Path):
+    """Later exports have loss channels and rewards; without the loss's constants there are no coefficients."""
+    rng = np.random.default_rng(1)
+    record = packed(rng, 4, rewards=[0.5] * 10, losses=[{"rl": {"advantage": 1.0, "mask": True}}] * 10)
+    del record["rl_weights"]
+    record["trainer_logprobs"][3] = None  # it was not finite
+    folder = tmp_path / "token_exports" / "step_4"
+    write_lines(folder / "rank_0.jsonl", [record])
+    (folder / "STABLE").touch()
+    import_prime_rl(tmp_path / "token_exports", tmp_path / "run", LABELS)
+    run = sharpscope.load_run(tmp_path / "run")
+    assert run.rollouts["reward"].tolist() == [0.5, 0.5] and run.steps["reward_mean"].tolist() == [0.5]
+    assert run.steps["step"].tolist() == [4] and len(run.tokens()) == 5
+    assert run.tokens()["loss_coef"].isna().all()
+    import_prime_rl(tmp_path / "token_exports", tmp_path / "known", LABELS, Coefficients(1.0, 0.0))
+    tokens = sharpscope.load_run(tmp_path / "known").tokens()
+    expected = -tokens["advantage"] * tokens["ratio"] * (tokens["clipped"] == 0) / 10
+    np.testing.assert_allclose(tokens["loss_coef"], expected, rtol=1e-6)
+
+
+def test_verl(tmp_path: Path):
+    def line(step: int, prompt: str, index: int, score: float, **more: Any) -> dict[str, Any]:
+        return {"input": prompt, "output": f"a{index}", "gts": "1", "score": score, "step": step} | more
+
+    keyed = [line(1, f"q{p}", i, float(p == i), uid=f"u{p}_{i}_0") for i in range(2) for p in range(2)]
+    write_lines(tmp_path / "rollouts" / "1.jsonl", keyed)
+    by_text = [line(2, "same", i, i / 4, acc=float(i > 1), format=0.5) for i in range(3)]
+    write_lines(tmp_path / "rollouts" / "2.jsonl", by_text)
+    (tmp_path / "rollouts" / "notes.jsonl").write_text("not a step")
+    assert import_verl(tmp_path / "rollouts", tmp_path / "run", LABELS) == {"steps": 2, "rollouts": 7, "tokens": 0}
+    run = sharpscope.load_run(tmp_path / "run")
+    first, second = (run.rollouts[run.rollouts["step"] == step] for step in (1, 2))
+    assert first["group"].tolist() == [0, 0, 1, 1] and first["prompt"].tolist() == ["q0", "q0", "q1", "q1"]
+    assert first["completion"].tolist() == ["a0", "a1", "a0", "a1"] and first["reward"].tolist() == [1, 0, 0, 1]
+    assert first["correct"].isna().all() and second["correct"].tolist() == [False, False, True]
+    assert json.loads(second["reward_parts"].iloc[0]) == {"acc": 0.0, "format": 0.5}
+    assert run.steps["reward_mean"].tolist() == [0.5, 0.25] and run.steps["zero_std_groups"].tolist() == [0, 0]
+    assert math.isnan(run.steps["accuracy"][0]) and run.steps["accuracy"][1] == pytest.approx(1 / 3)
+    assert run.steps["tokens"].isna().all() and run.tokens().empty
+
+
+def test_an_empty_file_is_named(tmp_path: Path):
+    write_lines(tmp_path / "v" / "1.jsonl", [{"input": "q", "output": "a", "score": 1.0}])
+    (tmp_path / "v" / "2.jsonl").write_text("")
+    with pytest.raises(UserError, match="step 2 has no completion"):
+        import_verl(tmp_path / "v", tmp_path / "run", Labels())
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_temperature_is_that_of_probes(tmp_path: Path):
+    """Log-probabilities at another temperature: a checkpoint measured at it agrees with them, at 1 it would not."""
+    small_model().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    ids, prompt = [5, 6, 7], [2, 3]
+    logits = small_model().double()(input_ids=torch.tensor([prompt + ids])).logits[0, 1:-1].detach() / 0.7
+    logp = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+    file = write_lines(tmp_path / "t.jsonl", [{"token_id": ids, "logp": logp, "prompt_ids": prompt}])
+    said("import", "jsonl", str(file), "--out", str(tmp_path / "run"), "--temperature", "0.7")
+    run, policy = sharpscope.load_run(tmp_path / "run"), load_policy(PolicySpec(model=str(tmp_path / "model")))
+    assert run.config == {"rollout": {"temperature": 0.7}}
+    (found,) = probe_trace(run, policy, tmp_path / "probed")
+    assert found.logp_gap < 1e-4 and sharpscope.load_run(tmp_path / "probed").events.empty
+    mask = torch.tensor([[0, 0, 1, 1, 1]])
+    norms = score_norms(policy.model, torch.tensor([prompt + ids]), mask, temperature=0.7).values[0, 2:]
+    np.testing.assert_allclose(sharpscope.load_run(tmp_path / "probed").tokens()["score_norm_local"], norms, rtol=1e-5)
+    for wrong in ("0", "-1", "inf"):
+        message = said("import", "jsonl", str(file), "--out", str(tmp_path / "no"), f"--temperature={wrong}", code=2)
+        assert "must be above 0" in message and not (tmp_path / "no").exists()
+
+
+def test_texts_with_a_tokenizer(tmp_path: Path):
+    tokenizer().save_pretrained(tmp_path / "words")
+    file = write_lines(tmp_path / "t.jsonl", ROWS)
+    import_jsonl(file, tmp_path / "run", Labels(tokenizer=str(tmp_path / "words")), NAMES)
+    rollouts = sharpscope.load_run(tmp_path / "run").rollouts
+    assert rollouts["prompt"].tolist() == ["w2 w3", "w4", "w4"] and rollouts["completion"][0] == "w5 w6 w7"
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "message"),
+    [
+        ({"logp": [-1.0]}, {}, "line 1: no column 'token_id'; name the file's column: --columns token_id=NAME"),
+        ({"logp": [-1.0], "token_id": [1]}, {"advantage": "adv"}, "no column 'adv'"),
+        ({"logp": [-1.0], "token_id": [1, 2]}, {}, "logp has 1 values, token_id 2"),
+        ({"logp": [None], "token_id": [1]}, {}, "logp is null on a token in the loss"),
+        ({"logp": ["x"], "token_id": [1]}, {}, "logp = 'x' is not a finite number"),
+        ({"logp": [-math.inf], "token_id": [1]}, {}, "logp = '-inf' is not a finite number"),
+        ({"logp": [-1.0], "token_id": [1], "reward": 10**400}, {}, "is not a finite number"),
+        ({"logp": [-1.0], "token_id": [2**31]}, {}, "token_id is not made of whole numbers from 0"),
+        ({"logp": [-1.0], "token_id": [1], "position": 0}, {}, "position is not made of whole numbers from 0"),
+        ({"logp": [-1.0], "token_id": [1], "position": [0, 1]}, {}, "position has 2 values, token_id 1"),
+        ({"logp": [-1.0], "token_id": [1], "prompt_ids": "ab"}, {}, "prompt_ids is not made of whole numbers from 0"),
+        ({"logp": [-1.0], "token_id": [1], "weight": 2.0}, {}, "weight has no list of values, token_id 1"),
+        ({"logp": -1.0, "token_id": 1, "rollout": [1]}, {}, "a line is a token, so 'rollout'"),
+        ({"logp": [-1.0], "token_id": [1], "mask": [None]}, {}, "mask has not one value"),
+        ({"logp": [-1.0], "token_id": [-1]}, {}, "token_id is not made of whole numbers from 0"),
+        ({"logp": [-1.0], "token_id": [1], "step": -1}, {}, "step = '-1' is not a whole number from 0"),
+        ({"logp": [-1.0], "token_id": [1], "mask": [1, 1]}, {}, "mask has not one value"),
+        ({"logp": [-1.0], "token_id": [1], "prompt": 3}, {}, "prompt is a int; write a text"),
+        ({"logp": -1.0, "token_id": 1}, {}, "a line is a token, so 'rollout'"),
+        ({"logp": [-1.0], "token_id": [1], "mask": [0]}, {"lopg": "x"}, "--columns lopg: unknown; did you mean 'logp'"),
+        ([1], {}, "a list, not a JSON object"),
+    ],
+)
+def test_a_bad_table_is_refused_and_nothing_is_left(row, columns, message, tmp_path: Path):
+    with pytest.raises(UserError) as raised:
+        import_jsonl(write_lines(tmp_path / "t.jsonl", [row]), tmp_path / "run", LABELS, columns)
+    assert message in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_mistakes(export, tmp_path: Path):
+    source, records = export
+    for importer in (import_prime_rl, import_verl):
+        with pytest.raises(UserError, match="has no"):
+            importer(tmp_path / "nothing", tmp_path / "run", LABELS)
+    bad = source / "token_exports" / "step_0" / "rank_0.jsonl"
+    for change, message in (
+        ({"schema_version": 2}, "schema_version 2"),
+        ({"loss_mask": [1]}, "loss_mask is no list of 10 values"),
+        ({"token_ids": "x"}, "token_ids is no list of integers"),
+    ):
+        write_lines(bad, [records[0][0] | change])
+        with pytest.raises(UserError, match=message):
+            import_prime_rl(source, tmp_path / "run", LABELS)
+    bad.write_text("{not json")
+    with pytest.raises(UserError, match="line 1: not JSON"):
+        import_prime_rl(source, tmp_path / "run", LABELS)
+    write_lines(tmp_path / "v" / "1.jsonl", [{"input": "q"}])
+    with pytest.raises(UserError, match="output is no text"):
+        import_verl(tmp_path / "v", tmp_path / "run", LABELS)
+    with pytest.raises(UserError, match="--tokenizer nowhere: cannot be loaded"):
+        import_jsonl(write_lines(tmp_path / "t.jsonl", ROWS), tmp_path / "run", Labels(tokenizer="nowhere"), NAMES)
+    assert not (tmp_path / "run").exists()
+
+
+def said(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    if code:
+        return str(result.exception)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return " ".join(result.output.split())
+
+
+def test_every_command_reads_imports(export, tmp_path: Path, quick):
+    source, _ = export
+    write_lines(tmp_path / "v" / "1.jsonl", [{"input": "q", "output": "a<b>", "score": 1.0}] * 2)
+    write_lines(tmp_path / "t.jsonl", ROWS)
+    runs = tmp_path / "runs"
+    constants = ("--adv-tau", "1", "--kl-tau", "0.001")
+    assert "2 steps, 8 completions, 24 tokens" in said(
+        "import", "prime-rl", str(source), "--out", str(runs / "p"), *constants
+    )
+    said("import", "verl", str(tmp_path / "v"), "--out", str(runs / "v"))
+    columns = ",".join(f"{ours}={theirs}" for ours, theirs in NAMES.items())
+    said("import", "jsonl", str(tmp_path / "t.jsonl"), "--columns", columns, "--out", str(runs / "j"))
+    assert "give both" in said("import", "prime-rl", str(source), "--adv-tau", "1", code=2)
+    assert "Imported from prime-rl" in said("show", str(runs / "p")) and "tokens: all" in said("show", str(runs / "v"))
+    assert "[⟨" in said("tokens", str(runs / "p"), "--step", "2", "--by", "loss_coef")
+    unknown = "attribution: not recorded at step 1; never recorded in this run"
+    for run in ("v", "j"):
+        assert unknown in said("tokens", str(runs / run), "--step", "1", code=2)
+    for run in ("p", "v", "j"):
+        assert "No step has a gradient norm" in said("tokens", str(runs / run), "--spikes")
+    said("analyze", str(runs), "--out", str(tmp_path / "report"))
+    text = (tmp_path / "report" / "report.html").read_text("utf-8")
+    assert "not a number" not in text and "a<b>" not in text
