@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,29 +54,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 """Kinds of run that are interrupted; together they use everything that a checkpoint holds."""
-
-
-@dataclass
-class Tried:
-    """How often a fault was tried and survived; `failures` says what went wrong otherwise."""
-
-    fault: str
-    means: str  # what counts as survived
-    tried: int = 0
-    failures: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    note: str = ""
-
-    @property
-    def survived(self) -> int:
-        """Trials without a failure."""
-        return self.tried - len(self.failures)
-
-    def count(self, failure: str = "") -> None:
-        """One trial more; `failure` is empty where all was well."""
-        self.tried += 1
-        if failure:
-            self.failures.append(failure)
 
 
 def vowels(count: int = 10) -> tuple[dict[str, list[Example]], Any]:
@@ -143,23 +119,4 @@ def difference(one: Path, two: Path) -> str:
             pd.testing.assert_frame_equal(first, second, check_exact=True)
         except AssertionError as error:
             return f"{name}: {' '.join(str(error).split())[:300]}"
-    return ""
-
-
-def holes(run_dir: Path, told: int) -> str:
-    """What is wrong with what a reader finds of a run that was cut off after `told` steps had been told as recorded."""
-    from sharpscope.traces import load_run
-
-    run = load_run(run_dir)
-    if run.verify():
-        return f"damaged parts: {run.damaged}"
-    steps = run.steps["step"].tolist()
-    if steps != list(range(1, len(steps) + 1)):
-        return f"steps {steps} have a hole"
-    if len(steps) < told:
-        return f"{told} steps were flushed, {len(steps)} are there"
-    tokens = run.tokens(columns=["step"])["step"].value_counts()
-    for step, count in zip(steps, run.steps["tokens"], strict=True):
-        if tokens.get(step, 0) != count:
-            return f"step {step} has {tokens.get(step, 0)} token rows of {count}"
     return ""

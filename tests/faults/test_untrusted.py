@@ -14,7 +14,7 @@ from sharpscope.config import build_config
 from sharpscope.errors import UserError
 from sharpscope.sweeps import run_name
 from sharpscope.traces import TraceWriter, load_run, update_run_info
-from tests.faults.malformed import call, contents, verdict
+from tests.faults.conftest import call, contents
 
 MARK = "[bold red]M[/bold red] [link=file:///etc/passwd]L[/link]"
 FORMAT = "{0.__class__} %s %(a)n ${HOME} $(touch pwned) `touch pwned`"
@@ -29,7 +29,7 @@ def hostile_run(uninterrupted, tmp_path_factory):
     """A run in which every text that a model, a task or a file could choose is hostile."""
     _, whole = uninterrupted
     run_dir = tmp_path_factory.mktemp("hostile") / "run"
-    shutil.copytree(whole[0].run_dir, run_dir)
+    shutil.copytree(whole, run_dir)
     run = load_run(run_dir)
     kept = {name: getattr(run, name) for name in ("rollouts", "events", "eval")}
     for name in kept:
@@ -68,7 +68,6 @@ def harmless(text: str) -> None:
         (["show", "run", "run"], []),
         (["tokens", "run", "--step", "2"], ["[bold red]M[/bold red]"]),
         (["tokens", "run", "--spikes"], ["[bold red]M[/bold red]"]),
-        (["claims", "run", "--details"], []),
     ],
 )
 def test_a_terminal_shows_it_and_obeys_nothing(hostile_run, monkeypatch, arguments, shown):
@@ -124,18 +123,6 @@ def test_a_notebook_shows_it_escaped(hostile_run):
         elements = Elements()
         elements.feed(text)
         assert {tag for tag, _ in elements.found} <= {"table", "caption", "tr", "th", "td", "thead", "tbody", "p"}
-
-
-@pytest.mark.parametrize(
-    "name", ["../x", "/tmp/x", "a/b", "a\0b", "..", ".x", "-x", "x" * 200, "a\nb", "a b", "", "~x", "$HOME", "a;b"]
-)
-def test_a_run_name_cannot_leave_its_folder(tmp_path, name):
-    with pytest.raises(UserError, match="name"):
-        build_config(values={"name": name})
-    import yaml
-
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"name": name}))
-    assert verdict(["run", "run.yaml"], tmp_path, "name") == ""
 
 
 @pytest.mark.parametrize("out", ["", "a\0b"])
