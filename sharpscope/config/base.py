@@ -230,8 +230,8 @@ def _settings(
         text = info.description or ""
         yield Setting(path, kind, shown, values if parts else type_text(info.annotation, info.metadata), text)
         for each, part in parts:
-            if part not in (*parents, model) and not set(kinds.values()) & set(parents):
-                yield from _settings(part, f"{path}.", each or kind, (*parents, model, part))
+            if part not in parents:  # a weighting of a weighting, questions of another task: listed once
+                yield from _settings(part, f"{path}.", each or kind, (*parents, model, *kinds.values()))
 
 
 def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:

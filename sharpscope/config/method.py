@@ -48,10 +48,9 @@ class WhitenedAdvantage(Part):
 
     kind: Literal["whitened"] = "whitened"
     baseline: Literal["none", "group"] = Field(
-        "none",
-        description="none: REINFORCE++; group: subtract the group's mean reward first (its baseline form).",
+        "none", description="none: REINFORCE++; group: subtract the group's mean reward first (its baseline form)."
     )
-    gamma: float = Field(1.0, gt=0, le=1, description="Discount per loss token, in (0, 1]; 1 as in verl and OpenRLHF.")
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount per loss token; 1 as in verl and OpenRLHF.")
 
 
 class LengthBaselineAdvantage(Part):
@@ -134,7 +133,7 @@ class HolderRatio(Part):
     """s_i = (mean_t r_t^p)^(1/p), the same for all tokens (HölderPO, arXiv 2605.12058); p = 1: arithmetic, p → 0: GSPO."""
 
     kind: Literal["holder"] = "holder"
-    p: Real = Field(1.0, description="Power of the mean, any real number; a schedule anneals it.")
+    p: Real = Field(1.0, description="Power of the mean; a schedule anneals it.")
 
 
 Ratio = Annotated[TokenRatio | SequenceRatio | HolderRatio, Field(discriminator="kind")]
@@ -144,19 +143,19 @@ class PpoClip(Part):
     """Objective min(r·A, clip(r, 1 − low, 1 + high)·A)."""
 
     kind: Literal["ppo"] = "ppo"
-    low: float = Field(0.2, gt=0, le=1, description="ε below 1, in (0, 1]; published 0.2.")
-    high: float = Field(0.2, gt=0, description="ε above 1, > 0; GRPO 0.2, DAPO 0.28.")
+    low: float = Field(0.2, gt=0, le=1, description="ε below 1; published 0.2.")
+    high: float = Field(0.2, gt=0, description="ε above 1; GRPO 0.2, DAPO 0.28.")
 
 
 class CispoClip(Part):
     """Objective sg[clip(r, 1 − low, 1 + high)]·A·ln π: the clipped ratio is constant, so every token has a gradient."""
 
     kind: Literal["cispo"] = "cispo"
-    low: float = Field(1.0, gt=0, le=1, description="ε below 1, in (0, 1]; 1: no lower bound, as in MiniMax-M1.")
+    low: float = Field(1.0, gt=0, le=1, description="ε below 1; 1: no lower bound, as in MiniMax-M1.")
     high: float = Field(
         4.0,
         gt=0,
-        description="ε above 1, > 0; MiniMax-M1 (arXiv 2506.13585) gives no number, "
+        description="ε above 1; MiniMax-M1 (arXiv 2506.13585) gives no number, "
         "ScaleRL (arXiv 2510.13786) bounds r by 5.",
     )
 
@@ -168,10 +167,10 @@ class DualClip(Part):
     """
 
     kind: Literal["dual"] = "dual"
-    low: float = Field(0.2, gt=0, le=1, description="ε below 1, in (0, 1]; published 0.2.")
-    high: float = Field(0.2, gt=0, description="ε above 1, > 0; published 0.2.")
+    low: float = Field(0.2, gt=0, le=1, description="ε below 1; published 0.2.")
+    high: float = Field(0.2, gt=0, description="ε above 1; published 0.2.")
     bound: float = Field(
-        3.0, gt=1, description="Largest ratio of a token with A < 0 that has a gradient, > 1 + high; published 3."
+        3.0, gt=1, description="Largest ratio of a token with A < 0 that has a gradient + high; published 3."
     )
 
     @model_validator(mode="after")
@@ -185,16 +184,16 @@ class SapoClip(Part):
     """Objective (4/τ)·sigmoid(τ·(r − 1))·A: a smooth gate instead of a clip (SAPO, arXiv 2511.20347)."""
 
     kind: Literal["sapo"] = "sapo"
-    tau_positive: float = Field(1.0, gt=0, description="τ where A > 0, > 0; published 1.")
-    tau_negative: float = Field(1.05, gt=0, description="τ elsewhere, > 0; published 1.05.")
+    tau_positive: float = Field(1.0, gt=0, description="τ where A > 0; published 1.")
+    tau_negative: float = Field(1.05, gt=0, description="τ elsewhere; published 1.05.")
 
 
 class GmpoClip(Part):
     """Objective exp(mean_t x_t)·A, x_t = min(ln r_t, high) for A > 0 and max(ln r_t, −low) for A < 0 (GMPO, arXiv 2507.20673)."""
 
     kind: Literal["gmpo"] = "gmpo"
-    low: float = Field(0.4, gt=0, description="Bound of −ln r, > 0 [nats]; published 0.4.")
-    high: float = Field(0.4, gt=0, description="Bound of ln r, > 0 [nats]; published 0.4.")
+    low: float = Field(0.4, gt=0, description="Bound of −ln r [nats]; published 0.4.")
+    high: float = Field(0.4, gt=0, description="Bound of ln r [nats]; published 0.4.")
 
 
 class DppoMask(Part):
@@ -206,22 +205,21 @@ class DppoMask(Part):
 
     kind: Literal["dppo"] = "dppo"
     divergence: Literal["tv", "kl"] = Field(
-        "tv",
-        description="D, on the sampled token: tv: difference of probabilities; kl: binary KL(π_old‖π) [nats].",
+        "tv", description="D, on the sampled token: tv: difference of probabilities; kl: binary KL(π_old‖π) [nats]."
     )
-    low: float = Field(0.15, gt=0, description="Largest D where A < 0, > 0; published 0.15 for tv, 0.05 for kl.")
-    high: float = Field(0.15, gt=0, description="Largest D where A > 0, > 0; published 0.15 for tv, 0.05 for kl.")
-    bound: float = Field(20.0, ge=1, description="Largest factor r, ≥ 1; 20 as in the implementations of verl and TRL.")
+    low: float = Field(0.15, gt=0, description="Largest D where A < 0; published 0.15 for tv, 0.05 for kl.")
+    high: float = Field(0.15, gt=0, description="Largest D where A > 0; published 0.15 for tv, 0.05 for kl.")
+    bound: float = Field(20.0, ge=1, description="Largest factor r; 20 as in the implementations of verl and TRL.")
 
 
 class VespoGate(Part):
     """Objective φ(W)·A·ln π, φ(W) = sg[W^k·exp(λ·(1 − W))], W = Π_t r_t in [1e-8, e^20] (VESPO, arXiv 2602.10693)."""
 
     kind: Literal["vespo"] = "vespo"
-    k_positive: float = Field(2.0, ge=0, description="k where A ≥ 0, ≥ 0; 2 as in TRL.")
-    lambda_positive: float = Field(3.0, gt=0, description="λ where A ≥ 0, > 0; 3 as in TRL.")
-    k_negative: float = Field(3.0, ge=0, description="k where A < 0, ≥ 0; 3 as in TRL.")
-    lambda_negative: float = Field(2.0, gt=0, description="λ where A < 0, > 0; 2 as in TRL.")
+    k_positive: float = Field(2.0, ge=0, description="k where A ≥ 0; 2 as in TRL.")
+    lambda_positive: float = Field(3.0, gt=0, description="λ where A ≥ 0; 3 as in TRL.")
+    k_negative: float = Field(3.0, ge=0, description="k where A < 0; 3 as in TRL.")
+    lambda_negative: float = Field(2.0, gt=0, description="λ where A < 0; 2 as in TRL.")
 
 
 class TruncatedCorrection(Part):
@@ -231,7 +229,7 @@ class TruncatedCorrection(Part):
     level: Literal["token", "sequence"] = Field(
         "token", description="token: ρ of each token; sequence: their product over the completion."
     )
-    high: float = Field(2.0, gt=0, description="Largest factor, > 0; 2 as in verl and slime.")
+    high: float = Field(2.0, gt=0, description="Largest factor; 2 as in verl and slime.")
 
 
 class MaskedCorrection(_Band):
@@ -241,7 +239,7 @@ class MaskedCorrection(_Band):
     level: Literal["token", "sequence"] = Field(
         "token", description="token: ρ of each token; sequence: their product over the completion."
     )
-    low: float = Field(0.5, ge=0, description="Smallest ρ kept, ≥ 0; IcePop 0.5, MIS 0.")
+    low: float = Field(0.5, ge=0, description="Smallest ρ kept; IcePop 0.5, MIS 0.")
     high: float = Field(5.0, gt=0, description="Largest ρ kept, > low; IcePop 5 (TRL's masks: 3).")
 
 
@@ -249,7 +247,7 @@ class GeometricCorrection(_Band):
     """Leave a completion out of the surrogate unless low ≤ exp(mean_t ln ρ_t) ≤ high, ρ = π_old/μ; no other factor."""
 
     kind: Literal["geometric"] = "geometric"
-    low: float = Field(0.99, gt=0, description="Smallest geometric mean kept, > 0; 0.99 as in SkyRL.")
+    low: float = Field(0.99, gt=0, description="Smallest geometric mean kept; 0.99 as in SkyRL.")
     high: float = Field(1.01, gt=0, description="Largest geometric mean kept, > low; 1.01 as in SkyRL.")
 
 
@@ -267,14 +265,14 @@ class OffPolicyMask(Part):
     """
 
     threshold: float = Field(
-        0.5, ge=0, description="Largest mean, ≥ 0 [nats]; 0.5 as in TRL's documentation (the paper gives none)."
+        0.5, ge=0, description="Largest mean [nats]; 0.5 as in TRL's documentation (the paper gives none)."
     )
 
 
 class Kl(Part):
     """β·k per token, in the loss or in the reward; k estimates KL(π‖π_ref), with d = ln π − ln π_ref."""
 
-    coef: float = Field(0.0, ge=0, description="β, ≥ 0; 0 needs no reference model.")
+    coef: float = Field(0.0, ge=0, description="β; 0 needs no reference model.")
     estimator: Literal["k1", "k2", "k3", "k3_corrected"] = Field(
         "k3",
         description="k1: d, whose gradient is zero on average at ratio 1; k2: d²/2; k3: exp(−d) − 1 + d; k3_corrected: r·k3 "
@@ -301,7 +299,7 @@ class FixedEntropyBonus(Part):
     """
 
     kind: Literal["fixed"] = "fixed"
-    coef: NonNegative = Field(0.001, description="Weight of the mean entropy, ≥ 0 [loss per nat]; ours, tune it.")
+    coef: NonNegative = Field(0.001, description="Weight of the mean entropy [loss per nat]; ours, tune it.")
 
 
 class AdaptiveEntropyBonus(_Band):
@@ -312,12 +310,12 @@ class AdaptiveEntropyBonus(_Band):
     """
 
     kind: Literal["adaptive"] = "adaptive"
-    target: float = Field(0.2, gt=0, description="Target of H, > 0 [nats]; 0.2 as in TRL.")
-    initial: float = Field(0.0, ge=0, description="First coefficient, ≥ 0 [loss per nat]; 0 as in TRL.")
+    target: float = Field(0.2, gt=0, description="Target of H [nats]; 0.2 as in TRL.")
+    initial: float = Field(0.0, ge=0, description="First coefficient [loss per nat]; 0 as in TRL.")
     step: float = Field(
-        0.005, gt=0, description="Change of the coefficient per update, > 0 [loss per nat]; 0.005 as in TRL."
+        0.005, gt=0, description="Change of the coefficient per update [loss per nat]; 0.005 as in TRL."
     )
-    low: float = Field(0.0, ge=0, description="Smallest coefficient, ≥ 0; 0 as in TRL.")
+    low: float = Field(0.0, ge=0, description="Smallest coefficient; 0 as in TRL.")
     high: float = Field(1.0, gt=0, description="Largest coefficient, > low; 1 as in TRL.")
 
 
@@ -328,7 +326,7 @@ class HighEntropyTokens(Part):
     """Only the `share` of the step's loss tokens with the highest entropy, with ties, is in the surrogate (arXiv 2506.01939)."""
 
     kind: Literal["high_entropy"] = "high_entropy"
-    share: float = Field(0.2, gt=0, le=1, description="Share of tokens kept, in (0, 1]; published 0.2.")
+    share: float = Field(0.2, gt=0, le=1, description="Share of tokens kept; published 0.2.")
 
 
 class ClipCovTokens(_Band):
@@ -339,7 +337,7 @@ class ClipCovTokens(_Band):
         2e-4,
         gt=0,
         le=1,
-        description="Share of the step's loss tokens to leave out, in (0, 1], at least one token; published 2e-4.",
+        description="Share of the step's loss tokens to leave out, at least one token; published 2e-4.",
     )
     low: float = Field(1.0, description="Lower bound of the covariance [nats × advantage]; published 1.")
     high: float = Field(5.0, description="Upper bound of the covariance, > low; published 5.")
@@ -353,7 +351,7 @@ class ProbabilityTokens(Part):
 
     kind: Literal["probability"] = "probability"
     side: Literal["low", "high"] = Field("low", description="Which tokens are kept.")
-    threshold: float = Field(0.5, gt=0, lt=1, description="Probability that separates both sides, in (0, 1); ours.")
+    threshold: float = Field(0.5, gt=0, lt=1, description="Probability that separates both sides; ours.")
 
 
 class AdvantageTokens(Part):
@@ -371,13 +369,13 @@ class SpuriousTokens(Part):
 
     kind: Literal["stapo"] = "stapo"
     probability: float = Field(
-        0.002, gt=0, le=1, description="Probability below which a token is rare, in (0, 1]; published 0.002."
+        0.002, gt=0, le=1, description="Probability below which a token is rare; published 0.002."
     )
     quantile: float = Field(
         0.75,
         ge=0,
         le=1,
-        description="Quantile of the entropy, in [0, 1]; published 0.75 over rare, 0.8 over all (earlier version).",
+        description="Quantile of the entropy; published 0.75 over rare, 0.8 over all (earlier version).",
     )
     over: Literal["rare", "all"] = Field(
         "rare",
@@ -400,9 +398,9 @@ class KlCovPenalty(Part):
         2e-4,
         gt=0,
         le=1,
-        description="Share of the step's loss tokens, in (0, 1], at least one token; published 2e-4 (7 B model: 2e-3).",
+        description="Share of the step's loss tokens, at least one token; published 2e-4 (7 B model: 2e-3).",
     )
-    coef: NonNegative = Field(1.0, description="Weight of the term, ≥ 0; published 1.")
+    coef: NonNegative = Field(1.0, description="Weight of the term; published 1.")
 
 
 class LpRegPenalty(Part):
@@ -418,15 +416,15 @@ class LpRegPenalty(Part):
         0.01,
         gt=0,
         le=1,
-        description="Share of the step's loss tokens with A < 0, in (0, 1], at least one token; published 0.01 (32 B model: "
+        description="Share of the step's loss tokens with A < 0, at least one token; published 0.01 (32 B model: "
         "0.005).",
     )
-    coef: NonNegative = Field(1.0, description="Weight of the term, ≥ 0; 1 as in the authors' scripts.")
+    coef: NonNegative = Field(1.0, description="Weight of the term; 1 as in the authors' scripts.")
     min_p: float = Field(
         0.02,
         gt=0,
         lt=1,
-        description="Smallest probability that q keeps, in units of the largest at the position, in (0, 1); published 0.02.",
+        description="Smallest probability that q keeps, in units of the largest at the position; published 0.02.",
     )
 
 
@@ -445,7 +443,7 @@ class EwmaProximal(Part):
         0.889,
         ge=0,
         lt=1,
-        description="β of the average, applied after every update, in [0, 1); after many updates the mean age is "
+        description="β of the average, applied after every update; after many updates the mean age is "
         "β/(1 − β) updates, 8 by default; ours.",
     )
 
@@ -458,10 +456,7 @@ class LoptiPasses(Part):
 
     kind: Literal["lopti"] = "lopti"
     eta: float = Field(
-        0.4,
-        ge=-1,
-        le=1,
-        description="Probability threshold, in [−1, 1]; published 0.4, with advantage reweighting 0.5.",
+        0.4, ge=-1, le=1, description="Probability threshold; published 0.4, with advantage reweighting 0.5."
     )
 
 
@@ -470,7 +465,7 @@ class Sam(Part):
 
     kind: Literal["sam"] = "sam"
     rho: float = Field(
-        0.05, gt=0, description="Length of the ascent step, > 0 [parameters' L2 norm]; 0.05 as in SAM, tune it."
+        0.05, gt=0, description="Length of the ascent step [parameters' L2 norm]; 0.05 as in SAM, tune it."
     )
 
 
@@ -481,10 +476,8 @@ class GradientNormPenalty(Part):
     """
 
     kind: Literal["gradient_norm_penalty"] = "gradient_norm_penalty"
-    penalty: float = Field(
-        0.04, ge=0, description="λ, ≥ 0 [loss per gradient norm]; tune it (κ = 0.8 by default, ours)."
-    )
-    radius: float = Field(0.05, gt=0, description="Length of the finite difference, > 0 [parameters' L2 norm].")
+    penalty: float = Field(0.04, ge=0, description="λ [loss per gradient norm]; tune it (κ = 0.8 by default, ours).")
+    radius: float = Field(0.05, gt=0, description="Length of the finite difference [parameters' L2 norm].")
 
 
 Sharpness = Annotated[Sam | GradientNormPenalty, Field(discriminator="kind")]
@@ -494,10 +487,7 @@ class Overlong(Part):
     """DAPO's soft penalty on the reward of completions close to the length limit (arXiv 2503.14476)."""
 
     buffer: float = Field(
-        0.2,
-        gt=0,
-        le=1,
-        description="Share of the completion limit over which the penalty grows, in (0, 1]; published 4096/20480.",
+        0.2, gt=0, le=1, description="Share of the completion limit over which the penalty grows; published 4096/20480."
     )
     scale: float = Field(1.0, ge=0, description="Penalty at the limit, ≥ 0, in units of reward; published 1.")
 
@@ -513,7 +503,7 @@ class Sampling(Part):
         10,
         ge=1,
         le=1000,
-        description="Maximum number of resampling rounds per step, ≥ 1; ours (DAPO resamples until the batch is full).",
+        description="Maximum number of resampling rounds per step; ours (DAPO resamples until the batch is full).",
     )
     overlong: Overlong | None = Field(None, description="Soft penalty on overlong completions; empty: none.")
 

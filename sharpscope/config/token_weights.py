@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -135,10 +135,8 @@ def _module(name: str, module_name: str) -> ModuleType:
 class Weighting(Part):
     """Base of the token weights. A subclass has a `kind`, and `at_statistic` or `weights`."""
 
-    @property
-    def statistic(self) -> str | None:
-        """The one statistic that the weight is a function of: logit, log_odds, logp, prob or entropy; else None."""
-        return None
+    statistic: ClassVar[str | None] = None
+    """The one statistic that the weight is a function of: logit, log_odds, logp, prob or entropy; else None."""
 
     @property
     def pointwise(self) -> bool:
@@ -274,7 +272,7 @@ class UniformWeight(Weighting):
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
         """Ones."""
-        return xp.ones_like(step.logp)  # type: ignore[no-any-return]
+        return xp.ones_like(step.logp)
 
 
 class _Sigmoid(Weighting):
@@ -317,7 +315,7 @@ class _Sigmoid(Weighting):
             known = self._location(known, step, xp) | known
         return self.replace(**known)
 
-    def _location(self, known: dict[str, Any], step: Any, xp: Any) -> dict[str, float]:
+    def _location(self, known: dict[str, Any], step: Any, xp: Any) -> dict[str, float | Schedule]:
         mask = step.mask.bool()
         if not bool(mask.any()):
             raise UserError("method.weight: the first step has no loss tokens to calibrate on; set tau and u0")
@@ -406,7 +404,7 @@ class SigmoidWeight(_Sigmoid):
         return known
 
     @property
-    def statistic(self) -> str:
+    def statistic(self) -> str:  # type: ignore[override]  # depends on a field here
         """`input`."""
         return self.input
 
@@ -435,10 +433,7 @@ class EntropyWeight(_Sigmoid):
     tau: Positive | None = Field(None, description="Width of the sigmoid [nats]; empty: from the first step.")
     u0: Real | None = Field(None, description="Location of the sigmoid [nats]; empty: from the first step.")
 
-    @property
-    def statistic(self) -> str:
-        """The entropy."""
-        return "entropy"
+    statistic: ClassVar[str | None] = "entropy"
 
     def signed(self, u: Any) -> Any:
         """−u where low entropy has the largest weight, else u."""
@@ -461,10 +456,7 @@ class LinearWeight(Weighting):
         """[1 − alpha, 1]."""
         return 1.0 - _number(self.alpha), 1.0
 
-    @property
-    def statistic(self) -> str:
-        """π."""
-        return "prob"
+    statistic: ClassVar[str | None] = "prob"
 
     def at_statistic(self, u: Any, xp: Any) -> Any:
         """alpha·π + 1 − alpha."""
@@ -479,10 +471,7 @@ class PowerWeight(Weighting):
     L: NonNegative = Field(0.0, description="Smallest weight.")
     U: Positive = Field(1.0, description="Largest weight, > L.")
 
-    @property
-    def statistic(self) -> str:
-        """Ln π."""
-        return "logp"
+    statistic: ClassVar[str | None] = "logp"
 
     def at_statistic(self, u: Any, xp: Any) -> Any:
         """clip(π^gamma, L, U)."""
@@ -530,7 +519,7 @@ class PolarityWeight(Weighting):
     """
 
     kind: Literal["polarity"] = "polarity"
-    alpha: Annotated[float, Field(ge=0, lt=1)] | Schedule = Field(0.5, description="Strength, in [0, 1); ours.")
+    alpha: Annotated[float, Field(ge=0, lt=1)] | Schedule = Field(0.5, description="Strength; ours.")
     target: Positive | None = Field(None, description="H* [nats]; empty: the mean entropy of the first step.")
 
     @property
@@ -556,7 +545,7 @@ class PolarityWeight(Weighting):
         alpha, target = _number(self.alpha), _number(self.target)
         entropy = float(step.entropy[step.mask.bool()].double().mean())
         phase = max(-1.0, min(1.0, (target - entropy) / target))
-        return 1 + alpha * phase * xp.sign(-step.token_advantage * step.polarity)  # type: ignore[no-any-return]
+        return 1 + alpha * phase * xp.sign(-step.token_advantage * step.polarity)
 
 
 class CustomWeight(Weighting):
@@ -686,7 +675,7 @@ class ReverseWeight(_SameBounds):
         return self
 
     @property
-    def statistic(self) -> str | None:
+    def statistic(self) -> str | None:  # type: ignore[override]  # depends on fields here
         """That of `of`, unless the weights are matched."""
         return self.of.statistic if self.matched == "none" else None
 
@@ -741,7 +730,7 @@ class ShuffledWeight(_SameBounds):
         if self.matched == "tokens":
             random_order = xp.where(mask, key, 2.0).argsort(dim=-1, stable=True)  # (N, T) loss tokens first, shuffled
             in_order = (~mask).to(xp.int8).argsort(dim=-1, stable=True)  # (N, T) loss tokens first, in order
-            return xp.empty_like(weight).scatter_(-1, in_order, weight.gather(-1, random_order))  # type: ignore[no-any-return]
+            return xp.empty_like(weight).scatter_(-1, in_order, weight.gather(-1, random_order))
         return _matched(drawn(weight, mask, step.mass, key, xp), weight, step)
 
 

@@ -7,7 +7,7 @@ sends scalar tables to TensorBoard, Weights & Biases or trackio.
 from importlib import import_module
 from typing import Any
 
-_PARTS = ("hf_trainer", "importers", "loggers", "trl", "verl")
+_PARTS = ("importers", "loggers", "trl", "verl")
 
 
 def __getattr__(name: str) -> Any:
