@@ -76,8 +76,8 @@ def accuracy_values(run: Run) -> pd.DataFrame:
                 row |= {"low": ends.low, "high": ends.high, "half": max(accuracy - ends.low, ends.high - accuracy)}
                 place = {"step": step, "split": split, "temperature": heat, "prompts": prompts, "k": samples}
                 made.append(place | row)
-    columns = ["step", "split", "temperature", "prompts", "k", *EVALUATED, "low", "high", "half"]
-    return pd.DataFrame(made, columns=columns)
+    names = ["step", "split", "temperature", "prompts", "k", *EVALUATED, "low", "high", "half"]
+    return pd.DataFrame(made, columns=names)
 
 
 def eval_values(study: Study) -> pd.DataFrame:

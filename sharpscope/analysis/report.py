@@ -331,7 +331,7 @@ def accuracy_sections(settings: Sequence[Setting]) -> list[Section]:
         ends = pd.DataFrame([one.iloc[-1] for one in runs])
         row = {
             "on": str(split).replace("heldout", "held-out"),
-            "sampling": sampling(float(heat)),
+            "sampling": sampling(float(str(heat))),
             "setting": method_label(str(label)),
         }
         row |= {
@@ -532,7 +532,7 @@ def cost_table(runs: Runs) -> pd.DataFrame:
         row = {"run": name, "a step [s]": f"{total / len(run.steps):.2f}", "all [min]": f"{total / 60:.1f}"}
         row |= {kind: percent(seconds / total if total else 0.0) for kind, seconds in parts.items()}
         measuring = (run.info.get("measuring") or {}).get("seconds") or {}
-        largest = max(measuring, key=measuring.get, default="")
+        largest = max(measuring, key=lambda kind: float(measuring[kind]), default="")
         held = run.info.get("peak_memory_bytes")
         sizes = held if isinstance(held, dict) else {"process": held}
         memory = ", ".join(
@@ -550,7 +550,8 @@ INTERVALS = {
     "shares": "recording.token_gradients_every",
     "rotation": "recording.rotation_every",
     "influence": "recording.heldout_influence_every",
-    "surface": "probes.rounds",
+    "surface": "probes.every",
+    "critical sharpness": "probes.preset",
 }
 """What a run measures → the setting that says how often."""
 

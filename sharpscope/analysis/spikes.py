@@ -200,43 +200,43 @@ def concentration(tokens: pd.DataFrame, sure: float = 0.99) -> tuple[float, floa
 
 def spike_text(run: Run, z: float = 4.0) -> str:
     """What the rule found in one to four sentences: the spikes, or how near the run came and why it is no nearer."""
-    scores = gradient_scores(run.steps)
-    if scores.empty:
+    scores = gradient_scores(run.steps).to_dict("records")
+    if not scores:
         return "No step has a gradient norm, so there is nothing to compare."
-    spikes = scores[scores["z"] >= z]
-    if len(spikes):
+    spikes = [row for row in scores if row["z"] >= z]
+    if spikes:
         each = ", ".join(
-            f"{row.step} (z = {row.z:.1f}, {row.grad_norm / row.typical:.1f} × typical)" for row in spikes.itertuples()
-        )  # type: ignore[operator]
-        return f"{len(spikes)} step{'s' * (len(spikes) > 1)} with z ≥ {z:g}: {each}. {_near(run, int(spikes.loc[spikes['z'].idxmax(), 'step']))}"
-    said = []
-    top = scores.loc[scores["z"].idxmax()] if scores["z"].notna().any() else None
-    if top is not None:
-        factor = math.exp(z * float(top["scale"]))
-        said.append(
-            f"No step reaches z = {z:g}: the highest is z = {top['z']:.1f} at step {top['step']:.0f}, gradient norm "
-            f"{number(top['grad_norm'])}, {top['grad_norm'] / top['typical']:.1f} × the typical {number(top['typical'])}."
+            f"{r['step']} (z = {r['z']:.1f}, {r['grad_norm'] / r['typical']:.1f} × typical)" for r in spikes
         )
+        count = f"{len(spikes)} step{'s' if len(spikes) > 1 else ''} with z ≥ {z:g}"
+        return f"{count}: {each}. {_near(run, max(spikes, key=lambda row: row['z'])['step'])}"
+    judged = [row for row in scores if math.isfinite(row["z"])]
+    top = max(judged, key=lambda row: row["z"], default=None)
+    if top is None:
+        said = [
+            f"A spike is judged against {FEWEST} earlier steps with a gradient; this run has {len(scores)} such steps."
+        ]
+    else:
+        said = [
+            f"No step reaches z = {z:g}: the highest is z = {top['z']:.1f} at step {top['step']}, gradient norm "
+            f"{number(top['grad_norm'])}, {top['grad_norm'] / top['typical']:.1f} × the typical {number(top['typical'])}."
+        ]
+        factor = math.exp(z * top["scale"])
         if factor > 2 * LARGE:
             said.append(
-                f"Norms scatter so much in this run that only {factor:.0f} × the typical norm would be a spike: the rule is insensitive here."
+                f"Norms scatter so much in this run that only {factor:.0f} × the typical norm would be a spike: the rule is "
+                "insensitive here."
             )
-    else:
+    largest = max(scores, key=lambda row: row["grad_norm"])
+    for row in large_steps(run.steps).head(1).to_dict("records"):
+        largest = row
         said.append(
-            f"A spike is judged against {FEWEST} earlier steps with a gradient; this run has {len(scores)} such steps."
+            f"Step {row['step']} is a finding all the same: its gradient is {row['grad_norm'] / row['typical']:.1f} × the typical "
+            f"one, and the reward falls by {row['fall']:.2f} with it."
         )
-    large = large_steps(run.steps)
-    if len(large):
-        row = large.iloc[0]
-        said.append(
-            f"Step {row['step']:.0f} is a finding all the same: its gradient is {row['grad_norm'] / row['typical']:.1f} × the typical one, "
-            f"and the reward falls by {row['fall']:.2f} with it."
-        )
-    largest = scores.loc[scores["grad_norm"].idxmax()]
-    if large.empty and (top is None or largest["step"] != top["step"]):
-        said.append(f"The largest gradient norm is {number(largest['grad_norm'])} at step {largest['step']:.0f}.")
-    at = large["step"].iloc[0] if len(large) else largest["step"]
-    return " ".join([*said, _near(run, int(at))])
+    if top is None or largest["step"] != top["step"]:
+        said.append(f"The largest gradient norm is {number(largest['grad_norm'])} at step {largest['step']}.")
+    return " ".join([*said, _near(run, int(largest["step"]))])
 
 
 def _near(run: Run, step: int) -> str:

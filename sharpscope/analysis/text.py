@@ -6,7 +6,6 @@ import math
 import re
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import pandas as pd
 
@@ -37,16 +36,6 @@ _MARKUP = re.compile(
     r"|\](?=[(\[:])|^[\[#])"  # links, and marks at the start of a line; intervals stay readable
 )
 _KEPT = {"\n", "\t"}
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A table of text with a title and a note."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
 
 
 def printable(text: object, limit: int = 160) -> str:

@@ -1,10 +1,9 @@
-"""The token tables: one streaming pass whose reducers feed claims, figures and `reduce`; and uniform samples."""
+"""The token tables: one streaming pass whose reducers feed the claims; and uniform samples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -135,50 +134,10 @@ def deciles(logp: NDArray[Any]) -> NDArray[np.int_]:
     return np.asarray(rank * DECILES // max(1, len(rank)) + 1)
 
 
-def decile_sums(column: str) -> Reducer:
-    """Sums of `column` by update, decile of π within the step and sign of the advantage (−1, 0, 1): one list per key.
-
-    Shares of a sample of groups are weighted by `inverse_inclusion`.
-    In a run without advantages the sign is that of −loss_coef: 1 for tokens whose probability the update raises.
-    """
-    columns = ("update", "logp", "advantage", "loss_coef", INCLUSION, column)
-    return Reducer(f"deciles {column}", columns, partial(_sums_by_decile, column), needs=column)
-
-
-def _sums_by_decile(column: str, tokens: Columns, run: Run) -> dict[str, Any] | None:
-    frame = pd.DataFrame({name: tokens[name] for name in ("update", "logp", "advantage", "loss_coef", column)})
-    if frame["advantage"].isna().all():
-        frame["advantage"] = -frame["loss_coef"]
-    weight = inverse_inclusion(tokens) if column.endswith("attribution") else 1.0
-    frame = frame.drop(columns="loss_coef").assign(value=frame[column].astype(float) * weight)
-    frame = frame.dropna(subset=["update", "logp", "advantage"])
-    # All tokens of an update rank, so that the deciles do not depend on which groups were drawn.
-    measured = frame["update"].isin(frame["update"][frame["value"].notna()])
-    frame = frame[measured].assign(decile=deciles(frame["logp"][measured].to_numpy())).dropna(subset=["value"])
-    if frame.empty:
-        return None
-    keyed = frame.assign(sign=np.sign(frame["advantage"]).astype(int))
-    sums = pd.DataFrame(keyed.groupby(["update", "decile", "sign"], as_index=False)["value"].sum())
-    return {str(name): values for name, values in sums.to_dict("list").items()}
-
-
-DECILE_SUMS = tuple(map(decile_sums, ("attribution", "update_attribution", "sharp_alignment")))
-
-
 def _stored(name: str, run: Run, reducer: Reducer) -> list[Reduced]:
     """Results of this reducer that a reduced run keeps; they were computed before its token table was left out."""
-    result = []
-    for row in run.reductions or ():
-        if row.name != reducer.name:
-            continue
-        if row.step >= 0:
-            result.append(Reduced(name, run.method, run.seed, row.step, row.tokens, row.values))
-            continue
-        # Version 0.1 stored sums by decile as one table of all steps.
-        for step, rows in pd.DataFrame(row.values).groupby("step"):
-            values = {str(key): column for key, column in rows.drop(columns="step").to_dict("list").items()}
-            result.append(Reduced(name, run.method, run.seed, int(str(step)), row.tokens, values))
-    return result
+    kept = [row for row in run.reductions or () if row.name == reducer.name and row.step >= 0]
+    return [Reduced(name, run.method, run.seed, row.step, row.tokens, row.values) for row in kept]
 
 
 def _split(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[int, Columns]]:

@@ -13,7 +13,6 @@ from sharpscope.analysis import claims
 from sharpscope.analysis.claims import REDUCERS, study_of
 from sharpscope.analysis.claims.writers import claims_json
 from sharpscope.analysis.reduction import reduce_run, reduce_runs
-from sharpscope.analysis.tokens import DECILE_SUMS, scan
 from sharpscope.cli import app
 from sharpscope.errors import UserError
 from sharpscope.traces import Reduction, load_run, load_runs, update_run_info, write_reductions
@@ -57,25 +56,6 @@ def test_tables_of_the_paper_and_sums_over_all_tokens_are_the_same(folder, reduc
         assert [(r.run, r.step, r.tokens) for r in first] == [(r.run, r.step, r.tokens) for r in second]
         for a, b in zip(first, second, strict=True):
             np.testing.assert_equal(a.values, b.values)
-
-
-def test_sums_by_decile_as_version_01_stored_them(tmp_path):
-    """One table of all steps, at step −1."""
-    run = (
-        write_study(tmp_path / "one", {"grpo": Effects()}, seeds=1, shape=Shape(steps=2, prompts=2, length=6))
-        / "grpo-s0"
-    )
-    values = {
-        "step": [1, 1, 2],
-        "update": [0, 0, 0],
-        "decile": [1, 10, 1],
-        "sign": [1, -1, 1],
-        "value": [0.1, 0.9, 1.0],
-    }
-    write_reductions(run, [Reduction("deciles attribution", -1, 9, values)])
-    first, second = scan({"a": load_run(run)}, DECILE_SUMS)["deciles attribution"]
-    assert (first.step, first.values["value"], first.values["decile"]) == (1, [0.1, 0.9], [1, 10])
-    assert (second.step, second.values["value"]) == (2, [1.0])
 
 
 def test_other_tables_keep_null_and_nan_apart(folder, reduced):

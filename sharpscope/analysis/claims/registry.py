@@ -10,7 +10,6 @@ from sharpscope.analysis.claims import accuracy, bound, entropy, gap, gradients,
 from sharpscope.analysis.claims.base import Claim, Verdict, decide
 from sharpscope.analysis.claims.checks import CHECKS, Check
 from sharpscope.analysis.study import DEFAULT, Study, Terms
-from sharpscope.analysis.tokens import DECILE_SUMS
 from sharpscope.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -35,8 +34,8 @@ CLAIMS: dict[str, Claim] = {
     )
 }
 _READ = [reducer for _, reducer in CHECKS.values()] + [r for claim in CLAIMS.values() for r in claim.reducers]
-REDUCERS = (*dict.fromkeys(_READ), *DECILE_SUMS)
-"""Everything that claims and figures need of whole token tables, and that a reduced copy of a run keeps in their place."""
+REDUCERS = tuple(dict.fromkeys(_READ))
+"""Everything that claims need of whole token tables, and that a reduced copy of a run keeps in their place."""
 
 
 def test_claims(

@@ -12,6 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from scipy.special import stdtrit
 
 from sharpscope.analysis.figures.style import (
@@ -97,7 +98,7 @@ def curves(values: pd.DataFrame, styles: Lines, xlabel: str = "step") -> Figure:
             if scale == "log" and (own["value"] > 0).all() and own["value"].max() > 5 * own["value"].min():
                 axis.set_yscale("log")
             axis.set(xlabel=xlabel, ylabel=label)
-            axis.xaxis.get_major_locator().set_params(integer=True)
+            axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
             if quantity.endswith("_rotation"):
                 axis.set_ylim(bottom=0)
         finish(figure, axes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,8 +20,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarForm
 from sharpscope.analysis.text import printable
 
 COLORS: tuple[str, ...] = tuple(sns.color_palette("colorblind").as_hex())
-BLUE, ORANGE, GREEN, VERMILLION, PURPLE = COLORS[:5]
-SKY, BLACK, GRAY = COLORS[9], "#000000", "#777777"
+BLUE, VERMILLION, BLACK, GRAY = COLORS[0], COLORS[3], "#000000", "#777777"
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p")
 WIDTH, ONE_COLUMN = 5.5, 3.5
@@ -125,17 +123,8 @@ def setting_text(label: object) -> str:
     return plain(_SECTION.sub("", str(label)), 100)
 
 
-def finish(
-    figure: Figure, axes: Sequence[Axes], columns: Mapping[str, Sequence[Axes]] | None = None, fold: int = 30
-) -> None:
-    """Fold long axis labels, keep ticks apart, and add legends above the data that name each label once.
-
-    Args:
-        figure: of the axes.
-        axes: all of them.
-        columns: title → axes of a column from the top: a legend above each column. None: one above the figure.
-        fold: length of a line of an ordinate's label [characters].
-    """
+def finish(figure: Figure, axes: Sequence[Axes]) -> None:
+    """Fold long axis labels, keep the ticks of logarithmic axes apart, and add a legend above the figure that names each label once."""
     for axis in axes:
         for ticked in (axis.xaxis, axis.yaxis):
             low, high = sorted(ticked.get_view_interval())  # an inverted axis gives the larger end first
@@ -147,13 +136,11 @@ def finish(
                 elif high < 100 * low:
                     ticked.set_major_locator(LogLocator(subs=(1.0, 3.0)))
                     ticked.set_major_formatter("{x:g}")
-        axis.set_ylabel(fill(axis.get_ylabel(), fold))
-    for title, column in (columns or {}).items():
-        handles = _handles(column)
-        shown = [fill(label, 72 // len(columns or ()), break_on_hyphens=False) for label in handles]
-        above = 1.12 if column[0].get_title("left") else 1.0
-        column[0].legend(handles.values(), shown, title=title or None, loc="lower left", bbox_to_anchor=(0, above))
-    handles = {} if columns else _handles(axes)
+        axis.set_ylabel(fill(axis.get_ylabel(), 30))
+    handles: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
     if handles:
         # 0.06 inch a letter and 0.5 inch for the line: a legend wider than its figure would be cut off
         across = max(1, min(len(handles), 3, int(figure.get_figwidth() / (0.5 + 0.06 * max(map(len, handles))))))
@@ -161,26 +148,10 @@ def finish(
         figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=across)
 
 
-def _handles(axes: Iterable[Axes]) -> dict[str, Any]:
-    """Label → its first artist."""
-    handles: dict[str, Any] = {}
-    for axis in axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    return handles
-
-
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write `name`.png and `name`.svg; equal figures give equal files."""
-    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    paths = [folder / f"{name}.{ending}" for ending in ("png", "svg")]
     with styled():
-        figure.savefig(paths[0], metadata={"Software": None})
-    paths[1].write_text(svg_text(figure), encoding="utf-8")
+        for path, metadata in zip(paths, ({"Software": None}, {"Date": None}), strict=True):
+            figure.savefig(path, metadata=metadata)
     return paths
-
-
-def svg_text(figure: Figure) -> str:
-    """A figure as SVG, the same for equal figures."""
-    with styled(), io.StringIO() as sink:
-        figure.savefig(sink, format="svg", metadata={"Date": None})
-        return sink.getvalue()
