@@ -12,6 +12,7 @@ from sharpscope.analysis.measures import EVALUATED, evaluations, sharpness, temp
 from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.study import Study
 from sharpscope.analysis.text import sampling
+from sharpscope.analysis.tokens import SAMPLE, sample_tokens
 from sharpscope.traces import MAX_SATURATION, Run
 
 Z = 1.959964  # 97.5 % quantile of the normal distribution
@@ -139,3 +140,14 @@ def sharpness_values(study: Study) -> pd.DataFrame:
         pieces.append(frame.assign(saturated=known(rows["saturation"]) > MAX_SATURATION))
     pieces = [piece for piece in pieces if len(piece)]
     return pd.concat(pieces, ignore_index=True) if pieces else pd.DataFrame()
+
+
+def token_samples(study: Study, columns: Sequence[str]) -> dict[str, pd.DataFrame]:
+    """Setting's label → a sample of its runs' tokens that have all `columns`; settings without any are left out."""
+    samples = {}
+    for setting in study.settings:
+        share = max(1, SAMPLE // max(1, len(setting.runs)))
+        parts = [part for run in setting.runs.values() if len(part := sample_tokens(run, columns, share))]
+        if parts:
+            samples[setting.label] = pd.concat(parts, ignore_index=True)
+    return samples

@@ -22,6 +22,7 @@ from sharpscope.analysis.frames import (
     sharpness_rows,
     sharpness_values,
     step_values,
+    token_samples,
 )
 from sharpscope.analysis.headline import moved_sections, step_sections, trained_text
 from sharpscope.analysis.mismatch import sampler_section
@@ -118,9 +119,9 @@ def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
             sharpness_values(shown),
         )
         pictures = list(study_figures(steps, accuracy, sharp, lines(shown.labels)))
-        samples = {k: v for k, v in shown.samples(["logp", "weight"]).items() if v["weight"].nunique() > 1}
+        samples = {k: v for k, v in token_samples(shown, ["logp", "weight"]).items() if v["weight"].nunique() > 1}
         if samples:
-            figure = weights(samples, list(shown.samples(PULL).values()), lines(shown.labels))
+            figure = weights(samples, list(token_samples(shown, PULL).values()), lines(shown.labels))
             pictures.append(Picture("weights", "Token weights, and where the gradient is that they multiply.", figure))
         compared = comparison(study)
         main = compared.assign(contrast=compared["treatment"] + " − " + compared["baseline"])
