@@ -172,7 +172,8 @@ def sharpness(run: Run, quantity: str = "sam", functional: str = FUNCTIONAL) -> 
     rows = rows.assign(rho=[float(f"{rho:.9g}") for rho in rows["rho"]], ceiling=pd.to_numeric(rows["ceiling"]))
     means = rows.groupby(["step", "rho"])[["value", "ceiling"]].mean().rename(columns={"value": "rise"})
     estimated = means["ceiling"].isna() & (functional == FUNCTIONAL)
-    known = [train_accuracy(run, int(step)) if new else None for (step, _), new in estimated.items()]
+    steps = means.index.get_level_values("step")
+    known = [train_accuracy(run, int(step)) if new else None for step, new in zip(steps, estimated, strict=True)]
     guess = pd.Series([math.nan if value is None else value[0] for value in known], means.index, dtype=float)
     means["ceiling"] = means["ceiling"].fillna(guess)
     means["saturation"] = means["rise"] / means["ceiling"].where(means["ceiling"] > 0)
@@ -192,7 +193,7 @@ def shared_sharpness(
     radii = sorted(set.intersection(*(set(frame.index.get_level_values("rho")) for frame in frames)))
     if not radii:
         return None
-    curves = {rho: [frame.xs(rho, level="rho") for frame in frames] for rho in radii}
+    curves = {rho: [pd.DataFrame(frame.xs(rho, level="rho")) for frame in frames] for rho in radii}
     free = [rho for rho in radii if not any((c["saturation"].iloc[-1:] > MAX_SATURATION).any() for c in curves[rho])]
     chosen = max(free, default=radii[0])
     return chosen, curves[chosen]

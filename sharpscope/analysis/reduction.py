@@ -43,7 +43,7 @@ def reduce_run(run: Run, out: Path, tokens: int = TOKENS) -> Path:
     if run.status != "finished":
         raise UserError(f"run: {run.path} is {run.status}; only a finished run is reduced")
     if out.exists():
-        raise UserError(f"out: {out} exists and is not overwritten; remove it first")
+        raise UserError(f"out: {out} exists and is not overwritten; give another folder")
     aside = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)

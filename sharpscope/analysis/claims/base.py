@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -104,19 +104,7 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; what is not a finite number is null."""
-        return {
-            "name": self.name,
-            "value": _number(self.value),
-            "unit": self.unit,
-            "shown": self.line,
-            "interval": _interval(self.interval),
-            "t_interval": _interval(self.t),
-            "p_value": _number(self.p_value),
-            "median": _number(self.median),
-            "worst": None if self.worst is None else list(self.worst),
-            "n": self.n,
-            "note": self.note,
-        }
+        return dict(_json(asdict(self))) | {"shown": self.line}
 
 
 def mean_estimate(name: str, values: Any, unit: str, note: str = "", scale: Scale = "plain") -> Estimate | None:
@@ -425,31 +413,34 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """The verdict as JSON values."""
-        claim, dose = self.claim, self.finding.dose
-        return {
+        claim, finding = self.claim, self.finding
+        values = {
             "claim": claim.name,
             "version": claim.version,
             "title": self.title,
             "source": claim.source,
+            "baseline": self.methods[0],
+            "treatment": self.methods[1],
             "role": "primary" if self.primary else "exploratory",
             "confirmatory": self.confirmatory,
             "verdict": self.verdict,
             "reason": self.reason,
-            "effect": None if self.effect is None else self.effect.to_dict(),
-            "p_value": _number(self.p_value),
-            "p_refuted": _number(self.evidence.p_refuted),
-            "p_adjusted": _number(self.p_adjusted),
+            "p_value": self.p_value,
+            "p_refuted": self.evidence.p_refuted,
+            "p_adjusted": self.p_adjusted,
             "n": self.n,
             "unit_of_n": claim.unit,
             "rule": claim.rule_text(self.terms),
             "margin": self.terms.margin(claim.key, claim.margin),
             "level": self.terms.level,
-            "conditions": [{"text": c.text, "met": c.met} for c in self.finding.conditions],
-            "others": [estimate.to_dict() for estimate in self.finding.others],
-            "dose": None if dose is None else {"rotation": _number(dose.rotation), "noise": _number(dose.noise)},
-            "notes": list(self.finding.notes),
-            "baseline": self.methods[0],
-            "treatment": self.methods[1],
+            "conditions": [asdict(condition) for condition in finding.conditions],
+            "dose": None if finding.dose is None else asdict(finding.dose),
+            "notes": list(finding.notes),
+        }
+        return {
+            **_json(values),
+            "effect": None if self.effect is None else self.effect.to_dict(),
+            "others": [estimate.to_dict() for estimate in finding.others],
             "other": None if self.other is None else self.other.to_dict(),
         }
 
@@ -536,12 +527,10 @@ def unfinished(study: Study) -> tuple[str, ...]:
     return (f"{len(study.unfinished)} unfinished runs are left out: {names}",)
 
 
-def _number(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
-def _interval(interval: Interval | None) -> dict[str, Any] | None:
-    if interval is None:
-        return None
-    ends = {"low": _number(interval.low), "high": _number(interval.high)}
-    return {**ends, "level": interval.level, "kind": interval.kind}
+def _json(value: Any) -> Any:
+    """The value with null in place of numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: _json(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

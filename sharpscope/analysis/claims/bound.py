@@ -92,7 +92,8 @@ def bound_frame(study: Study) -> pd.DataFrame:
 def _by_step_and_radius(rows: pd.DataFrame) -> dict[tuple[int, float], float]:
     rows = rows[rows["rho"].notna()]
     means = rows.assign(rho=rows["rho"].round(12)).groupby(["step", "rho"])["value"].mean()
-    return {(int(step), float(rho)): float(value) for (step, rho), value in means.items()}
+    keys = zip(means.index.get_level_values(0), means.index.get_level_values(1), means, strict=True)
+    return {(int(step), float(rho)): float(value) for step, rho, value in keys}
 
 
 def at_radius(frame: pd.DataFrame, rho: float) -> pd.DataFrame:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sharpscope.analysis.claims.base import Claim
 from sharpscope.analysis.claims.registry import CLAIMS
@@ -67,8 +66,7 @@ def declaration_file(study: Path) -> Path:
     return study.with_suffix(".declared.json")
 
 
-@dataclass(frozen=True)
-class Declared:
+class Declared(NamedTuple):
     """The outcome of declaring: what changed since the declaration before, and whether there was none (`new`)."""
 
     file: Path

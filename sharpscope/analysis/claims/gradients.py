@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from sharpscope.analysis.claims.base import (
 )
 from sharpscope.analysis.measures import dose_of, log_ratios, probe_rows
 from sharpscope.analysis.statistics import sign_flip_p
-from sharpscope.analysis.study import Pairing, Study
+from sharpscope.analysis.study import Pairing, PairMeasure, Study
 from sharpscope.analysis.tokens import INCLUSION, Columns, Reducer, inverse_inclusion
 
 if TYPE_CHECKING:
@@ -56,9 +57,15 @@ def spike_rate(norms: NDArray[np.float64]) -> float | None:
     return hits / (len(logs) - 10)
 
 
-def _norms(first: Run, second: Run) -> list[NDArray[np.float64]]:
-    steps = min(len(first.steps), len(second.steps))
-    return [run.steps.sort_values("step")["grad_norm"].to_numpy(dtype=float)[:steps] for run in (first, second)]
+def _of_norms(measure: Callable[[NDArray[np.float64]], float | None]) -> PairMeasure:
+    """`measure` of both runs' gradient norms over the steps that both made."""
+
+    def both(first: Run, second: Run) -> tuple[float | None, float | None]:
+        steps = min(len(first.steps), len(second.steps))
+        norms = [run.steps.sort_values("step")["grad_norm"].to_numpy(dtype=float)[:steps] for run in (first, second)]
+        return measure(norms[0]), measure(norms[1])
+
+    return both
 
 
 def noise_share(run: Run) -> float | None:
@@ -76,10 +83,10 @@ def smoothness(study: Study) -> Finding:
     pairing = study.pairing()
     if pairing.missing:
         return Finding(missing=pairing.missing)
-    rough = log_ratios(study.differences(pairing, lambda a, b: tuple(map(roughness, _norms(a, b)))))
+    rough = log_ratios(study.differences(pairing, _of_norms(roughness)))
     if not len(rough):
         return Finding(missing=f"no pair has {FEWEST} steps with a gradient norm")
-    spikes = study.differences(pairing, lambda a, b: tuple(map(spike_rate, _norms(a, b))))
+    spikes = study.differences(pairing, _of_norms(spike_rate))
     noise = study.differences(pairing, lambda a, b: (noise_share(a), noise_share(b)))
     more = len(spikes) and sign_flip_p(spikes["difference"].to_numpy(), "greater") <= study.terms.level
     note = "probe set, plain surrogate"

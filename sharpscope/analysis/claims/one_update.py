@@ -109,7 +109,7 @@ def _sharpness(study: Study) -> Finding:
     if not len(frame):
         return _nothing(study, "sam_sharpness and train_failure", arm, rival, [arm])
     units = [frame[name] / (1 - frame[f"{name}_failure"]) for name in ("value", "rival")]
-    most = np.maximum(*units).astype(float)
+    most = pd.concat(units, axis=1).astype(float).max(axis=1)
     fit = (most <= MAX_SATURATION) & (frame["value"] > 0) & (frame["rival"] > 0)
     if not fit.any():
         why = (
