@@ -10,9 +10,23 @@ from torch import Tensor, nn
 
 from sharpscope import distributed
 from sharpscope.policy.forward import Scored, microbatches, score_completions
+from sharpscope.policy.head import bare
 from sharpscope.policy.rollouts import Rollouts
 from sharpscope.policy.sharding import is_sharded
 from sharpscope.policy.token_stats import TokenStats
+
+# Maximum size of the activations of a forward and backward pass.
+ACTIVATION_BYTES = {"cpu": 4 * 2**30, "cuda": 16 * 2**30}
+
+
+def activation_tokens(model: nn.Module, gradient_checkpointing: bool) -> int:
+    """Number of tokens whose activations take about `ACTIVATION_BYTES`, from the sizes of a transformer's layers."""
+    config, parameter = bare(model).config.get_text_config(), next(model.parameters())
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    layer = 16 * hidden + 4 * (getattr(config, "intermediate_size", None) or 4 * hidden)
+    numbers = layers * hidden + layer if gradient_checkpointing else layers * layer
+    budget = ACTIVATION_BYTES.get(parameter.device.type, ACTIVATION_BYTES["cuda"])
+    return max(1, budget // (numbers * max(4, parameter.element_size())))
 
 
 @dataclass(frozen=True)
@@ -22,7 +36,7 @@ class Scorer:
     Attributes:
         model: The policy.
         temperature: T > 0 of the softmax.
-        microbatch_tokens: Maximum tokens of a forward pass, including prompts.
+        microbatch_tokens: Maximum tokens of a forward pass, including prompts; fewer if `activation_tokens` is less.
         share_prompt: Whether to run a group's prompt once for all its rows. It has no effect for sharded models: all
             processes must run the layers equally often, so each microbatch is one pass.
         compute: Type of matrix products; None for the type of the weights.
@@ -40,6 +54,10 @@ class Scorer:
     def sharded(self) -> bool:
         """Whether the model's parameters are sharded over processes."""
         return is_sharded(self.model)
+
+    @cached_property
+    def _budget(self) -> int:
+        return min(self.microbatch_tokens, activation_tokens(self.model, self.gradient_checkpointing))
 
     @property
     def _shares(self) -> bool:
@@ -126,7 +144,7 @@ class Scorer:
             return rows[own], []
         part, rows = part.rows(own), rows[own]
         group = part.group if self._shares else None
-        batches = microbatches(part.lengths, self.microbatch_tokens, prompt_lengths=part.prompt_lengths, group=group)
+        batches = microbatches(part.lengths, self._budget, prompt_lengths=part.prompt_lengths, group=group)
         return rows, [rows[batch] for batch in batches]
 
     def idle_passes(self, batches: list[Tensor]) -> int:

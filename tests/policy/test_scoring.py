@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sharpscope.policy import scoring
 from sharpscope.policy.scoring import Scorer
 from tests.policy.helpers import completions_by_hand, random_prompts, tiny_policy
 
@@ -29,3 +30,19 @@ def test_statistics_are_those_of_each_row_alone(share_prompt, microbatch_tokens)
     for name, values in expected.items():
         torch.testing.assert_close(getattr(found, name), values.detach(), rtol=1e-9, atol=1e-9)
     assert found.logp.dtype == torch.float64
+
+
+def test_microbatches_are_smaller_where_activations_are_large(monkeypatch):
+    policy = tiny_policy(dtype=torch.float32)
+    rollouts = completions_by_hand(random_prompts((3, 6, 4)), COMPLETIONS).with_reward(torch.zeros(6))
+    scorer = lambda: Scorer(policy.model, 1.0, 10_000, False)  # noqa: E731
+    assert len(scorer().split(rollouts, torch.arange(6))[1]) == 1
+    config = policy.model.config
+    token = 4 * config.num_hidden_layers * (16 * config.hidden_size + 4 * config.intermediate_size)
+    monkeypatch.setitem(scoring.ACTIVATION_BYTES, "cpu", 11 * token)
+    assert scoring.activation_tokens(policy.model, False) == 11
+    assert scoring.activation_tokens(policy.model, True) > 11
+    parts = scorer().split(rollouts, torch.arange(6))[1]
+    assert len(parts) > 1
+    work = rollouts.lengths + rollouts.prompt_lengths
+    assert all(int(work[part].sum()) <= 11 or len(part) == 1 for part in parts)

@@ -1,0 +1,50 @@
+"""The task of `sums.yaml`: sums of two numbers from 10 to 99 after three worked examples; the first integer counts.
+
+sharpscope run experiments/smollm2/sums.yaml
+python -m experiments.smollm2.sums > sums.jsonl    # the same questions as a file of prompts and answers
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from random import Random
+from typing import Any
+
+from sharpscope.tasks import Example, Reward
+
+WORKED = "23 + 45 = 68\n17 + 31 = 48\n52 + 29 = 81\n"
+HELD_OUT = 600
+"""Number of unordered pairs of summands that are held out, in both orders."""
+
+
+def sums(seed: int = 0) -> tuple[dict[str, list[Example]], Any]:
+    """Splits `train` and `heldout`, in random order, and the scorer; the level is the number of carries, 0 to 2."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
+    random = Random(seed)
+    random.shuffle(pairs)
+    splits = {}
+    for name, part in (("heldout", pairs[:HELD_OUT]), ("train", pairs[HELD_OUT:])):
+        ordered = [pair for a, b in part for pair in dict.fromkeys(((a, b), (b, a)))]
+        random.shuffle(ordered)
+        splits[name] = [ask(a, b) for a, b in ordered]
+    return splits, score
+
+
+def ask(a: int, b: int) -> Example:
+    """The question a + b."""
+    carry = (a % 10 + b % 10) // 10
+    carries = carry + (a // 10 + b // 10 + carry) // 10
+    return Example(f"{WORKED}{a} + {b} =", str(a + b), {"level": carries})
+
+
+def score(example: Example, completion: str) -> Reward:
+    """1 if the first integer of the completion is the sum; what follows it does not count."""
+    found = re.search(r"-?\d+", completion)
+    right = found is not None and int(found[0]) == int(example.answer)
+    return Reward(float(right), {"answer": float(right)}, correct=right)
+
+
+if __name__ == "__main__":
+    for example in sums()[0]["train"]:
+        print(json.dumps({"prompt": example.prompt, "answer": example.answer}))

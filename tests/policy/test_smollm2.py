@@ -1,0 +1,84 @@
+"""A real language model, SmolLM2-135M-Instruct; `python -m experiments.smollm2.get FOLDER` makes it, SHARPSCOPE_SMOLLM2 names it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import sharpscope
+from experiments.smollm2.sums import ask, score, sums
+from sharpscope.policy import PolicySpec, SamplingSpec, generate, load_policy, render_prompts, score_completions
+from sharpscope.policy.generation import left_pad
+from sharpscope.tasks import Example
+
+FOLDER = os.environ.get("SHARPSCOPE_SMOLLM2", "")
+has_model = Path(FOLDER, "model.safetensors").is_file()
+needs_model = pytest.mark.skipif(not has_model, reason="SHARPSCOPE_SMOLLM2 names no folder with SmolLM2")
+
+
+def test_sums_are_right_and_held_out_in_both_orders():
+    splits, _ = sums()
+    pairs = {name: {e.prompt.splitlines()[-1] for e in examples} for name, examples in splits.items()}
+    assert {name: len(lines) for name, lines in pairs.items()} == {name: len(splits[name]) for name in splits}
+    assert len(pairs["train"] | pairs["heldout"]) == 8100
+    for line in pairs["heldout"]:
+        a, _, b, _ = line.split()
+        assert f"{b} + {a} =" not in pairs["train"]
+    for example in splits["train"][:50]:
+        a, _, b, _ = example.prompt.splitlines()[-1].split()
+        assert int(a) + int(b) == int(example.answer)
+    assert [ask(*pair).meta["level"] for pair in ((23, 45), (28, 45), (55, 50), (95, 45))] == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "right"), [(" 68\n", 1), ("68 or 69", 1), (" 69, no, 68", 0), ("", 0), (" 6 8", 0), (" 068", 1)]
+)
+def test_the_first_integer_counts(text, right):
+    reward = score(ask(23, 45), text)
+    assert (reward.total, reward.correct) == (right, bool(right))
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return load_policy(PolicySpec(model=FOLDER, device="cpu"))
+
+
+@pytest.mark.slow
+@needs_model
+def test_generation_is_that_of_transformers_and_scored_alike(smollm2):
+    prompts = render_prompts(
+        [Example("What is 10 + 28? Answer with the number only.", ""), Example("Name a color.", "")], smollm2
+    )
+    ours = generate(smollm2, prompts, 2, SamplingSpec(temperature=0, max_new_tokens=12), torch.Generator())
+    ids, attention = left_pad(prompts, smollm2.pad_id)
+    theirs = smollm2.model.generate(ids, attention_mask=attention, do_sample=False, max_new_tokens=12)[
+        :, ids.shape[1] :
+    ]
+    for row in range(4):
+        n = int(ours.lengths[row])
+        assert ours.completion_ids[row, :n].tolist() == theirs[row // 2, :n].tolist()
+    again = score_completions(smollm2.model, ours, 1.0, share_prompt=True, with_grad=False).logp
+    torch.testing.assert_close(again, ours.behavior_logp, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@needs_model
+def test_two_steps_of_grpo_move_the_model(tmp_path):
+    from sharpscope.config import build_config
+    from sharpscope.training import train
+
+    overrides = [
+        f"policy.model={FOLDER}",
+        "steps=2",
+        "evaluation.every=0",
+        "probes.every=0",
+        "rollout.prompts_per_step=4",
+    ]
+    config = build_config(Path("experiments/smollm2/sums.yaml"), [*overrides, f"out={tmp_path / 'run'}"])
+    train(config)
+    run = sharpscope.load_run(next(tmp_path.rglob("run.json")).parent)
+    assert len(run.steps) == 2 and (run.steps["grad_norm"] > 0).all()
+    assert run.steps["reward_mean"].between(0, 1).all()
