@@ -68,7 +68,7 @@ def resolve(
         raise UserError(f"{command}: runs in one process; start it without accelerate launch or torchrun")
     if run is None:
         if task is None and model is not None and model.startswith(EMBEDDED_PREFIX):
-            task = embedded_policy(model.removeprefix(EMBEDDED_PREFIX)).task
+            task = embedded_policy(model.removeprefix(EMBEDDED_PREFIX)).name
         values: dict[str, Any] = {"policy.model": model, "seed": seed}
         values = {name: value for name, value in values.items() if value is not None}
         if task is not None:

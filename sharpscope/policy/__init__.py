@@ -6,7 +6,7 @@ Import the function `token_stats` from its module, which has the same name.
 from __future__ import annotations
 
 from sharpscope.config.policy import PolicySpec, RolloutSpec, SamplingSpec
-from sharpscope.policy.embedded import EMBEDDED, embedded_policy
+from sharpscope.policy.embedded import embedded_policy
 from sharpscope.policy.forward import Scored, length_buckets, microbatches, score_completions
 from sharpscope.policy.generation import Environment, check_lengths, draw_completions, draw_scored, generate
 from sharpscope.policy.head import Head, backbone, bare, check_head, output_head
@@ -16,7 +16,6 @@ from sharpscope.policy.rollouts import Completions, Rollouts, completions_of, jo
 from sharpscope.policy.token_stats import TokenStats
 
 __all__ = [
-    "EMBEDDED",
     "Completions",
     "Environment",
     "Head",

@@ -14,13 +14,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from sharpscope.config.policy import EMBEDDED_NAMES
 from sharpscope.errors import UserError, nearest
 from sharpscope.packaged import data_path
 
@@ -60,58 +60,15 @@ QWEN2_SPLIT = (
 """Qwen2's pre-tokenizer, so that all loaders give the same tokens."""
 
 
-@dataclass(frozen=True)
-class EmbeddedPolicy:
-    """A policy that ships with the package.
-
-    Attributes:
-        name: Name after `embedded:`.
-        task: Kind of the task of its warm start.
-        about: One-line description.
-    """
-
-    name: str
-    task: str
-    about: str
-
-    @property
-    def path(self) -> Path:
-        """Folder with config.json, model.safetensors, tokenizer.json, tokenizer_config.json and warm_start.json."""
-        return data_path("policies", self.name)
-
-
-EMBEDDED: dict[str, EmbeddedPolicy] = {
-    policy.name: policy
-    for policy in (
-        EmbeddedPolicy(
-            "knights_knaves",
-            "knights_knaves",
-            "Qwen2 architecture, 0.9 M parameters; tries assignments in order or guesses, half of the time each",
-        ),
-        EmbeddedPolicy(
-            "math",
-            "math",
-            "Qwen2 architecture, 0.18 M parameters; works step by step or answers directly, half of the time each",
-        ),
-        EmbeddedPolicy(
-            "tool_qa",
-            "tool_qa",
-            "Qwen2 architecture, 0.38 M parameters; searches, or answers without searching in 30 % of the cases",
-        ),
-    )
-}
-"""The policies that ship with the package, by name."""
-
-
-def embedded_policy(name: str) -> EmbeddedPolicy:
-    """Return the embedded policy called `name`.
+def embedded_policy(name: str) -> Path:
+    """Folder of an embedded policy: config.json, model.safetensors, tokenizer.json, tokenizer_config.json, warm_start.json.
 
     Raises:
         UserError: The name is unknown.
     """
-    if name not in EMBEDDED:
-        raise UserError(f"embedded policy '{name}': unknown{nearest(name, EMBEDDED)}")
-    return EMBEDDED[name]
+    if name not in EMBEDDED_NAMES:
+        raise UserError(f"embedded policy '{name}': unknown{nearest(name, EMBEDDED_NAMES)}")
+    return data_path("policies", name)
 
 
 def common_phrases(texts: Iterable[str], share: float = 0.002) -> list[str]:

@@ -234,7 +234,7 @@ def make_policy(
 def _locate(model: str) -> str:
     """Resolve `policy.model` to a folder or hub id."""
     if model.startswith(EMBEDDED_PREFIX):
-        return str(embedded_policy(model.removeprefix(EMBEDDED_PREFIX)).path)
+        return str(embedded_policy(model.removeprefix(EMBEDDED_PREFIX)))
     folder = Path(model).expanduser()
     if folder.is_dir():
         _check_folder(folder, model)

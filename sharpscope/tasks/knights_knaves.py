@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sharpscope.config.tasks import KnightsKnavesSpec
-from sharpscope.errors import UserError, nearest
+from sharpscope.errors import UserError
 from sharpscope.tasks.base import HELD_OUT, Example, Reward, content_id, held_out_share, stream_seed
 from sharpscope.tasks.logic_rl import roles_of, score_logic_rl, solution_text
 from sharpscope.tasks.puzzles import Draws, sample_puzzle, word_puzzle
@@ -20,19 +20,6 @@ PATIENCE = 200
 """Number of draws without new content after which content may repeat with other names; puzzles of 2 people have few."""
 GIVE_UP = 20_000
 """Number of draws without a new text after which the set counts as exhausted."""
-
-NAMED_SETS: dict[str, tuple[tuple[KnightsKnavesSpec, ...], str]] = {
-    "study": ((KnightsKnavesSpec(unseen_people=(2, 4)),), "4fe5fae273d39abf"),
-    "policy": (
-        tuple(
-            KnightsKnavesSpec(people=people, train_size=count, heldout_size=100)
-            for people, count in ((2, 1846), (3, 8000), (4, 1846), (5, 369))
-        ),
-        "5c19d514c2268c90",
-    ),
-}
-"""Puzzle sets of published results with the hash of their ids: `study` for the runs under data/, and `policy` for training
-and evaluation of the embedded policy."""
 
 LOGIC_RL_SYSTEM = (
     "You are a helpful assistant. The assistant first thinks about the reasoning process in the mind and "
@@ -135,20 +122,3 @@ class KnightsKnaves:
         prompt = logic_rl_prompt(quiz) if chat else quiz + "\n"
         meta = {"id": content_id(prompt)} | meta
         return Example(prompt, solution_text(names, solution), meta, prefill="<think>" if chat else "", templated=chat)
-
-
-def named_puzzles(name: str) -> dict[str, Example]:
-    """All puzzles of one of `NAMED_SETS` by id.
-
-    Raises:
-        UserError: the set does not exist.
-        RuntimeError: the generated puzzles differ from those of the published results.
-    """
-    if name not in NAMED_SETS:
-        raise UserError(f"puzzle set '{name}': unknown{nearest(name, NAMED_SETS)}")
-    specs, expected = NAMED_SETS[name]
-    examples = [example for spec in specs for split in KnightsKnaves(spec).splits().values() for example in split]
-    actual = content_id(*(example.meta["id"] for example in examples))
-    if actual != expected:
-        raise RuntimeError(f"puzzle set '{name}': hash {actual}, expected {expected}")
-    return {example.meta["id"]: example for example in examples}

@@ -170,7 +170,7 @@ def evaluate_model(
         recorded, model, step = True, str(saved[-1]), step_of(saved[-1])
     values: dict[str, Any] = {"policy.model": model}
     if task is None and not recorded and model.startswith(EMBEDDED_PREFIX):
-        task = embedded_policy(model.removeprefix(EMBEDDED_PREFIX)).task
+        task = embedded_policy(model.removeprefix(EMBEDDED_PREFIX)).name
     if task is not None:
         values["task"] = dict(task_choice(task))
     config = read_recorded(folder, values, overrides) if recorded else build_config(None, overrides, values)

@@ -11,7 +11,7 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -29,7 +29,6 @@ from sharpscope.policy.embedded import build_model, build_tokenizer, common_phra
 from sharpscope.warm_start import math as math_examples
 from sharpscope.warm_start import tool_qa as tool_examples
 from sharpscope.warm_start.knights_knaves import OPENING, ROLE, Demonstration, demonstrations, phrases, puzzles
-from sharpscope.warm_start.muon import Muon
 
 SUMMARY = "warm_start.json"
 
@@ -414,3 +413,55 @@ def exactness(
             skipped = len(rows[i].prompt) + probe[i].completion.startswith(OPENING)
             results.setdefault(probe[i].style, []).append(bool(correct[line, skipped:].all()))
     return {style: sum(values) / len(values) for style, values in sorted(results.items())}
+
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the odd polynomial that maps singular values to about 1 in five iterations."""
+
+
+def orthogonal(matrices: torch.Tensor, iterations: int = 5) -> torch.Tensor:
+    """Orthogonalize matrices (n, a, b) with a ≤ b: map singular values to about [0.7, 1.2], keep singular vectors."""
+    a, b, c = NEWTON_SCHULZ
+    x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(iterations):
+        square = x @ x.mT  # (n, a, a)
+        x = a * x + (b * square + c * square @ square) @ x
+    return x
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon with Nesterov momentum and decoupled weight decay (K. Jordan et al., 2024); torch has it only since 2.9.
+
+    An update has spectral norm about lr·sqrt(max(1, out/in)). Matrices of the same shape are processed as one batch.
+
+    Args:
+        matrices: parameters (out, in).
+        lr: learning rate.
+        momentum: coefficient of the running average of gradients.
+        weight_decay: coefficient of the decoupled weight decay.
+    """
+
+    def __init__(
+        self, matrices: Iterable[torch.Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all matrices that have a `.grad`."""
+        for group in self.param_groups:
+            shapes: dict[tuple[int, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+            for matrix in group["params"]:
+                if matrix.grad is None:
+                    continue
+                state = self.state[matrix]
+                average = state.setdefault("average", torch.zeros_like(matrix))
+                average.lerp_(matrix.grad, 1 - group["momentum"])
+                direction = matrix.grad.lerp(average, group["momentum"])
+                wide = direction if direction.shape[0] <= direction.shape[1] else direction.T
+                shapes.setdefault(tuple(wide.shape), []).append((matrix, wide))
+            for members in shapes.values():
+                for (matrix, _), update in zip(members, orthogonal(torch.stack([w for _, w in members])), strict=True):
+                    applied = update if matrix.shape[0] <= matrix.shape[1] else update.T
+                    scale = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
+                    matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(applied, alpha=-group["lr"] * scale)

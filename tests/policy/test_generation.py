@@ -157,16 +157,6 @@ def test_equal_beginnings_of_a_groups_completions_are_decoded_once(short, remove
     assert torch.equal(out.completion_ids, alone.completion_ids)
 
 
-def test_a_prompts_completions_do_not_depend_on_how_many_there_are_or_on_later_prompts():
-    policy, spec = tiny_policy(), SamplingSpec(max_new_tokens=6)
-    few = generate(policy, PROMPTS[:2], 2, spec, generator())
-    many = generate(policy, PROMPTS, 4, spec, generator())
-    for prompt in range(2):
-        for completion in range(2):
-            a, b = few.completion_ids[prompt * 2 + completion], many.completion_ids[prompt * 4 + completion]
-            assert a[: min(len(a), len(b))].tolist() == b[: min(len(a), len(b))].tolist()
-
-
 def test_one_seed_one_result_and_no_other_randomness():
     policy, spec = tiny_policy(), SamplingSpec(max_new_tokens=8, temperature=2.0)
     state = torch.random.get_rng_state()
@@ -301,20 +291,6 @@ def test_prompts_that_cannot_be_continued_are_named():
     generate(policy, [long], 1, SamplingSpec(max_new_tokens=8), generator())
     with pytest.raises(UserError, match="prompt 0: has no tokens"):
         generate(policy, [[]], 2, SamplingSpec(max_new_tokens=9), generator())
-
-
-def test_rewards_and_rows():
-    out = generate(tiny_policy(), PROMPTS, GROUP, SamplingSpec(max_new_tokens=4), generator())
-    rollouts = out.with_reward(torch.arange(9))
-    assert rollouts.reward.dtype == torch.float32
-    part = rollouts.rows(torch.tensor([4, 0]))
-    assert part.reward.tolist() == [4.0, 0.0]
-    assert part.texts == [out.texts[4], out.texts[0]]
-    assert torch.equal(part.input_ids, out.input_ids[[4, 0]])
-    chosen = torch.zeros(9, dtype=torch.bool)
-    chosen[[2, 5]] = True
-    assert rollouts.rows(chosen).reward.tolist() == [2.0, 5.0]
-    assert rollouts.prompt_lengths.tolist() == [11] * 3 + [3] * 3 + [6] * 3
 
 
 @settings(max_examples=120, deadline=None)

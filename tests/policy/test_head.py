@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from sharpscope.errors import UserError
 from sharpscope.policy import make_policy
@@ -31,21 +30,3 @@ def test_a_head_that_is_something_else_is_refused():
     model.lm_head = nn.Sequential(nn.Linear(16, 37))
     with pytest.raises(UserError, match="its output layer is Sequential"):
         make_policy(model, word_tokenizer(), "x")
-
-
-def test_hidden_states_of_another_width_are_refused():
-    config = AutoConfig.for_model(
-        "rembert",
-        vocab_size=37,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        input_embedding_size=8,
-        output_embedding_size=24,
-        is_decoder=True,
-        pad_token_id=0,
-    )
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(UserError, match="RemBertForCausalLM: its logits are not a linear function"):
-        check_head(model, output_head(model))

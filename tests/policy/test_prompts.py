@@ -18,7 +18,7 @@ from sharpscope.policy import (
     with_openings,
 )
 from sharpscope.recording.probe_sets import Drawer
-from sharpscope.tasks import Example, KnightsKnavesSpec, Reward, ToolQaSpec, make_task
+from sharpscope.tasks import Example, Reward
 from sharpscope.training.evaluate import evaluate
 from sharpscope.training.rollouts import DataOrder, draw_rollouts
 from tests.models import tiny_model
@@ -121,26 +121,6 @@ def test_what_the_template_opens_is_prefill_and_fed_once(thinker, given, seen, p
     for example in (given, opened):  # making prompts of them knows no difference
         assert thinker.tokenizer.decode(render_prompts([example], thinker)[0]) == seen
     assert with_openings([opened], thinker) == [opened]
-
-
-def test_templates_that_open_nothing_and_plain_prompts_change_no_example(thinker):
-    examples = [Example("say a", ""), Example("say <think>", ""), Example("say a So", "", prefill=" So")]
-    plain = make_policy(thinker.model, thinker.tokenizer, "tiny", "plain")
-    assert all(a is b for a, b in zip(with_openings(examples, plain), examples, strict=True))
-    thinker.tokenizer.chat_template = CLOSED
-    assert with_openings(examples, thinker) == examples
-
-
-def test_a_right_completion_after_an_opened_think_is_right(thinker):
-    puzzles = make_task(KnightsKnavesSpec(train_size=2, heldout_size=0))
-    (example,) = with_openings(puzzles.splits()["train"][:1], thinker)
-    reward = puzzles.score(example, f"reasoning</think><answer>{example.answer}</answer>")
-    assert (reward.total, reward.correct) == (3.0, True)
-    pytest.importorskip("bm25s", reason="needs the optional library bm25s")
-    search = make_task(ToolQaSpec(train_size=2, heldout_size=0, things=40))
-    (example,) = with_openings(search.splits()["train"][:1], thinker)
-    reward = search.score(example, f"reasoning</think><answer>{example.answer}</answer>")
-    assert reward.parts == {"answer": 1.0, "format": 1.0, "searches": 0.0}
 
 
 class Hearer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import sys
 from pathlib import Path
 
@@ -17,27 +16,10 @@ from sharpscope.tasks import (
     Reward,
     make_task,
     register_task,
-    registered_tasks,
     respond_all,
     task_choice,
 )
 from sharpscope.tasks import custom as room
-
-SOURCE = """
-from sharpscope.tasks import Example, register_task
-
-WORDS = ["stone", "river", "cloud", "grass"]
-
-
-def score(example, completion):
-    return completion.strip() == example.answer
-
-
-@register_task("reverse")
-def reverse(upper=False):
-    made = [Example(f"Reverse {w}: ", w[::-1].upper() if upper else w[::-1]) for w in WORDS]
-    return {"train": made[:3], "heldout": made[3:]}, score
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -56,22 +38,6 @@ def nought(example, completion):
 
 
 EXAMPLES = {"train": [Example("1 + 1 = ", "2")]}
-
-
-def test_fifteen_lines_make_a_task_by_import_path_and_by_name(tmp_path, monkeypatch):
-    assert len(SOURCE.strip().splitlines()) <= 15
-    (tmp_path / "word_games.py").write_text(SOURCE)
-    monkeypatch.chdir(tmp_path)
-    for factory in ("word_games:reverse", "reverse"):
-        task = make_task(CustomSpec(factory=factory, options={"upper": True}))
-        splits = task.splits()
-        assert {name: len(examples) for name, examples in splits.items()} == {"train": 3, "heldout": 1}
-        example = splits["train"][0]
-        assert (example.prompt, example.answer, example.meta["level"]) == ("Reverse stone: ", "ENOTS", "all")
-        assert len({e.meta["id"] for examples in splits.values() for e in examples}) == 4
-        assert task.score(example, " ENOTS\n") == Reward(1.0, {"answer": 1.0}, correct=True)
-        assert task.score(example, "stone") == Reward(0.0, {"answer": 0.0}, correct=False)
-    assert registered_tasks() == ("reverse",)
 
 
 def test_short_forms_of_the_command_line():
@@ -128,10 +94,6 @@ def test_an_interactive_task_answers_in_between():
     assert task.respond(EXAMPLES["train"][0], "ping?") == "pong"
 
 
-def test_one_stop_text_may_stand_alone():
-    assert custom(interactive(stop="</search>")).stop == ("</search>",)  # as ("</search>") without its comma is
-
-
 @pytest.mark.parametrize("number", [0.3, 1, 2.5, True, False])
 def test_numbers_become_rewards(number):
     reward = custom((EXAMPLES, lambda example, completion: number)).score(EXAMPLES["train"][0], "")
@@ -178,19 +140,6 @@ def test_an_error_inside_a_factory_is_not_blamed_on_its_options():
         make_task(CustomSpec(factory="broken", options={"size": 3}))
     with pytest.raises(UserError, match=r"task.options = {'sice': 3}: broken does not accept them"):
         make_task(CustomSpec(factory="broken", options={"sice": 3}))
-
-
-def test_a_name_is_registered_once():
-    register_task("mine")(interactive)
-    register_task("mine")(interactive)  # importing the module twice is no mistake
-    with pytest.raises(UserError, match="is already registered"):
-        register_task("mine")(nought)
-
-
-def test_a_reward_that_is_not_finite_reaches_the_trainer_which_has_a_rule_for_it():
-    reward = custom((EXAMPLES, lambda example, completion: math.nan)).score(EXAMPLES["train"][0], "")
-    assert math.isnan(reward.total)
-    assert not reward.correct
 
 
 def documented_task() -> str:

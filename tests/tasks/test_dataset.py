@@ -57,15 +57,6 @@ def test_a_puzzle_row_is_scored_as_logic_rl_does(tmp_path, suffix):
     assert task.score(example, f"<answer>{TRUTH}</answer>").total == -3.0
 
 
-def test_statements_may_stand_in_their_own_column_and_the_truth_may_be_json_text(tmp_path):
-    plain = kk_row(statements=PUZZLE, reward_model={"ground_truth": TRUTH})
-    as_text = kk_row(reward_model=json.dumps(kk_row()["reward_model"]))
-    inner = kk_row(reward_model={"ground_truth": json.dumps(kk_row()["reward_model"]["ground_truth"])})
-    for row in (plain, as_text, inner):
-        _, splits = load(write(tmp_path / "a.jsonl", [row]), heldout_fraction=0)
-        assert splits["train"][0].answer == TRUTH
-
-
 def test_columns_are_mapped_and_a_whole_name_wins_over_a_nested_one(tmp_path):
     rows = [{"q": {"text": "How many?"}, "a.b": 3, "hard": 2.0}]
     mapping = {"prompt": "q.text", "answer": "a.b", "level": "hard"}
@@ -118,16 +109,6 @@ def test_a_held_out_file_takes_its_contents_out_of_training(tmp_path):
     _, splits = load(write(tmp_path / "a.jsonl", rows), heldout_path=held)
     assert [example.prompt for example in splits["heldout"]] == [row["prompt"] for row in rows[:5]]
     assert [example.prompt for example in splits["train"]] == [row["prompt"] for row in rows[5:]]
-
-
-def test_a_folder_is_read_in_order_of_names_and_limit_cuts(tmp_path):
-    write(tmp_path / "b.jsonl", rows_of(3, data_source="exact"))
-    write(tmp_path / "a.parquet", rows_of(2))
-    (tmp_path / "README.md").write_text("not data")
-    _, splits = load(tmp_path, heldout_fraction=0)
-    assert [example.meta["scorer"] for example in splits["train"]] == ["numeric"] * 2 + ["exact"] * 3
-    _, splits = load(tmp_path, heldout_fraction=0, limit=3)
-    assert len(splits["train"]) == 3
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from sharpscope.errors import UserError
-from sharpscope.tasks import GymSpec, make_task, task_choice
+from sharpscope.tasks import GymSpec, make_task
 from sharpscope.tasks.gym import EVALUATING, gym_answer
 
 pytest.importorskip("reasoning_gym", reason="needs the optional library reasoning-gym")
@@ -34,16 +34,6 @@ def test_the_true_answer_is_worth_one_by_the_own_scorer(name):
         assert task.score(example, "<answer></answer>").total < 0.5
 
 
-def test_partial_scores_stand_in_the_parts():
-    task, splits = load("spell_backward")
-    example = next(e for e in splits["train"] if len(e.answer) >= 4)
-    own = task._dataset.score_answer(example.answer + "x", example.meta["entry"])
-    reward = task.score(example, f"<answer>{example.answer}x</answer>")
-    assert reward.total == reward.parts["answer"] == own
-    assert 0 < own < 1
-    assert not reward.correct
-
-
 def test_splits_are_disjoint_over_seeds_and_repeatable():
     _, splits = load("leg_counting")
     assert splits == load("leg_counting")[1]
@@ -51,11 +41,6 @@ def test_splits_are_disjoint_over_seeds_and_repeatable():
     for seed in range(3):
         assert not held & {example.prompt for example in load("leg_counting", seed=seed)[1]["train"]}
     assert load("leg_counting", heldout_size=0)[1] == {"train": splits["train"]}
-
-
-def test_options_reach_the_data_set():
-    _, splits = load("leg_counting", options={"min_animals": 1, "max_animals": 1})
-    assert all(example.prompt.count(",") <= 2 for example in splits["train"])
 
 
 @pytest.mark.parametrize(
@@ -97,12 +82,6 @@ def test_every_scorer_that_evaluates_text_is_known():
     assert set(EVALUATING) <= set(DATASETS)
 
 
-def test_an_evaluating_scorer_can_be_accepted():
-    task, splits = load("countdown", allow_eval=True)
-    example = splits["train"][0]
-    assert task.score(example, f"<answer>{example.meta['entry']['metadata']['expression']}</answer>").total == 1.0
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "<answer>", "\x00", "é" * 1000, "[" * 5000, "<answer>" * 12_500, "9" * 100_000, "nan", "inf", "nan+nanj"],
@@ -126,7 +105,3 @@ def test_without_the_library_one_line_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(UserError, match=r"task gym:chain_sum: needs reasoning-gym; pip install 'sharpscope\[gym\]'"):
         make_task(GymSpec(name="chain_sum"))
-
-
-def test_the_short_form():
-    assert task_choice("gym:leg_counting") == {"kind": "gym", "name": "leg_counting"}

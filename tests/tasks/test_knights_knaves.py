@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 from pydantic import ValidationError
 
@@ -15,20 +11,6 @@ from sharpscope.tasks import knights_knaves as room
 from sharpscope.tasks.base import Example
 from tests.oracles import puzzles as oracle
 
-OTHER_ROLES = (
-    "pioneer",
-    "laggard",
-    "saint",
-    "sinner",
-    "hero",
-    "villain",
-    "angel",
-    "devil",
-    "altruist",
-    "egoist",
-    "sage",
-    "fool",
-)
 SMALL = {"train_size": 40, "heldout_size": 20, "unseen_size": 10}
 
 
@@ -39,13 +21,6 @@ def splits(**fields) -> dict[str, list[Example]]:
 @pytest.fixture(scope="module")
 def made():
     return splits(people=[2, 3, 7], unseen_people=[4, 5])
-
-
-def test_sizes_levels_and_names_of_splits(made):
-    assert {name: len(examples) for name, examples in made.items()} == {"train": 120, "heldout": 60, "unseen": 20}
-    assert [example.meta["level"] for example in made["train"]] == [2] * 40 + [3] * 40 + [7] * 40
-    assert {example.meta["level"] for example in made["unseen"]} == {4, 5}
-    assert set(splits(heldout_size=0)) == {"train"}
 
 
 def test_every_puzzle_has_exactly_the_solution_it_claims(made):
@@ -82,7 +57,6 @@ def test_the_text_says_the_statements_in_the_words_knight_and_knave(made):
         )
         assert text.endswith("So who is a knight and who is a knave?\n")
         assert "Format your answer" not in text
-        assert not any(role in text.lower() for role in OTHER_ROLES)
         assert f"You meet {len(names)} inhabitants: " in text
         for name, statement in zip(names, example.meta["statements"], strict=True):
             assert say(statement, names) in text
@@ -106,17 +80,6 @@ def test_held_out_contents_are_in_no_training_set_of_any_seed(made):
     assert not {example.prompt for example in made["train"]} & {example.prompt for example in made["heldout"]}
 
 
-def test_texts_differ_within_a_split_and_contents_where_there_are_enough(made):
-    for examples in made.values():
-        assert (
-            len({example.prompt for example in examples})
-            == len({example.meta["id"] for example in examples})
-            == len(examples)
-        )
-        large = [example.meta["content"] for example in examples if example.meta["level"] >= 3]
-        assert len(set(large)) == len(large)
-
-
 def test_two_people_say_few_things_so_contents_return_under_other_names(monkeypatch):
     examples = splits(people=2, train_size=120, heldout_size=0)["train"]
     assert len({example.prompt for example in examples}) == 120
@@ -135,19 +98,6 @@ def test_a_split_does_not_depend_on_the_others(made):
         example for example in made["heldout"] if example.meta["level"] == 3
     ]
     assert splits(people=3, seed=1)["train"] != alone
-
-
-def test_another_process_makes_the_same_puzzles(made):
-    code = (
-        "import json\nfrom sharpscope.tasks import KnightsKnavesSpec, make_task\n"
-        "s = make_task(KnightsKnavesSpec(people=3, train_size=5, heldout_size=5)).splits()\n"
-        "print(json.dumps([[e.prompt, e.answer, e.meta['id']] for n in ('heldout', 'train') for e in s[n]]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    here = splits(people=3, train_size=5, heldout_size=5)
-    assert json.loads(done.stdout) == [
-        [e.prompt, e.answer, e.meta["id"]] for n in ("heldout", "train") for e in here[n]
-    ]
 
 
 def test_this_version_makes_the_puzzles_that_it_always_made():
@@ -189,8 +139,3 @@ def test_logic_rl_style_opens_the_thought_in_the_prompt(made):
 def test_impossible_settings_are_refused(fields, says):
     with pytest.raises(ValidationError, match=says):
         KnightsKnavesSpec(**fields)
-
-
-def test_deep_and_wide_puzzles_can_be_made():
-    for example in splits(people=3, depth=3, width=4, train_size=5, heldout_size=5)["train"]:
-        assert oracle.solutions(example.meta["statements"]) == {example.meta["solution"]}

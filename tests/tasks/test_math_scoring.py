@@ -248,56 +248,18 @@ def test_without_the_library_it_says_what_to_install(monkeypatch):
     assert score_math("17", ["17"]).correct  # whole numbers need no library
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "12",
-        "+12",
-        "12.0",
-        "x = 12",
-        "3 * 4 = 12",
-        "$12$ legs",
-        r"12\text{ legs}",
-        r"\boxed{12}",
-        "{12}",
-        "(12)",
-        "24/2",
-        r"\frac{24}{2}",
-        r"\frac{24}2",
-        r"\left(\frac{24}{2}\right)",
-        "(24)/(2)",
-        r"\$12",
-        r"12^{\circ}",
-        "1.2e1",
-        "- -12",
-    ],
-)
+NUMBERS = r"""12; +12; 12.0; x = 12; 3 * 4 = 12; $12$ legs; 12\text{ legs}; \boxed{12}; {12}; (12); 24/2; \frac{24}{2}; \frac{24}2;
+\left(\frac{24}{2}\right); (24)/(2); \$12; 12^{\circ}; 1.2e1; - -12"""
+EXPRESSIONS = r"""3 * 4; 3 \cdot 4; 3 \times 4; (3)(4); 3(4); 7 + 5; (7 + 5); 19 - 7; 12 = 3 * 4; \boxed{3 * 4}; 12^1; sqrt(144);
+\frac{3 * 8}{2}; 25 mod 13; 6 6; 11;"""
+
+
+@pytest.mark.parametrize("answer", NUMBERS.split("; "))
 def test_a_number_is_an_answer_however_it_is_written(answer):
     assert score_value(f"<answer>{answer}</answer>", ["12"], 20.0).correct
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "3 * 4",
-        r"3 \cdot 4",
-        r"3 \times 4",
-        "(3)(4)",
-        "3(4)",
-        "7 + 5",
-        "(7 + 5)",
-        "19 - 7",
-        "12 = 3 * 4",
-        r"\boxed{3 * 4}",
-        "12^1",
-        "sqrt(144)",
-        r"\frac{3 * 8}{2}",
-        "25 mod 13",
-        "6 6",
-        "11",
-        "",
-    ],
-)
+@pytest.mark.parametrize("answer", EXPRESSIONS.split("; "))
 def test_a_question_written_down_again_is_no_answer(answer):
     """math-verify works expressions out: the reward of generated arithmetic could be had by copying."""
     reward = score_value(f"<answer>{answer}</answer>", ["12"], 20.0)

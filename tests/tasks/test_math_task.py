@@ -12,23 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from sharpscope.errors import UserError
-from sharpscope.tasks import DatasetSpec, MathSpec, make_task
+from sharpscope.tasks import MathSpec, make_task
 from sharpscope.tasks.math_task import FAMILIES, LEVELS, unordered
-
-ANIMALS = {
-    "spider": 8,
-    "human": 2,
-    "tiger": 4,
-    "snake": 0,
-    "dog": 4,
-    "ant": 6,
-    "chicken": 2,
-    "cat": 4,
-    "bee": 6,
-    "cow": 4,
-    "horse": 4,
-    "duck": 2,
-}
 
 
 def value(text: str, x: Fraction = Fraction(0)) -> Fraction:
@@ -62,32 +47,6 @@ def test_answers_solve_their_questions(level):
         question, answer = FAMILIES["modular"](level, rng)
         expression, modulus = re.fullmatch(r"(.+) mod (\d+) = \?", question).groups()
         assert value(expression) % int(modulus) == int(answer) < int(modulus)
-
-
-def test_brackets_stand_where_they_are_needed():
-    rng = Random(0)
-    questions = [FAMILIES["arithmetic"](3, rng)[0] for _ in range(300)]
-    assert any(re.search(r"- \(", question) for question in questions)
-    assert any(re.search(r"\* \(", question) for question in questions)
-    assert not any(
-        question.startswith("(") and question.endswith(") = ?") and question.count("(") == 1 for question in questions
-    )
-    assert not any("(" in FAMILIES["arithmetic"](1, rng)[0] for _ in range(100))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_word_problems_ask_for_the_sum_of_legs(level):
-    rng = Random(level)
-    known = 0
-    for _ in range(100):
-        question, answer = FAMILIES["word"](level, rng)
-        counts = re.findall(r"(\d+) ([a-z ]+?)s?(?=[,?])", question)
-        low, high = {1: (1, 2), 2: (2, 3), 3: (4, 8), 4: (9, 16)}[level]
-        assert low <= len(counts) <= high
-        if all(animal in ANIMALS for _, animal in counts):
-            known += 1
-            assert int(answer) == sum(int(count) * ANIMALS[animal] for count, animal in counts)
-    assert known or level > 2
 
 
 @pytest.mark.parametrize(("level", "options"), [(1, (1, 2, 5)), (2, (2, 3, 9)), (3, (4, 8, 15)), (4, (9, 16, 15))])
@@ -126,21 +85,6 @@ def test_splits_are_disjoint_finite_and_repeatable():
     assert alone["train"] == [e for e in splits["train"] if (e.meta["family"], e.meta["level"]) == ("linear", 3)]
 
 
-def test_the_first_questions_of_a_level_are_of_all_families():
-    task = make_task(MathSpec(**SMALL | {"families": ["linear", "modular", "arithmetic"], "levels": [2, 1]}))
-    first = task.splits()["heldout"][:6] + task.splits()["heldout"][30:33]
-    assert [e.meta["family"] for e in first] == ["linear", "modular", "arithmetic"] * 3
-    assert [e.meta["level"] for e in first] == [2] * 6 + [1] * 3
-
-
-def test_an_example_is_asked_and_scored():
-    task = make_task(MathSpec(**SMALL | {"families": ["linear"], "levels": [4], "template": "Q: {prompt}\nA: "}))
-    example = task.splits()["train"][0]
-    assert example.prompt == f"Q: {example.meta['question']}\nA: "
-    assert task.score(example, f"<think>hm</think><answer>x = {example.answer}</answer>").total == 1.0
-    assert task.score(example, f"<answer>{example.answer}1</answer>").total == 0.0
-
-
 def test_more_questions_than_exist_is_an_error():
     with pytest.raises(UserError, match=r"task.train_size = 900000: only \d+ different questions"):
         make_task(MathSpec(families=["linear"], levels=[1], train_size=900_000)).splits()
@@ -161,23 +105,6 @@ def test_more_questions_than_exist_is_an_error():
 def test_impossible_settings_are_refused(fields, says):
     with pytest.raises(ValidationError, match=says):
         MathSpec(**fields)
-
-
-def test_a_benchmark_file_is_scored_as_mathematics(tmp_path):
-    import json
-
-    pytest.importorskip("math_verify", reason="needs the optional library math-verify")
-    rows = [
-        {"problem": "Half of 1?", "solution": r"It is $\boxed{\frac{1}{2}}$.", "data_source": "HuggingFaceH4/MATH-500"},
-        {"problem": "Roots of x^2 = 4?", "solution": r"\boxed{\{-2, 2\}}", "data_source": "math"},
-    ]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    columns = {"prompt": "problem", "answer": "solution"}
-    task = make_task(DatasetSpec(path=str(tmp_path / "a.jsonl"), columns=columns, heldout_fraction=0))
-    half, roots = task.splits()["train"]
-    assert task.score(half, r"so \boxed{0.5}").correct
-    assert task.score(roots, r"so \boxed{\pm 2}").correct
-    assert not task.score(roots, r"so \boxed{2}").correct
 
 
 def test_who_copies_the_question_has_not_answered_it():

@@ -7,12 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sharpscope.errors import UserError
-from sharpscope.tasks import knights_knaves as room
+from sharpscope.tasks import KnightsKnavesSpec, make_task
 from sharpscope.tasks.base import content_id
-from sharpscope.tasks.knights_knaves import NAMED_SETS, named_puzzles
 from sharpscope.tasks.puzzles import NAMES, Draws, sample_puzzle, word_puzzle
-from sharpscope.tasks.statements import solve
 from sharpscope.traces import load_run
 
 EXAMPLE = Path(__file__).parents[2] / "data" / "example"
@@ -42,27 +39,11 @@ def test_puzzles_and_wording_are_those_of_reasoning_gym(people, depth, width):
         assert word_puzzle(puzzle, Draws(number)) == (expected, tuple(made["names"]))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "policy" else []) for name in NAMED_SETS]
-)
-def test_puzzles_that_results_rest_on_are_found_by_set_and_hash(name):
-    puzzles = named_puzzles(name)
-    assert len(puzzles) == {"study": 900 + 500 + 2 * 200, "policy": 1846 + 8000 + 1846 + 369 + 4 * 100}[name]
-    for identity, example in list(puzzles.items())[::50]:
-        assert content_id(example.prompt) == identity
-        assert solve(example.meta["statements"]) == [example.meta["solution"]]
-
-
 def test_every_prompt_of_a_kept_run_is_in_the_studys_set():
-    puzzles = named_puzzles("study")
+    """The puzzles of the published runs: their hash, and the prompts that the runs kept."""
+    spec = KnightsKnavesSpec(unseen_people=(2, 4))
+    identities = [example.meta["id"] for split in make_task(spec).splits().values() for example in split]
+    assert content_id(*identities) == "4fe5fae273d39abf"
     prompts = {prompt for name in ("grpo-s0", "grpo-sg-s0") for prompt in load_run(EXAMPLE / name).rollouts["prompt"]}
     assert len(prompts) > 50
-    assert {content_id(prompt) for prompt in prompts} <= set(puzzles)
-
-
-def test_another_set_than_the_known_one_is_an_error(monkeypatch):
-    monkeypatch.setattr(room, "HELD_OUT", 0.3)
-    with pytest.raises(RuntimeError, match=r"puzzle set 'study': hash \w+, expected"):
-        named_puzzles("study")
-    with pytest.raises(UserError, match="puzzle set 'studi': unknown; did you mean 'study'"):
-        named_puzzles("studi")
+    assert {content_id(prompt) for prompt in prompts} <= set(identities)

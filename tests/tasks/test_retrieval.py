@@ -35,13 +35,6 @@ def test_bm25_finds_the_passages_that_share_words():
     assert len(Bm25Retriever(CORPUS, top=1).search(["city"])[0]) == 1
 
 
-def test_batches_equal_single_queries():
-    pytest.importorskip("bm25s", reason="needs the optional library bm25s")
-    retriever = Bm25Retriever(CORPUS, top=2)
-    queries = ["mayor of Basto", "person", "Ruk", "city Torvi", "x"]
-    assert retriever.search(queries) == [retriever.search([query])[0] for query in queries]
-
-
 def test_a_corpus_file_is_read_in_both_forms(tmp_path):
     rows = [{"title": "A", "text": "one"}, {"id": "7", "contents": '"B C"\ntwo\nthree'}, {"text": "no title"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -159,14 +152,6 @@ def test_a_passing_failure_is_retried(server, quick, act):
     assert len(quick) == 2
 
 
-def test_a_slow_server_is_left_after_the_time_limit(server):
-    server.plan = ["slow"]
-    started = time.perf_counter()
-    with pytest.raises(UserError, match=r"no valid response .*timed out"):
-        client(server, time_limit=0.1, retries=0).search(["a"])
-    assert time.perf_counter() - started < 2
-
-
 def test_a_lasting_failure_names_the_server(server, quick):
     server.plan = ["broken"] * 9
     with pytest.raises(
@@ -185,11 +170,3 @@ def test_a_lasting_failure_names_the_server(server, quick):
         HttpRetriever("http://[::1", top=1, time_limit=1.0, retries=1)
     with pytest.raises(UserError, match="must start with http"):
         HttpRetriever("file:///etc/passwd", top=1, time_limit=1.0, retries=1)
-
-
-def test_without_the_library_it_says_what_to_install(monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "bm25s", None)
-    with pytest.raises(UserError, match=r"pip install 'sharpscope\[tools\]'"):
-        Bm25Retriever(CORPUS, top=1)

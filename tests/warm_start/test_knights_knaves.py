@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 from itertools import islice, product
-from pathlib import Path
 
 import pytest
 
-from sharpscope.tasks import DatasetSpec, KnightsKnavesSpec, make_task
+from sharpscope.tasks import KnightsKnavesSpec, make_task
 from sharpscope.tasks.logic_rl import roles_of, score_logic_rl
 from sharpscope.tasks.statements import solve
 from sharpscope.warm_start.knights_knaves import (
@@ -17,7 +16,6 @@ from sharpscope.warm_start.knights_knaves import (
     demonstrations,
     evaluated,
     holds,
-    longer_wording,
     puzzles,
     renamed,
     trials,
@@ -112,32 +110,8 @@ def test_demonstrations_come_from_the_training_side_and_probes_from_the_held_out
     assert not probe & {example.meta["content"] for example in puzzles(3, 150, seed=2)}
 
 
-def test_a_stream_repeats_from_its_seed_and_gives_puzzles_new_names(pools):
-    def first(seed):
-        return list(islice(demonstrations(pools, {3: 1.0}, guess_share=0.3, chat_share=0.3, seed=seed), 30))
-
-    assert first(1) == first(1)
-    assert first(1) != first(2)
-    assert len({demonstration.prompt for demonstration in first(1)}) == 30  # twice through 15 puzzles
-    assert {demonstration.level for demonstration in first(1)} == {3}
-
-
 def test_names_are_exchanged_as_whole_words_all_at_once():
     assert renamed("Jack, Ella: Jackson is Jack.", ("Jack", "Ella"), ("Ella", "Jack")) == "Ella, Jack: Jackson is Ella."
-
-
-def test_the_longer_wording_says_the_same():
-    quiz = (
-        "Ava said that if Leo is a knight then Ava is a knave. "
-        '"Ava is a knave," Leo claimed. Mia said, "Leo is a knight".'
-    )
-    seen = {longer_wording(quiz, random.Random(seed)) for seed in range(20)}
-    head = "Ava said that If Leo is a knight then Ava is a knave. "
-    assert seen == {
-        head + f'"Ava is {leo}," Leo claimed. Mia said, "Leo is {mia}".'
-        for leo in ("a knave", "not a knight")
-        for mia in ("a knight", "not a knave")
-    }
 
 
 def test_chat_prompts_end_in_an_opened_think_and_keep_the_puzzle():
@@ -145,14 +119,3 @@ def test_chat_prompts_end_in_an_opened_think_and_keep_the_puzzle():
         text = chat("THE PUZZLE", "Ava", random.Random(seed))
         assert text.startswith("<|im_start|>system\n")
         assert text.endswith("<|im_start|>user\nTHE PUZZLE\n<|im_end|>\n<|im_start|>assistant\n<think>")
-
-
-def test_no_published_prompt_is_a_demonstration(pools):
-    file = Path(__file__).parents[3] / "shared/data/knights_knaves/3people.parquet"
-    if not file.exists():
-        pytest.skip("the published puzzles are not beside the checkout")
-    splits = make_task(DatasetSpec(path=str(file))).splits()
-    published = {example.prompt for split in splits.values() for example in split}
-    stream = demonstrations(pools, {3: 1.0}, guess_share=0.5, chat_share=1.0, seed=0)
-    assert len(published) == 900
-    assert not published & {demonstration.prompt for demonstration in islice(stream, 300)}

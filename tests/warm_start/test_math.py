@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from itertools import islice
 
 import pytest
 
-from sharpscope.tasks import MathSpec, make_task
 from sharpscope.warm_start import math as demonstrations_math
 
 pytest.importorskip("bm25s", reason="needs the optional library bm25s")
@@ -48,23 +45,3 @@ def test_every_line_of_work_is_true_and_ends_at_the_answer():
                     a, sign, b, c = int(sides[1]), sides[2], int(sides[3]), int(sides[4])
                     assert {"+": a + b, "-": a - b, "*": a * b}[sign] == c
             assert lines[-1].rpartition("= ")[2] == example.answer
-
-
-def test_mathematical_demonstrations_are_right_and_follow_their_shares():
-    task = make_task(MathSpec(families=("arithmetic", "linear"), levels=(1, 2)))
-    pool = demonstrations_math.questions(("arithmetic", "linear"), (1, 2), 50, seed=0)
-    stream = demonstrations_math.math_demonstrations(
-        pool, {"arithmetic": 3, "linear": 1}, {1: 1, 2: 1}, guess_share=0.25, seed=0
-    )
-    seen = Counter()
-    by_prompt = {example.prompt: example for examples in pool.values() for example in examples}
-    for demonstration in islice(stream, 800):
-        assert task.score(by_prompt[demonstration.prompt], demonstration.completion).correct
-        assert demonstration.completion.startswith("<think>")
-        assert ("a guess." in demonstration.completion) == (demonstration.style == "guess")
-        seen[demonstration.style] += 1
-        seen[demonstration.level] += 1
-        seen["linear"] += demonstration.prompt.startswith("Solve")
-    assert 140 < seen["guess"] < 260
-    assert 140 < seen["linear"] < 260
-    assert 340 < seen[1] < 460

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sharpscope.warm_start.muon import Muon, orthogonal
+from sharpscope.warm_start.pretraining import Muon, orthogonal
 
 
 def test_orthogonal_keeps_singular_vectors_and_evens_out_singular_values():

@@ -11,12 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sharpscope.errors import UserError
-from sharpscope.policy.embedded import embedded_policy, load_tokenizer
+from sharpscope.policy.embedded import load_tokenizer
 from sharpscope.warm_start.__main__ import main
 from sharpscope.warm_start.knights_knaves import (
     OPENING,
     demonstrations,
-    phrases,
     puzzles,
 )
 from sharpscope.warm_start.pretraining import Row, WarmStartSpec, _accumulate, _row, exactness, schedule, warm_start
@@ -48,11 +47,6 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("policy") / "new"
     summary = warm_start(TINY, folder, reports.append)
     return folder, summary, reports
-
-
-def test_phrases_are_tokens_of_the_shipped_policy():
-    vocabulary = load_tokenizer(embedded_policy("knights_knaves").path).get_vocab()
-    assert set(phrases()) <= set(vocabulary)
 
 
 def test_the_loss_falls_and_reports_come(made):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import replace
 from itertools import islice
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from sharpscope.errors import UserError
 from sharpscope.policy.embedded import build_tokenizer, load_tokenizer
@@ -54,23 +51,6 @@ def test_conversations_are_what_the_task_would_have_said(asked):
                 assert reward.parts["searches"] == searches
 
 
-def test_searches_follow_their_shares_and_guesses_end_early(asked):
-    stream = demonstrations_tool.tool_demonstrations(asked, {1: 1, 2: 2, 3: 1}, guess_share=0.5, seed=1)
-    seen = Counter()
-    for demonstration in islice(stream, 800):
-        seen[demonstration.level] += 1
-        seen[demonstration.style] += 1
-        if demonstration.style == "guess":
-            assert len(demonstration.later) < demonstration.level
-            assert "a guess." in demonstration.text
-            seen["guess", demonstration.level, len(demonstration.later)] += 1
-        else:
-            assert len(demonstration.later) == demonstration.level
-    assert 340 < seen[2] < 460
-    assert 340 < seen["guess"] < 460
-    assert all(seen["guess", hops, searches] > 10 for hops in (1, 2, 3) for searches in range(hops))
-
-
 def test_rows_are_tokenized_turn_by_turn_and_replies_are_not_imitated(asked):
     stream = demonstrations_tool.tool_demonstrations(asked, {2: 1}, guess_share=0.0, seed=0)
     seen = [question for questions in asked.values() for question in questions]
@@ -87,15 +67,6 @@ def test_rows_are_tokenized_turn_by_turn_and_replies_are_not_imitated(asked):
         turns = [demonstration.completion, *(turn for _, turn in demonstration.later)]
         assert tokenizer.decode(own[:-1]) == "".join(turns)
         assert len(row) < 192
-
-
-def test_names_and_passages_are_few_tokens(asked):
-    seen = [question for questions in asked.values() for question in questions]
-    tokenizer = build_tokenizer(["a"], demonstrations_tool.phrases(seen), 600)
-    pieces = [tokenizer.decode([i]) for i in tokenizer("Trobreta, mayor</think><search>Trobreta")["input_ids"]]
-    assert pieces == ["Tro", "bre", "ta", ", mayor", "</think>", "<search>", "Tro", "bre", "ta"]
-    lengths = [len(tokenizer(reply)["input_ids"]) for question in seen for reply in question.replies]
-    assert max(lengths) < 64
 
 
 @pytest.mark.parametrize("spec", [TINY_MATH, TINY_TOOL])
@@ -122,17 +93,6 @@ def test_the_same_seed_gives_the_same_policy(spec, tmp_path):
     assert written["spec"]["policy"] == spec.policy
     assert set(written["exact"]) == {"guess", "reason"}
     assert load_tokenizer(tmp_path / "first")("<search>x</search>")["input_ids"]
-
-
-def test_the_logit_scale_scales_every_logit_and_nothing_else(tmp_path):
-    for scale in (1.0, 2.0):
-        warm_start(replace(TINY_MATH, logit_scale=scale), tmp_path / str(scale))
-    plain, scaled = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("1.0", "2.0"))
-    ids = torch.arange(12)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(scaled(ids).logits, 2 * plain(ids).logits)
-    changed = [name for name, p in plain.named_parameters() if not torch.equal(p, scaled.get_parameter(name))]
-    assert changed == ["model.norm.weight"]
 
 
 @pytest.mark.parametrize(
