@@ -12,62 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
 from sharpscope.probes.guard import guarded
-from sharpscope.probes.token_gradients.central import central_derivative, squared_length
-from sharpscope.probes.token_gradients.forward_mode import NoForwardModeError, pushed_each, pushed_hidden, pushed_logp
-from sharpscope.probes.token_gradients.head import HeadChunk, head_chunks
-from sharpscope.probes.token_gradients.rows import Rows, make_rows, safe_width, widen
-from sharpscope.probes.token_gradients.self_check import (
-    check_derivative,
-    check_difference,
-    check_gradient,
-    check_shares,
-)
+from sharpscope.probes.token_gradients.forward_mode import KEPT_BYTES, Keeping, Kept, logp_derivative
+from sharpscope.probes.token_gradients.head import head_chunks
+from sharpscope.probes.token_gradients.rows import Rows, make_rows
+from sharpscope.probes.token_gradients.self_check import check_derivative, check_gradient, check_shares
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states, read_before, structure_of
-from sharpscope.probes.token_gradients.tangents import Keeping
-
-Way = Literal["auto", "forward", "central"]
-
-# Most that the pass of a gradient keeps of its values for a forward-mode pass over the same rows.
-KEPT_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}
-
-
-class _Kept(NamedTuple):
-    """Values that the pass of a gradient keeps of a chunk of rows; empty where there was no room.
-
-    Attributes:
-        outputs: of the linear maps, in order.
-        head: of the output layer, in order.
-    """
-
-    outputs: list[Tensor]
-    head: list[HeadChunk]
-
-
-@dataclass(frozen=True)
-class Derivatives:
-    """Directional derivatives of log π.
-
-    Attributes:
-        values: (N, S) derivatives, 0 where the mask is 0.
-        error: (N, S) estimated absolute error of central differences (the distance to those of twice the step), or None.
-        way: `forward` or `central`.
-        checked: largest relative error found by the self-check on this model; None if not checked.
-    """
-
-    values: Tensor
-    error: Tensor | None
-    way: Way
-    checked: float | None = None
 
 
 def attribute(
@@ -78,7 +35,6 @@ def attribute(
     direction: Sequence[Tensor] | None = None,
     attention_mask: Tensor | None = None,
     temperature: float = 1.0,
-    method: Way = "auto",
     *,
     check: Check = "first",
 ) -> Tensor:
@@ -90,12 +46,10 @@ def attribute(
         mask: (N, S), 1 on the tokens to attribute to.
         coef: (N, S) c_t = ∂L/∂log π_t.
         direction: u, tensors like the trainable parameters in the model's order; None for u = ∇L/‖∇L‖² with
-            ∇L = Σ_t c_t ∇log π_t.
+            ∇L = Σ_t c_t ∇log π_t. Then values of the gradient's pass are kept for that of the derivative: up to 512 MiB on a CPU,
+            2 GiB on a GPU.
         attention_mask: (N, S), 0 on padding; None for no padding.
         temperature: softmax temperature.
-        method: `forward` (one forward-mode pass), `central` (two forward passes; needs float32 or float64 weights) or `auto`
-            (forward, or central if a part of the model has no forward-mode derivative). Without a direction, forward mode
-            keeps values of the gradient's pass: up to 512 MiB on a CPU, 2 GiB on a GPU.
         check: when to compare the derivatives with autograd, see `score_norms`. Unless off, shares without a direction must
             also sum to 1.
 
@@ -104,7 +58,7 @@ def attribute(
         ∇L = 0. With a direction they are not normalized.
 
     Raises:
-        UserError: shapes or options that do not fit together.
+        UserError: shapes that do not fit together, or a part of the model without a forward-mode derivative.
         CheckError: the derivatives differ from autograd's on this model, or the shares do not sum to 1.
 
     Examples:
@@ -125,21 +79,18 @@ def attribute(
     with guarded(model, weights=False):
         rows = _counting(make_rows(model, input_ids, mask, attention_mask, temperature), coef)
         structure = structure_of(model)
-        along: Sequence[Tensor] | None = direction
-        kept: list[_Kept] = []
-        if along is None:
-            keeps = method != "central" and structure.pushes is not False
-            along = _checked_gradient(model, structure, rows, coef, temperature, check, kept if keeps else None)
-            squared = squared_length(along)
-            if squared == 0.0:
-                return torch.where(mask.bool(), math.nan, 0.0).to(coef.dtype)
-        derivative = _derivatives(model, structure, rows, along, temperature, method, False, check, kept)
-    shares = coef.to(derivative.values) * derivative.values
-    if direction is not None:
+        if direction is not None:
+            values = _checked_derivative(model, structure, rows, direction, temperature, check)
+            return coef.to(values) * values
+        kept: list[Kept] = []
+        along = _checked_gradient(model, structure, rows, coef, temperature, check, kept)
+        squared = math.fsum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in along)
+        if squared == 0.0:
+            return torch.where(mask.bool(), math.nan, 0.0).to(coef.dtype)
+        values = _checked_derivative(model, structure, rows, along, temperature, check, kept)
+        shares = coef.to(values) * values / squared
+        check_shares(model, structure, shares, check)
         return shares
-    shares /= squared
-    check_shares(model, shares, derivative.way, check)
-    return shares
 
 
 def directional_derivative(
@@ -149,131 +100,31 @@ def directional_derivative(
     direction: Sequence[Tensor],
     attention_mask: Tensor | None = None,
     temperature: float = 1.0,
-    method: Way = "auto",
     *,
-    with_error: bool = False,
     check: Check = "first",
-) -> Derivatives:
-    """The directional derivative ⟨∇log π_t, u⟩ of each token where the mask is 1.
-
-    Args:
-        model: see `score_norms`.
-        input_ids: (N, S) tokens.
-        mask: (N, S), 1 on the tokens of interest.
-        direction: u, tensors like the trainable parameters in the model's order.
-        attention_mask: (N, S), 0 on padding; None for no padding.
-        temperature: softmax temperature.
-        method: see `attribute`.
-        with_error: also estimate the error of central differences, with two more forward passes.
-        check: when to compare derivatives along a token's gradient with autograd, see `score_norms`; a few tokens of central
-            differences are also compared with forward mode.
-
-    Raises:
-        UserError: shapes or options that do not fit together, or central differences in half precision.
-        NoForwardModeError: `forward`, and an operation of the model has no forward-mode derivative.
-        CheckError: the derivatives differ from autograd's on this model.
-    """
+) -> Tensor:
+    """The directional derivative ⟨∇log π_t, u⟩ (N, S) of each token where the mask is 1, 0 elsewhere; see `attribute`."""
     with guarded(model, weights=False):
         rows = make_rows(model, input_ids, mask, attention_mask, temperature)
-        return _derivatives(model, structure_of(model), rows, direction, temperature, method, with_error, check)
+        return _checked_derivative(model, structure_of(model), rows, direction, temperature, check)
 
 
-def _derivatives(
+def _checked_derivative(
     model: nn.Module,
     structure: Structure,
     rows: Rows,
     direction: Sequence[Tensor],
     temperature: float,
-    method: Way,
-    with_error: bool,
     check: Check,
-    kept: Sequence[_Kept] = (),
-) -> Derivatives:
-    if method not in ("auto", "forward", "central"):
-        raise UserError(f"method, '{method}': use auto, forward or central")
-    if method == "auto":
-        try:
-            return _derivatives(model, structure, rows, direction, temperature, "forward", False, check, kept)
-        except NoForwardModeError:
-            method = "central"
-    _check_direction(structure, direction)
-    if method == "forward":
-        structure.require_seen()
-
-    def derivative(some: Rows, along: Sequence[Tensor]) -> Tensor:
-        """Of some rows along another direction."""
-        if method == "central":
-            return _central(model, structure, some, along, temperature, False)[0]
-        return _forward(model, structure, some, along, temperature)
-
-    checked = check_derivative(model, structure, rows, temperature, method, check, derivative)
-    if method == "forward":
-        return Derivatives(_forward(model, structure, rows, direction, temperature, kept), None, "forward", checked)
-    values, error = _central(model, structure, rows, direction, temperature, with_error)
-    apart = check_difference(
-        model, structure, rows, values, check, lambda some: _forward(model, structure, some, direction, temperature)
-    )
-    return Derivatives(values, error, "central", checked if apart is None else max(apart, checked or 0.0))
-
-
-def _blank(structure: Structure, rows: Rows) -> Tensor:
-    dtype = torch.promote_types(structure.head.weight.dtype, torch.float32)
-    return torch.zeros(rows.shape, dtype=dtype, device=rows.ids.device)
-
-
-def _central(
-    model: nn.Module,
-    structure: Structure,
-    rows: Rows,
-    direction: Sequence[Tensor],
-    temperature: float,
-    with_error: bool,
-) -> tuple[Tensor, Tensor | None]:
-    values = _blank(structure, rows)
-    error = torch.zeros_like(values) if with_error else None
-    central_derivative(model, structure, rows, direction, temperature, values, error)
-    return values, error
-
-
-def _forward(
-    model: nn.Module,
-    structure: Structure,
-    rows: Rows,
-    direction: Sequence[Tensor],
-    temperature: float,
-    kept: Sequence[_Kept] = (),
+    kept: Sequence[Kept] = (),
 ) -> Tensor:
-    """Derivatives in forward mode; `kept`: what `_gradient` kept of the same rows."""
-    values = _blank(structure, rows)
-    by_name = dict(zip(structure.named, direction, strict=True))
-    weight = by_name.get(structure.tied or structure.head_weight or "")
-    bias = by_name.get(structure.head_bias or "")
-    for chunk, known in zip(rows.chunks(share=structure.shares), kept or repeat(_Kept([], [])), strict=False):
-        ids = widen(chunk.ids, safe_width(model, chunk.ids.shape[1]))
-        outputs = known.outputs if ids is chunk.ids else []
-        pushed = pushed_each(model, structure, ids, [by_name], before=chunk.before, kept=outputs)
-        if pushed is None:
-            hidden, moved = pushed_hidden(model, structure, ids, direction, before=chunk.before)
-        else:
-            hidden, (moved,) = pushed
-        keep = F.pad(chunk.predicts, (0, ids.shape[1] - chunk.ids.shape[1]))
-        hidden, moved = hidden[keep], moved[keep]
-        parts = known.head or head_chunks(hidden, structure.head, chunk.targets, temperature)
-        chunk.write(values, pushed_logp(hidden, moved, parts, weight, bias))
-    return values
-
-
-def _check_direction(structure: Structure, direction: Sequence[Tensor]) -> None:
-    shapes = [tuple(parameter.shape) for parameter in structure.named.values()]
-    given = [tuple(part.shape) for part in direction]
+    shapes, given = ([tuple(part.shape) for part in parts] for parts in (structure.named.values(), direction))
     if shapes != given:
-        at = next(
-            (i for i, (a, b) in enumerate(zip(shapes, given, strict=False)) if a != b), min(len(shapes), len(given))
-        )
         raise UserError(
-            f"direction, {len(given)} tensors: must be like the {len(shapes)} trainable parameters in the model's "
-            f"order; tensor {at} differs"
+            f"direction, {len(given)} tensors: must be like the {len(shapes)} trainable parameters in the model's order"
         )
+    check_derivative(model, structure, rows, temperature, check)
+    return logp_derivative(model, structure, rows, direction, temperature, kept)
 
 
 def logp_gradient(
@@ -309,7 +160,7 @@ def _checked_gradient(
     coef: Tensor,
     temperature: float,
     check: Check,
-    kept: list[_Kept] | None = None,
+    kept: list[Kept] | None = None,
 ) -> list[Tensor]:
     check_gradient(
         model,
@@ -334,7 +185,7 @@ def _gradient(
     rows: Rows,
     coef: Tensor,
     temperature: float,
-    kept: list[_Kept] | None = None,
+    kept: list[Kept] | None = None,
 ) -> list[Tensor]:
     """The gradient; `kept` gets the outputs of the linear maps for each chunk of `rows`, while there is room."""
     total = {name: torch.zeros_like(parameter) for name, parameter in structure.named.items()}
@@ -345,7 +196,7 @@ def _gradient(
         with torch.enable_grad(), Keeping(room) as keeping:
             hidden = hidden_states(model, chunk.ids, read_before(model, chunk.before))
         states, each = hidden.detach()[chunk.predicts], chunk.gathered(coef)[:, None]
-        known, room = _Kept(keeping.values, []), keeping.room
+        known, room = Kept(keeping.values, []), keeping.room
         keeps = 8 * len(states) * len(head.weight) < room  # bytes of logits, at most
         to_states = torch.empty_like(states)
         for part in head_chunks(states, head, chunk.targets, temperature):
@@ -396,7 +247,6 @@ def heldout_influence(
     heldout_gradient: Sequence[Tensor],
     attention_mask: Tensor | None = None,
     temperature: float = 1.0,
-    method: Way = "auto",
     *,
     check: Check = "first",
 ) -> Tensor:
@@ -414,10 +264,9 @@ def heldout_influence(
             `failure_coefficients` or `nll_coefficients`.
         attention_mask: (N, S), 0 on padding; None for no padding.
         temperature: softmax temperature.
-        method: see `attribute`.
         check: see `score_norms`.
     """
-    return attribute(model, input_ids, mask, coef, heldout_gradient, attention_mask, temperature, method, check=check)
+    return attribute(model, input_ids, mask, coef, heldout_gradient, attention_mask, temperature, check=check)
 
 
 @dataclass(frozen=True)
@@ -552,7 +401,6 @@ def update_attribution(
     split: UpdateSplit,
     attention_mask: Tensor | None = None,
     temperature: float = 1.0,
-    method: Way = "auto",
     *,
     check: Check = "first",
 ) -> Tensor:
@@ -564,7 +412,7 @@ def update_attribution(
     """
     if split.squared_length == 0.0:
         return torch.where(mask.bool(), math.nan, 0.0).to(coef.dtype)
-    shares = attribute(model, input_ids, mask, coef, split.direction, attention_mask, temperature, method, check=check)
+    shares = attribute(model, input_ids, mask, coef, split.direction, attention_mask, temperature, check=check)
     return shares / split.squared_length
 
 

@@ -1,8 +1,8 @@
-"""Score norms ‖∇_θ log π_t‖₂ of the tokens of a causal language model, in four tiers of cost and accuracy.
+"""Score norms ‖∇_θ log π_t‖₂ of the tokens of a causal language model, by four methods of different cost and accuracy.
 
-Modules: `rows` (batches of tokens), `structure` (properties of a model), `uses` (uses of parameters in a forward pass, and
-norms from their inputs and cotangents), `attention` (its derivatives), `head` (the output layer in closed form), and one
-module for each tier.
+Modules: `rows` (batches of tokens), `structure` (properties of a model), `uses` (uses of parameters in a forward pass, and norms
+from their inputs and cotangents), `attention` (its derivatives), `head` (the output layer in closed form), `forward_mode`
+(directional derivatives), `self_check`, and one module for each method.
 """
 
 from __future__ import annotations
@@ -16,32 +16,29 @@ from sharpscope.errors import UserError, nearest
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.token_gradients.exact import exact_norms
 from sharpscope.probes.token_gradients.local import head_norms, local_norms
-from sharpscope.probes.token_gradients.result import TIERS, ScoreNorms, Tier
+from sharpscope.probes.token_gradients.result import METHODS, NormMethod, ScoreNorms
 from sharpscope.probes.token_gradients.rows import Rows, make_rows
-from sharpscope.probes.token_gradients.self_check import SKETCH_DIRECTIONS, check_norms
+from sharpscope.probes.token_gradients.self_check import check_norms
 from sharpscope.probes.token_gradients.sharded import ShardedNorms
 from sharpscope.probes.token_gradients.sketch import sketch_norms
 from sharpscope.probes.token_gradients.structure import structure_of
 
-__all__ = ["TIERS", "ScoreNorms", "ShardedNorms", "Tier", "score_norms"]
+__all__ = ["METHODS", "NormMethod", "ScoreNorms", "ShardedNorms", "score_norms"]
 
 
 def score_norms(
     model: nn.Module,
     input_ids: Tensor,
     mask: Tensor,
-    tier: Tier = "local",
+    method: NormMethod = "local",
     attention_mask: Tensor | None = None,
     temperature: float = 1.0,
     *,
     directions: int = 24,
     seed: int = 0,
-    cotangent_bytes: int | None = None,
     check: Check = "first",
 ) -> ScoreNorms:
     """Score norms ‖∇_θ log π_θ(token | prefix)‖₂ over all trainable parameters, for the tokens of a mask.
-
-    Tiers:
 
     - `head`: only the output layer, in its use as output layer.
     - `local`: one forward and one backward pass that neglects gradients through other positions' keys and values. It ranks
@@ -54,21 +51,19 @@ def score_norms(
             count. Its state is restored bit for bit.
         input_ids: (N, S) tokens.
         mask: (N, S), 1 on the tokens of interest.
-        tier: `head`, `local`, `sketch` or `exact`.
+        method: `head`, `local`, `sketch` or `exact`.
         attention_mask: (N, S), 0 on padding; None for no padding. Positions count real tokens only.
         temperature: softmax temperature T > 0 of log π.
         directions: number K ≥ 2 of random directions of `sketch`.
         seed: seed of the directions of `sketch`.
-        cotangent_bytes: memory of `exact` for the cotangents of one activation; the peak is a small multiple of it beyond the
-            activations of a forward pass. None for a default of the device.
-        check: when to compare the tier with autograd on two tokens of the first row: the `first` time for this model, `always`
-            or `off`.
+        check: when to compare the method with autograd on two tokens of the first row: the `first` time for this model,
+            `always` or `off`.
 
     Returns:
         Norms, squared norms and their standard errors, (N, S), 0 where the mask is 0.
 
     Raises:
-        UserError: shapes or options that do not fit together, or a part of the model that the tier does not support.
+        UserError: shapes or options that do not fit together, or a part of the model that the method does not support.
         CheckError: the norms differ from autograd's on this model.
 
     Examples:
@@ -79,33 +74,25 @@ def score_norms(
         >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=16, num_key_value_heads=2, **sizes)).eval()
         >>> input_ids = torch.tensor([[3, 1, 4, 1, 5]])
         >>> mask = torch.tensor([[0, 0, 1, 1, 1]])  # the completion
-        >>> norms = sharpscope.score_norms(model, input_ids, mask, tier="exact")
+        >>> norms = sharpscope.score_norms(model, input_ids, mask, method="exact")
         >>> norms.values.shape, (norms.values > 0).int().tolist()
         (torch.Size([1, 5]), [[0, 0, 1, 1, 1]])
     """
-    if tier not in TIERS:
-        raise UserError(f"tier, '{tier}': unknown{nearest(str(tier), TIERS)}")
+    if method not in METHODS:
+        raise UserError(f"method, '{method}': unknown{nearest(str(method), METHODS)}")
     with guarded(model, weights=False):
         rows = make_rows(model, input_ids, mask, attention_mask, temperature)
         structure = structure_of(model)
 
-        def measure(some: Rows, directions: int, seed: int) -> ScoreNorms:
-            """The norms by the tier chosen; `directions` and `seed` are for the sketch."""
-            if tier == "head":
+        def measure(some: Rows) -> ScoreNorms:
+            """The norms by the method chosen."""
+            if method == "head":
                 return head_norms(model, structure, some, temperature)
-            if tier == "local":
+            if method == "local":
                 return local_norms(model, structure, some, temperature)
-            if tier == "sketch":
+            if method == "sketch":
                 return sketch_norms(model, structure, some, temperature, directions, seed)
-            return exact_norms(model, structure, some, temperature, cotangent_bytes)
+            return exact_norms(model, structure, some, temperature)
 
-        checked = check_norms(
-            model,
-            structure,
-            rows,
-            temperature,
-            tier,
-            check,
-            lambda some: measure(some, SKETCH_DIRECTIONS, 0).squared,
-        )
-        return replace(measure(rows, directions, seed), checked=checked)
+        checked = check_norms(model, structure, rows, temperature, method, check)
+        return replace(measure(rows), checked=checked)

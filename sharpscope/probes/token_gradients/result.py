@@ -1,4 +1,4 @@
-"""Result of `score_norms`, and the accumulators of the tiers."""
+"""Result of `score_norms` and its accumulators."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from sharpscope.probes.estimate import html_table
 from sharpscope.probes.token_gradients.rows import Rows
 
-Tier = Literal["head", "local", "sketch", "exact"]
-TIERS: tuple[Tier, ...] = ("head", "local", "sketch", "exact")
+NormMethod = Literal["head", "local", "sketch", "exact"]
+METHODS: tuple[NormMethod, ...] = ("head", "local", "sketch", "exact")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ScoreNorms:
         values: norms, the square root of the positive part of `squared`.
         squared: estimated squared norms; those of `sketch` may be negative.
         std_error: standard error of `squared` for `sketch`, 0 for `exact` and `head`, None for `local`.
-        tier: tier that computed the norms.
+        method: method that computed the norms.
         groups: norms by kind of parameter (embedding, attention, mlp, norm, head, other) and by layer (layers.0, …), two
             partitions of the same sum of squares; empty for `sketch`.
         checked: largest relative error found by the self-check on this model; None if not checked.
@@ -33,7 +33,7 @@ class ScoreNorms:
     values: Tensor
     squared: Tensor
     std_error: Tensor | None
-    tier: Tier
+    method: NormMethod
     groups: Mapping[str, Tensor]
     checked: float | None = None
 
@@ -43,23 +43,23 @@ class ScoreNorms:
         if norms.numel():
             rows |= {"median": f"{norms.median().item():.4g}", "largest": f"{norms.max().item():.4g}"}
         rows["error found by the self-check"] = "not checked" if self.checked is None else f"{self.checked:.1e}"
-        return html_table(f"score norms, tier {self.tier}", rows)
+        return html_table(f"score norms, method {self.method}", rows)
 
 
-@dataclass
-class Ledger:
-    """Sums of squared norms (M,) of the chosen tokens of a chunk, by group of parameters."""
+class Sums:
+    """Sums of squared norms (M,) of the chosen tokens of a chunk, in all and by group of parameters."""
 
-    groups_of: Mapping[str, tuple[str, ...]]
-    total: Tensor
-    groups: dict[str, Tensor] = field(default_factory=dict)
+    def __init__(self, rows: Rows, groups_of: Mapping[str, tuple[str, ...]], dtype: torch.dtype) -> None:
+        self.total = torch.zeros(int(rows.chosen.sum()), dtype=dtype, device=rows.ids.device)
+        self.groups: dict[str, Tensor] = {}
+        self._groups_of = groups_of
 
     def add(self, name: str, squares: Tensor, index: Tensor | None = None) -> None:
         """Add squared norms of parameter `name`: (M,), or (m,) for the tokens `index`."""
         squares = squares.to(self.total)
-        for key in self.groups_of[name]:
-            self.groups.setdefault(key, torch.zeros_like(self.total))
-        for target in (self.total, *(self.groups[key] for key in self.groups_of[name])):
+        for group in self._groups_of[name]:
+            self.groups.setdefault(group, torch.zeros_like(self.total))
+        for target in (self.total, *(self.groups[group] for group in self._groups_of[name])):
             if index is None:
                 target.add_(squares)
             else:
@@ -68,27 +68,27 @@ class Ledger:
 
 @dataclass
 class Collector:
-    """Collects the results of chunks in the caller's shape."""
+    """Collects the sums of chunks in the caller's shape."""
 
-    shape: tuple[int, int]
+    rows: Rows
     dtype: torch.dtype
-    device: torch.device
     squared: Tensor = field(init=False)
     groups: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.squared = self._blank()
+        self.squared = self.blank()
 
-    def _blank(self) -> Tensor:
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+    def blank(self) -> Tensor:
+        """(N, S) zeros."""
+        return torch.zeros(self.rows.shape, dtype=self.dtype, device=self.rows.ids.device)
 
-    def write(self, rows: Rows, ledger: Ledger) -> None:
+    def write(self, rows: Rows, sums: Sums) -> None:
         """Write the sums of a chunk to the positions of its tokens."""
-        rows.write(self.squared, ledger.total)
-        for name, squares in ledger.groups.items():
-            rows.write(self.groups.setdefault(name, self._blank()), squares)
+        rows.write(self.squared, sums.total)
+        for name, squares in sums.groups.items():
+            rows.write(self.groups.setdefault(name, self.blank()), squares)
 
-    def result(self, tier: Tier, std_error: Tensor | None) -> ScoreNorms:
+    def result(self, method: NormMethod, std_error: Tensor | None) -> ScoreNorms:
         """The result; squared norms of groups are clamped at 0, which only removes rounding."""
         groups = {name: squares.clamp_min(0).sqrt() for name, squares in sorted(self.groups.items())}
-        return ScoreNorms(self.squared.clamp_min(0).sqrt(), self.squared, std_error, tier, groups)
+        return ScoreNorms(self.squared.clamp_min(0).sqrt(), self.squared, std_error, method, groups)

@@ -40,9 +40,6 @@ class Rows:
     shape: tuple[int, int]
     before: Tensor | None = None
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
     @property
     def predicts(self) -> Tensor:
         """(R, L) bool, the positions that predict a chosen token: `chosen` shifted left by one."""
@@ -53,14 +50,14 @@ class Rows:
         """The chosen tokens (M,), row by row."""
         return self.ids[self.chosen]
 
-    def take(self, index: Tensor) -> Rows:
-        """The rows `index`, truncated to the longest of them."""
-        width = int(self.lengths[index].max())
+    def take(self, index: Tensor, first: int = 0) -> Rows:
+        """The rows `index` from column `first` on, truncated to the longest of them."""
+        columns = slice(first, int(self.lengths[index].max()))
         return Rows(
-            self.ids[index, :width],
-            self.lengths[index],
-            self.chosen[index, :width],
-            self.place[index, :width],
+            self.ids[index, columns],
+            self.lengths[index] - first,
+            self.chosen[index, columns],
+            self.place[index, columns],
             self.source[index],
             self.shape,
         )
@@ -74,18 +71,6 @@ class Rows:
         row, column = self.chosen.nonzero(as_tuple=True)
         target[self.source[row], self.place[row, column]] = values.to(target)
 
-    def _beginnings(self) -> tuple[Tensor, list[Tensor]]:
-        """Rows with a chosen token: those without a common prefix worth a pass of its own, and groups of the others."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        first = self.predicts.int().argmax(1).tolist()
-        ids = self.ids.tolist()
-        for row in self.chosen.any(1).nonzero()[:, 0].tolist():
-            groups.setdefault(tuple(ids[row][: first[row]]), []).append(row)
-        shared = {start: len(start) * (len(group) - 1) >= WORTH for start, group in groups.items()}
-        alone = [row for start, group in groups.items() if not shared[start] for row in group]
-        together = [torch.tensor(group, device=self.ids.device) for start, group in groups.items() if shared[start]]
-        return torch.tensor(alone, dtype=torch.long, device=self.ids.device), together
-
     def chunks(self, tokens: int | None = None, *, share: bool = False) -> Iterator[Rows]:
         """Chunks of the rows that have a chosen token, with rows of similar length together.
 
@@ -96,25 +81,19 @@ class Rows:
         """
         if tokens is None:
             tokens = CHUNK_TOKENS.get(self.ids.device.type, CHUNK_TOKENS["cuda"])
+        some = self.chosen.any(1)
         if share:
-            alone, together = self._beginnings()
-            for index in together:
-                some, first = self.take(index), int(self.predicts[index[0]].int().argmax())
-                rest = Rows(
-                    some.ids[:, first:],
-                    some.lengths - first,
-                    some.chosen[:, first:],
-                    some.place[:, first:],
-                    some.source,
-                    some.shape,
-                    some.ids[0, :first],
-                )
-                yield from (replace(chunk, before=rest.before) for chunk in rest.chunks(tokens))
-            if len(alone):
-                yield from self.take(alone).chunks(tokens)
-            return
+            groups: dict[tuple[int, ...], list[int]] = {}
+            first, ids = self.predicts.int().argmax(1).tolist(), self.ids.tolist()
+            for row in some.nonzero()[:, 0].tolist():
+                groups.setdefault(tuple(ids[row][: first[row]]), []).append(row)
+            for prefix, group in groups.items():
+                if len(prefix) * (len(group) - 1) >= WORTH:
+                    some[group] = False
+                    for chunk in self.take(torch.tensor(group, device=some.device), len(prefix)).chunks(tokens):
+                        yield replace(chunk, before=self.ids[group[0], : len(prefix)])
         order = self.lengths.argsort(descending=True, stable=True)
-        order = order[self.chosen.any(1)[order]]
+        order = order[some[order]]
         start = 0
         while start < len(order):
             size = max(1, tokens // int(self.lengths[order[start]]))

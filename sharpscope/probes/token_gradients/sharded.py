@@ -1,15 +1,15 @@
 """Local score norms of a model whose weights are in shards (FSDP2), without a copy of the whole weights.
 
-The pass is that of the tier `local`, through the sharded model itself: FSDP2 gathers a layer's weights while it computes that layer,
-and hooks on the modules show the recorder the parameters that are whole at that time. Only the inputs and cotangents of the layers
-enter a norm, and these belong to the process that holds the row. Each process gives its own rows; all must call together.
+The pass is that of the method `local`, through the sharded model itself: FSDP2 gathers a layer's weights while it computes that
+layer, where the recorder meets them. Only the inputs and cotangents of the layers enter a norm, and these belong to the process
+that holds the row. Each process gives its rows; all must call together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from inspect import signature
 from typing import Any, TypeVar
@@ -23,12 +23,11 @@ from sharpscope.errors import CheckError, UserError
 from sharpscope.policy import Head, backbone, bare, output_head
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.token_gradients import attention as attn
-from sharpscope.probes.token_gradients.head import head_gradients
-from sharpscope.probes.token_gradients.local import LocalPass, tally
-from sharpscope.probes.token_gradients.result import Collector, Ledger, ScoreNorms
+from sharpscope.probes.token_gradients.local import start_of
+from sharpscope.probes.token_gradients.result import Collector, ScoreNorms, Sums
 from sharpscope.probes.token_gradients.rows import Rows, make_rows, safe_width, widen
-from sharpscope.probes.token_gradients.structure import Structure, recording
-from sharpscope.probes.token_gradients.uses import Recorder
+from sharpscope.probes.token_gradients.structure import Structure, holders, recording
+from sharpscope.probes.token_gradients.uses import Use
 
 T = TypeVar("T")
 CHUNK = 2048
@@ -59,7 +58,7 @@ class ShardedNorms:
             temperature: softmax temperature T > 0 of log π.
 
         Raises:
-            UserError: in every process, a part of the model that the tier does not support.
+            UserError: in every process, a part of the model that the method does not support.
             CheckError: in every process, a norm differs from that of the model's own gradient.
         """
         model = self.model
@@ -67,24 +66,23 @@ class ShardedNorms:
             rows = _together(lambda: make_rows(model, input_ids, mask, attention_mask, temperature))
             if self.checked is None:
                 self._check(rows, temperature)
-            dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-            collector = Collector(rows.shape, dtype, rows.ids.device)
+            collector = Collector(rows, torch.promote_types(next(model.parameters()).dtype, torch.float32))
             chunks = list(rows.chunks(CHUNK))
             idle = _row(rows.ids[:1, :1].expand(1, 2))
             idle = replace(idle, chosen=torch.zeros_like(idle.chosen))
             for index in range(max(distributed.gather(len(chunks)))):
-                ledger = _local_squares(model, chunks[index] if index < len(chunks) else idle, temperature)
+                sums = _local_sums(model, chunks[index] if index < len(chunks) else idle, temperature)
                 if index < len(chunks):
-                    collector.write(chunks[index], ledger)
+                    collector.write(chunks[index], sums)
             return replace(collector.result("local", None), checked=self.checked)
 
     def _check(self, rows: Rows, temperature: float) -> None:
-        """Compare the local norm of a row's second token, at which the tier is exact, with that of its gradient."""
+        """Compare the local norm of a row's second token, at which the method is exact, with that of its gradient."""
         pair = distributed.broadcast(rows.ids[:1, :2].cpu() if rows.ids.shape[1] > 1 else None)
         if pair is None:
             return
         row = _row(pair.to(rows.ids.device))
-        norm = float(_local_squares(self.model, row, temperature).total[0]) ** 0.5
+        norm = float(_local_sums(self.model, row, temperature).total[0]) ** 0.5
         with torch.enable_grad():
             logits = self.model(input_ids=row.ids, use_cache=False).logits
             wide = torch.promote_types(logits.dtype, torch.float32)
@@ -130,22 +128,21 @@ def _together(call: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def _local_squares(model: nn.Module, rows: Rows, temperature: float) -> Ledger:
+def _local_sums(model: nn.Module, rows: Rows, temperature: float) -> Sums:
     """Squared local norms (M,) of a chunk's tokens, by a forward and a backward pass through the sharded model."""
     causal: Any = bare(model)
     names = {id(parameter): name for name, parameter in causal.named_parameters() if parameter.requires_grad}
-    layer, embedding = causal.get_output_embeddings(), causal.get_input_embeddings()
-    shared = layer.weight is embedding.weight
-    tied = names.get(id(layer.weight)) if shared else None
+    layer = causal.get_output_embeddings()
+    shared, own = layer.weight is causal.get_input_embeddings().weight, names.get(id(layer.weight))
     structure = Structure(
-        {}, Head(layer.weight), tied, None if shared else names.get(id(layer.weight)), names.get(id(layer.bias))
+        {}, Head(layer.weight), own if shared else None, None if shared else own, names.get(id(layer.bias))
     )
     structure.groups = dict.fromkeys(names.values(), ())
-    structure.attention_calls = 1  # lets `recording` choose the attention
+    structure.modules = holders(causal, names)
     ids = widen(rows.ids, safe_width(model, rows.ids.shape[1]))  # (B, L)
     predicts = nn.functional.pad(rows.predicts, (0, ids.shape[1] - rows.ids.shape[1]))
-    recorder = Recorder({}, (ids.shape[0], ids.shape[1]))
     seen: dict[str, Any] = {}
+    used = {structure.tied, structure.head_weight, structure.head_bias}
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         seen["hidden"] = output.last_hidden_state
@@ -154,67 +151,49 @@ def _local_squares(model: nn.Module, rows: Rows, temperature: float) -> Ledger:
         """Compute the output layer's part while its weights are whole."""
         recorder.stop()  # the output layer's part is known in closed form
         with torch.no_grad():
-            head, states = output_head(model), seen["hidden"].detach()[predicts]  # its weights are whole here
-            words = ids[predicts][:, None] if shared else None
-            seen["output"], seen["coupled"] = head_gradients(states, head, rows.targets, temperature, words=words)
-            seen["states"], seen["logits"] = states, head.logits(args[0][:1, -1].detach())
+            structure.head = output_head(model)
+            seen["local"] = start_of(structure, rows, ids, predicts, seen["hidden"].detach()[predicts], temperature)
+            seen["logits"] = structure.head.logits(args[0][:1, -1].detach())
 
     given: dict[str, Any] = {"position_ids": torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)}
     if "logits_to_keep" in signature(causal.forward).parameters:
         given["logits_to_keep"] = 1  # logits are used in the check alone
     with ExitStack() as stack:
-        stack.enter_context(_followed(causal, names, recorder))
         stack.callback(backbone(model).register_forward_hook(keep).remove)
+        calls = stack.enter_context(attn.counting())
+        recorder = stack.enter_context(recording(model, structure, (ids.shape[0], ids.shape[1]), attn.CUT, known=False))
         stack.callback(layer.register_forward_pre_hook(take).remove)  # after the hook that follows this layer
-        stack.enter_context(torch.enable_grad())
-        calls = stack.enter_context(recording(model, structure, recorder, attn.CUT))
         logits = model(input_ids=ids, use_cache=False, **given).logits
-    _together(lambda: _require(causal, structure, recorder, calls.made, logits[:1, -1], seen))
-    hidden, output = seen["hidden"], seen["output"]
+
+    hidden, local = seen["hidden"], seen["local"]
     start = torch.zeros_like(hidden)
-    start[predicts] = output.to_hidden.to(start.dtype)
+    start[predicts] = local.output.to_hidden.to(start.dtype)
+
+    def measure(use: Use, g: Tensor) -> None:
+        used.update((use.weight, use.bias))
+        local.squares(structure, use, g)
+
     # Also from the logits, where FSDP2 begins a backward pass; their cotangents are 0.
-    outs = [use.out for use in recorder.uses]
-    gradients = torch.autograd.grad([hidden, logits], outs, [start, torch.zeros_like(logits)], allow_unused=True)
-    kept = [(i, use, g) for i, (use, g) in enumerate(zip(recorder.uses, gradients, strict=True)) if g is not None]
-    coupled = None if seen["coupled"] is None else seen["coupled"][:, 0]
-    uses, cotangents, order = [use for _, use, _ in kept], [g for _, _, g in kept], [i for i, _, _ in kept]
-    return tally(
-        structure, LocalPass(rows, seen["states"], predicts.nonzero(), output, coupled, uses, cotangents, order)
-    )
+    recorder.pull([hidden, logits], [start, torch.zeros_like(logits)], measure)
+    _together(lambda: _require(causal, structure, set(names.values()) - used | recorder.repeated, bool(calls)))
+    _together(lambda: _require_linear(causal, seen["logits"].float(), logits[:1, -1].detach().float()))
+    return local.sums
 
 
-def _require(
-    causal: nn.Module, structure: Structure, recorder: Recorder, calls: int, logits: Tensor, seen: dict[str, Any]
-) -> None:
-    """Raise `UserError` for parts of the model that the tier does not support."""
-    structure.unhandled, structure.attention_calls = dict(recorder.unhandled), calls
-    missing = set(structure.groups) - {name for use in recorder.uses for name in use.names}
-    missing -= {structure.tied, structure.head_weight, structure.head_bias, *structure.unhandled}
-    structure.unhandled |= dict.fromkeys(sorted(filter(None, missing)), "no operation of this pass")
+def _require(causal: nn.Module, structure: Structure, unused: set[str], replaced: bool) -> None:
+    """Raise `UserError` for parts of the model that the method does not support."""
+    structure.unhandled = frozenset(unused)
+    if not replaced:
+        structure.not_local = "its attention does not go through transformers' AttentionInterface"
     structure.require_local()
-    expected = seen["logits"].float()
-    scale = 1 + float(expected.abs().max())
-    exact = logits.dtype in (torch.float32, torch.float64)
-    if (
-        bool(expected.isfinite().all())
-        and float((expected - logits.detach().float()).abs().max()) > (1e-3 if exact else 5e-2) * scale
-    ):
+
+
+def _require_linear(causal: nn.Module, expected: Tensor, logits: Tensor) -> None:
+    """Raise `UserError` if the output layer is not what its closed form says."""
+    exact = next(causal.parameters()).dtype in (torch.float32, torch.float64)
+    limit = (1e-3 if exact else 5e-2) * (1 + float(expected.abs().max()))
+    if bool(expected.isfinite().all()) and float((expected - logits).abs().max()) > limit:
         raise UserError(
-            f"model, {type(causal).__name__}: its logits are not a linear function of its last hidden state; norms are not measured"
+            f"model, {type(causal).__name__}: its logits are not a linear function of its last hidden state; norms are not "
+            "measured"
         )
-
-
-@contextmanager
-def _followed(causal: nn.Module, names: Mapping[int, str], recorder: Recorder) -> Iterator[None]:
-    """Context in which the recorder follows each module's trainable parameters as they are during its forward pass."""
-
-    def follow(own: list[tuple[str, str]]) -> Callable[[nn.Module, Any], None]:
-        return lambda module, _: recorder.follow({name: module.get_parameter(key) for key, name in own})
-
-    with ExitStack() as stack:
-        for module in causal.modules():
-            own = [(key, names[id(p)]) for key, p in module._parameters.items() if p is not None and id(p) in names]
-            if own:
-                stack.callback(module.register_forward_pre_hook(follow(own)).remove)
-        yield
