@@ -19,7 +19,7 @@ class CheckError(UserError):
 
     Attributes:
         message: the error message.
-        probe: name of the check: a tier of `score_norms`, `forward`, `central`, `gradient`, `surface` or `hessian`.
+        probe: name of the check: a method of `score_norms`, `derivative`, `gradient`, `shares`, `surface` or `hessian`.
         error: largest relative error.
         tolerance: largest relative error allowed for the model's precision.
     """

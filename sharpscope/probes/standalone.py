@@ -153,7 +153,7 @@ def token_norms(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec) -> pd
     with limited_surface(policy.model, Objective("nll", batch), spec) as surface:
         logp = surface.logp()
     norms = score_norms(
-        policy.model, batch.input_ids, mask, tier="local", attention_mask=attention.long(), check=spec.check
+        policy.model, batch.input_ids, mask, method="local", attention_mask=attention.long(), check=spec.check
     )
     row, column = mask.nonzero(as_tuple=True)
     columns = {

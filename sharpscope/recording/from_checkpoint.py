@@ -178,7 +178,7 @@ def _measure(
         policy.model,
         made.input_ids,
         mask,
-        tier="local",
+        method="local",
         attention_mask=made.attention_mask,
         temperature=temperature,
         check=check,

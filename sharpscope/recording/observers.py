@@ -2,7 +2,7 @@
 
 `Schedule` says which steps are measured. At such a step the tokens of a random sample of each update's groups get the local
 score norm and their attribution; at a step whose gradient norm is a spike, those of all groups. The tokens with the largest
-local norm and random ones also get the exact norm, so that the error of the local tier is known in each run. A probe that
+local norm and random ones also get the exact norm, so that the error of the local norm is known in each run. A probe that
 refuses the policy, or differs from plain autograd on it, is left out for the rest of the run, and an event reports it.
 """
 
@@ -383,7 +383,7 @@ class _UpdateProbes:
             lambda check: self.put("heldout_influence", self._along(self._heldout_gradient(check), check)),
         )
 
-    def _norms(self, rows: Tensor, mask: Tensor, tier: Literal["local", "exact"], check: Check) -> Tensor:
+    def _norms(self, rows: Tensor, mask: Tensor, method: Literal["local", "exact"], check: Check) -> Tensor:
         """Score norms (m, P+T) of the rows `rows` (m,) of `part` at `mask`; each process computes a part of them."""
         part = self.part
 
@@ -393,7 +393,7 @@ class _UpdateProbes:
                 self.view.model,
                 part.input_ids[some],
                 mask[some],
-                tier=tier,
+                method=method,
                 attention_mask=part.attention_mask[some],
                 temperature=self.temperature,
                 check=check,
@@ -417,7 +417,6 @@ class _UpdateProbes:
                 direction,
                 part.attention_mask[some],
                 self.temperature,
-                method="forward",
                 check=check,
             )
 
@@ -432,14 +431,12 @@ class _UpdateProbes:
 
         def shares_of(some: Tensor) -> Tensor:
             """Attribution of the optimizer's update to some rows."""
-            # D⁻¹ stretches the direction over many orders of magnitude, where a difference of float32 values is too coarse.
             return update_attribution(
                 view.model,
                 part.input_ids[some],
                 mask[some],
                 self.coef[some],
                 split,
-                method="forward",
                 attention_mask=part.attention_mask[some],
                 temperature=self.temperature,
                 check=check,
@@ -450,7 +447,7 @@ class _UpdateProbes:
             self.observer.add_parts(split)
 
     def _exact(self, local: Tensor | None, check: Check) -> None:
-        """The exact tier on the largest tokens by local norm and on random others, with the probability of being drawn.
+        """The exact norm of the largest tokens by local norm and on random others, with the probability of being drawn.
 
         Where there are no local norms: on random ones alone.
         """
@@ -501,12 +498,11 @@ class _UpdateProbes:
                     part.input_ids[some],
                     mask[some],
                     direction,
-                    method="forward",
                     attention_mask=part.attention_mask[some],
                     temperature=self.temperature,
                     check=check,
                 )
-                total += derivative.values.to(total) ** 2
+                total += derivative.to(total) ** 2
             return total
 
         total = _map_rows(keep, squares, mask)

@@ -183,7 +183,7 @@ def completion_advantage(advantage: Tensor, mask: Tensor) -> Tensor:
 def head_grad_norm(stats: TokenStats, head: Head, temperature: float) -> Tensor | None:
     """(N, T) norm of ∇ ln π by the output layer: ‖p − e_y‖·‖h‖·scale/T, with a bias √(‖h‖² + 1) for ‖h‖.
 
-    None under a soft cap, which scales each logit's derivative differently; `sharpscope.score_norms(tier="head")` computes it.
+    None under a soft cap, which scales each logit's derivative differently; `sharpscope.score_norms(method="head")` computes it.
     """
     if head.soft_cap is not None:
         return None

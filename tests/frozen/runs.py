@@ -106,10 +106,9 @@ def _probes() -> Iterator[tuple[str, str]]:
         mask = torch.ones_like(ids)
         mask[:, :4] = 0
         coef = torch.randn(ids.shape, generator=torch.Generator().manual_seed(2))
-        for tier in ("head", "local", "sketch", "exact"):
-            yield f"probe {name} score_norms {tier}", _tensor(score_norms(model, ids, mask, tier).values)
-        for method in ("forward", "central"):
-            yield f"probe {name} attribute {method}", _tensor(attribute(model, ids, mask, coef, method=method))
+        for method in ("head", "local", "sketch", "exact"):
+            yield f"probe {name} score_norms {method}", _tensor(score_norms(model, ids, mask, method).values)
+        yield f"probe {name} attribute forward", _tensor(attribute(model, ids, mask, coef))
         for parameter in model.parameters():
             parameter.requires_grad_(True)
 

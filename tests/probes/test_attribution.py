@@ -11,16 +11,12 @@ from sharpscope.errors import UserError
 from sharpscope.probes import (
     attribute,
     attribution,
-    directional_derivative,
     failure_coefficients,
     heldout_influence,
     logp_gradient,
     nll_coefficients,
 )
-from sharpscope.probes.token_gradients import central, rows
-from sharpscope.probes.token_gradients.forward_mode import pushed_each
-from sharpscope.probes.token_gradients.structure import structure_of
-from sharpscope.probes.token_gradients.tangents import Pushing
+from sharpscope.probes.token_gradients import rows
 from tests.models import ARCHITECTURES, random_batch, tiny_model
 from tests.oracles.token_gradients import aligned, log_probabilities, token_gradients
 
@@ -55,8 +51,8 @@ def shares(model, batch, coef):
     return along(gradients, coef, gradient) / sum(g.square().sum() for g in gradient)
 
 
-def run(model, batch, coef, direction=None, method="auto"):
-    return attribute(model, batch["input_ids"], batch["mask"], coef, direction, batch["attention_mask"], T, method)
+def run(model, batch, coef, direction=None):
+    return attribute(model, batch["input_ids"], batch["mask"], coef, direction, batch["attention_mask"], T)
 
 
 def off(found, expected):
@@ -76,56 +72,6 @@ def test_shares_match_a_loop(architecture, tie):
     assert not found[batch["mask"] == 0].any()
     single = tiny_model(architecture, tie=tie, dtype=torch.float32)
     assert off(run(single, batch, coef.float()), expected) < 1e-5
-    assert off(run(single, batch, coef.float(), method="central"), expected) < 1e-4
-    # transformers' router of experts computes in float32 whatever the weights are
-    assert off(run(model, batch, coef, method="central"), expected) < (1e-4 if "moe" in architecture else 1e-6)
-
-
-@pytest.mark.parametrize("trial", [1, 32])
-@pytest.mark.parametrize("first", [1 / 30, 1, 30])
-@pytest.mark.parametrize("scale", [1e-3, 1, 1e3])
-def test_central_steps_are_right_from_any_first_guess(monkeypatch, first, trial, scale):
-    """The step is found from what log π does: neither the guess, the trial's tokens nor the direction's length count."""
-    monkeypatch.setattr(central, "FIRST", first * central.FIRST)
-    monkeypatch.setattr(central, "TRIAL", trial)
-    model, batch = tiny_model("qwen2", dtype=torch.float32), random_batch()
-    coef = coefficients(batch).float()
-    arguments = (model, batch["input_ids"], batch["mask"])
-    direction = [scale * g for g in logp_gradient(*arguments, coef, batch["attention_mask"], T)]
-    exact = run(model, batch, coef, direction)
-    assert off(run(model, batch, coef, direction, "central"), exact.double()) < 1e-4
-
-
-def test_rows_that_move_more_get_a_step_of_their_own(monkeypatch):
-    """The trial is taken on the row that moves least: the step that it finds is far too long for another."""
-    model, batch = tiny_model("qwen2", dtype=torch.float32), random_batch()
-    batch["mask"][0, 6:] = 0
-    given = (model, batch["input_ids"], batch["mask"])
-    direction = logp_gradient(*given, coefficients(batch).float(), batch["attention_mask"], T)
-    exact = directional_derivative(*given, direction, batch["attention_mask"], T).values
-    largest, seen, difference = exact.abs().amax(1), [], central._difference
-
-    def watched(model, structure, rows, direction, temperature, step, out):
-        seen.append((rows.source.tolist(), step * float(largest[rows.source].max())))
-        difference(model, structure, rows, direction, temperature, step, out)
-
-    monkeypatch.setattr(central, "_difference", watched)
-    monkeypatch.setattr(central, "_trial", lambda rows: rows.take(largest.argmin()[None]))
-    found = directional_derivative(*given, direction, batch["attention_mask"], T, "central", check="off").values
-    assert off(found, exact.double()) < 1e-4
-    target = central.MOVE * torch.finfo(torch.float32).eps ** (1 / 3)
-    assert seen[0][0] == [int(largest.argmin())] and len(seen[1][0]) == 3 and seen[1][1] > 3 * target
-    assert seen[2][0] == (largest > 3 * largest.min()).nonzero()[:, 0].tolist()
-    assert seen[2][1] == pytest.approx(target, rel=0.05) and len(seen) == 3
-
-
-@pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
-def test_casts_inside_a_model_set_the_step(architecture):
-    """transformers' norms compute in float32 in a float64 model: a float64's step would be all rounding."""
-    model, batch = tiny_model(architecture, dtype=torch.float32).double(), random_batch()
-    assert structure_of(model).computes_in == torch.float32
-    coef = coefficients(batch)
-    assert off(run(model, batch, coef, method="central"), run(model, batch, coef)) < 1e-4
 
 
 def test_along_any_direction_without_normalising():
@@ -145,17 +91,13 @@ def test_what_a_gradient_keeps_changes_no_share(architecture, monkeypatch):
     expected = shares(model, batch, coef)
     monkeypatch.setitem(rows.CHUNK_TOKENS, "cpu", 1)  # a row at a time
     run(model, batch, coef)  # with the checks of a first call
-    passes, recalled = [], []
-    forward, recall = attribution._forward, Pushing._recalled
-    monkeypatch.setattr(attribution, "_forward", lambda *given: (passes.append(given[5]), forward(*given))[1])
-    monkeypatch.setattr(Pushing, "_recalled", lambda *given: (recalled.append(1), recall(*given))[1])
+    passes, derivative = [], attribution.logp_derivative
+    monkeypatch.setattr(attribution, "logp_derivative", lambda *given: (passes.append(given[5]), derivative(*given))[1])
 
     def kept(room):
-        """Outputs and blocks of logits that were kept of each row."""
+        """Numbers of outputs and of blocks of logits that were kept of each row."""
         monkeypatch.setitem(attribution.KEPT_BYTES, "cpu", room)
-        recalled.clear()
         assert off(run(model, batch, coef), expected) < 1e-6
-        assert len(recalled) == sum(len(known.outputs) for known in passes[-1])
         return [(len(known.outputs), len(known.head)) for known in passes[-1]]
 
     count = sum(isinstance(module, torch.nn.Linear) for module in model.base_model.modules())
@@ -163,11 +105,6 @@ def test_what_a_gradient_keeps_changes_no_share(architecture, monkeypatch):
     first = passes[-1][0]
     assert kept(sum(x.nbytes for x in (*first.outputs, first.head[0].pull)) + 1) == [(count, 1), (0, 0)]
     assert kept(0) == [(0, 0), (0, 0)]
-    along = [dict(model.named_parameters())]
-    assert pushed_each(model, structure_of(model), batch["input_ids"], along) is not None
-    assert (
-        pushed_each(model, structure_of(model), batch["input_ids"], along, kept=first.outputs) is None
-    )  # of other rows
 
 
 def test_only_trainable_parameters_count():
@@ -200,18 +137,6 @@ def test_no_gradient_no_shares():
     model, batch = tiny_model("qwen2"), random_batch()
     found = run(model, batch, torch.zeros(batch["mask"].shape))
     assert torch.equal(found.isnan(), batch["mask"].bool())
-
-
-def test_the_error_of_a_central_difference_bounds_what_it_is():
-    model, batch = tiny_model("llama", dtype=torch.float32), random_batch()
-    arguments = (model, batch["input_ids"], batch["mask"])
-    direction = logp_gradient(*arguments, coefficients(batch).float(), batch["attention_mask"], T)
-    exact = directional_derivative(*arguments, direction, batch["attention_mask"], T)
-    found = directional_derivative(*arguments, direction, batch["attention_mask"], T, "central", with_error=True)
-    assert exact.error is None and exact.way == "forward" and found.way == "central"
-    true = (found.values - exact.values).abs()
-    assert float(true.max()) <= 3 * float(found.error.max())
-    assert float(found.error.max()) < 0.01 * float(exact.values.abs().max())
 
 
 def test_gradient_of_weighted_log_probabilities():
@@ -273,17 +198,8 @@ def test_influence_is_positive_where_a_token_lowers_the_heldout_loss():
 def test_mistakes_are_told():
     model, batch = tiny_model("qwen2"), random_batch()
     coef = coefficients(batch)
-    with pytest.raises(UserError, match="method"):
-        run(model, batch, coef, method="backward")
     with pytest.raises(UserError, match="coef"):
         run(model, batch, coef[:, 1:])
-    with pytest.raises(UserError, match="tensor 1 differs"):
-        run(
-            model,
-            batch,
-            coef,
-            [torch.zeros_like(p) if i != 1 else torch.zeros(3) for i, p in enumerate(model.parameters())],
-        )
-    with pytest.raises(UserError, match="bfloat16"):
-        run(tiny_model("qwen2", dtype=torch.bfloat16), batch, coef, list(model.parameters()), method="central")
+    with pytest.raises(UserError, match="direction"):
+        run(model, batch, coef, [torch.zeros(3) for _ in model.parameters()])
     assert math.isfinite(float(run(model, batch, coef).sum()))

@@ -61,9 +61,6 @@ CALLS = {
     "sketch": lambda m, b: score_norms(m, b["input_ids"], b["mask"], "sketch", b["attention_mask"], directions=2),
     "exact": lambda m, b: score_norms(m, b["input_ids"], b["mask"], "exact", b["attention_mask"]),
     "forward": lambda m, b: attribute(m, b["input_ids"], b["mask"], b["mask"].double(), None, b["attention_mask"]),
-    "central": lambda m, b: attribute(
-        m, b["input_ids"], b["mask"], b["mask"].double(), None, b["attention_mask"], 1.0, "central"
-    ),
 }
 
 
@@ -156,7 +153,7 @@ def test_left_as_it_was_after_an_exception(call, nth):
     """The model's last norm raises at its nth call, within whatever the probe is doing then."""
     model, batch = disturbed("qwen2_moe"), random_batch()
     if nth > 1:
-        CALLS["local"](model, batch)  # known already: the exception meets the tier itself
+        CALLS["local"](model, batch)  # known already: the exception meets the method itself
     inner, seen = model.model.layers[1].post_attention_layernorm.forward, []
 
     def forward(x):
@@ -173,7 +170,7 @@ def test_left_as_it_was_after_an_exception(call, nth):
 
 
 # What reads the beginning that completions of a prompt have in common once, with a cache of its own.
-SHARING = {name: CALLS[name] for name in ("local", "forward", "central")} | {
+SHARING = {name: CALLS[name] for name in ("local", "forward")} | {
     "gradient": lambda m, b: logp_gradient(m, b["input_ids"], b["mask"], b["mask"].double(), b["attention_mask"])
 }
 

@@ -24,7 +24,10 @@ from sharpscope.probes.token_gradients.structure import Structure, hidden_states
 from sharpscope.probes.token_gradients.uses import Use, exact_squares
 
 SLOTS = 16  # tokens of a row that share one forward pass: more save forward passes, fewer waste less of the prefix
-POSITIONS = {"cpu": 4096, "cuda": 65536}  # rows × slots × length of one forward pass: on a CPU cotangents should stay in cache
+POSITIONS = {
+    "cpu": 4096,
+    "cuda": 65536,
+}  # rows × slots × length of one forward pass: on a CPU cotangents should stay in cache
 WHOLE_BYTES = 2**29  # of whole gradients that are held at once
 
 Found = tuple[str, Tensor, Tensor]

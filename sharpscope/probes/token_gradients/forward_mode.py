@@ -46,21 +46,28 @@ class Keeping(TorchFunctionMode):
 
     Attributes:
         room: bytes that are left.
-        values: the outputs, in order; none where there was not enough room for all.
     """
 
     def __init__(self, room: int) -> None:
         super().__init__()
         self.room = room
-        self.values: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._versions: list[int] = []
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The outputs, in order; none if there was not enough room for all, or the model has written to one."""
+        same = self.room > 0 and self._versions == [value._version for value in self._values]
+        return self._values if same else []
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is F.linear and self.room > 0:
+        if func is F.linear and self.room > 0 and torch.is_grad_enabled():
             self.room -= out.nbytes
-            self.values.append(out.detach())
+            self._values.append(out.detach())
+            self._versions.append(out._version)
             if self.room <= 0:
-                self.values.clear()
+                self._values.clear()
         return out
 
 

@@ -161,7 +161,9 @@ def _local_sums(model: nn.Module, rows: Rows, temperature: float) -> Sums:
     with ExitStack() as stack:
         stack.callback(backbone(model).register_forward_hook(keep).remove)
         calls = stack.enter_context(attn.counting())
-        recorder = stack.enter_context(recording(model, structure, (ids.shape[0], ids.shape[1]), attn.CUT, known=False))
+        recorder = stack.enter_context(
+            recording(model, structure, (ids.shape[0], ids.shape[1]), attn.CUT, strict=False)
+        )
         stack.callback(layer.register_forward_pre_hook(take).remove)  # after the hook that follows this layer
         logits = model(input_ids=ids, use_cache=False, **given).logits
 

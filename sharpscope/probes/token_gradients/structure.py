@@ -98,23 +98,12 @@ def structure_of(model: nn.Module) -> Structure:
 
 @contextmanager
 def recording(
-    model: nn.Module, structure: Structure, size: tuple[int, int], attention: str, *, known: bool = True
+    model: nn.Module, structure: Structure, size: tuple[int, int], attention: str, *, strict: bool = True
 ) -> Iterator[Recorder]:
-    """Record the uses of a forward pass over (B, L) = `size` within the block.
-
-    Args:
-        model: its structure is `structure`.
-        attention: implementation, see `attention_implementation`.
-        known: whether the structure is known, so that a parameter with several uses is an error.
-
-    Raises:
-        UserError: a parameter has several uses for these rows.
-    """
-    recorder = Recorder(structure.modules, size)
+    """Record the uses of a forward pass over (B, L) = `size` within the block, see `Recorder`."""
+    recorder = Recorder(structure.modules, size, strict=strict)
     with torch.enable_grad(), attention_implementation(model, attention), recorder.attached(model):
         yield recorder
-    if known and recorder.repeated:
-        raise UserError(f"model: '{min(recorder.repeated)}' is used in several places for some rows; freeze it")
 
 
 def hidden_states(model: nn.Module, ids: Tensor, before: DynamicCache | None = None) -> Tensor:
@@ -206,7 +195,7 @@ def _account(
         for name, squares in local_squares(use, g):
             scale[name] += float(squares.sum())
 
-    with recording(model, structure, (ids.shape[0], ids.shape[1]), attention, known=False) as recorder:
+    with recording(model, structure, (ids.shape[0], ids.shape[1]), attention, strict=False) as recorder:
         hidden = hidden_states(model, ids)
     start = torch.zeros_like(hidden)
     start[-1] = torch.randn(hidden.shape[1:], generator=torch.Generator().manual_seed(0)).to(hidden)
@@ -262,7 +251,7 @@ def _account_cut(
         if bool((others != 0).any()):
             leaks.append((use.weight or use.bias or "").rpartition(".")[0])
 
-    with recording(model, structure, (ids.shape[0], ids.shape[1]), attn.CUT, known=False) as recorder:
+    with recording(model, structure, (ids.shape[0], ids.shape[1]), attn.CUT, strict=False) as recorder:
         hidden = hidden_states(model, ids)
     start, last = torch.zeros_like(hidden), torch.zeros_like(hidden)
     start[-1] = torch.randn(hidden.shape[1:], generator=torch.Generator().manual_seed(0)).to(hidden)

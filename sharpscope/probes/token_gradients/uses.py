@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from sharpscope.errors import UserError
 from sharpscope.policy import bare
 
 EXPERTS = "sharpscope"
@@ -167,17 +168,26 @@ class Recorder(TorchFunctionMode):
     known too.
 
     Attributes:
-        repeated: parameters with more than one use (of the same expert), whose gradients the uses do not give.
+        repeated: parameters whose gradient has parts from several uses (of the same expert), which their norms do not give.
     """
 
-    def __init__(self, modules: Mapping[nn.Module, Mapping[str, str]], size: tuple[int, int]) -> None:
-        """Record uses in rows (B, L) = `size`; `modules`: module -> attribute -> name of its trainable parameters."""
+    def __init__(
+        self, modules: Mapping[nn.Module, Mapping[str, str]], size: tuple[int, int], *, strict: bool = True
+    ) -> None:
+        """Record uses in rows (B, L) = `size`.
+
+        Args:
+            modules: module -> attribute -> name of its trainable parameters.
+            size: (B, L).
+            strict: whether a parameter in `repeated` is an error.
+        """
         super().__init__()
+        self.strict = strict
         self.repeated: set[str] = set()
         self._modules, self._size = modules, size
         self._sources: dict[int, tuple[str, int | None]] = {}  # id -> name of the parameter, expert
         self._alive: list[Tensor] = []  # keeps what `_sources` knows alive, so that ids stay theirs
-        self._seen: set[tuple[str, int | None]] = set()
+        self._met: set[tuple[str, int | None]] = set()  # in the backward pass
         self._index: Tensor | None = None
         self._anchor: Tensor | None = None
         self._measure: Measure | None = None
@@ -206,11 +216,14 @@ class Recorder(TorchFunctionMode):
         if not inputs:
             return []
         self._measure = measure
+        self._met.clear()
         try:
             found = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True)
-            return list(found[: len(wanted or [])])
         finally:
             self._measure = None
+        if self.strict and self.repeated:
+            raise UserError(f"model: '{min(self.repeated)}' is used in several places for some rows; freeze it")
+        return list(found[: len(wanted or [])])
 
     @contextmanager
     def at(self, index: Tensor) -> Iterator[None]:
@@ -292,10 +305,17 @@ class Recorder(TorchFunctionMode):
         if not out.requires_grad or names == (None, None):
             return
         keys = [self._sources[id(p)] for p in (weight, bias) if id(p) in self._sources]
-        self.repeated |= {key[0] for key in keys if key in self._seen}
-        self._seen.update(keys)
         use = Use(kind, *names, x, self._size, expert=keys[0][1], **more)
-        out.register_hook(lambda g: self._measure(use, g) if self._measure is not None else None)
+
+        def hook(g: Tensor) -> None:
+            if self._measure is not None:
+                self.repeated |= {key[0] for key in keys if key in self._met}
+                self._met.update(keys)
+                self._measure(use, g)
+
+        # A model may write to a view, which has another graph then.
+        inner = out._base if kind == "linear" and out._base is not None and out._base.numel() == out.numel() else out
+        inner.register_hook(hook)
 
 
 _recorders: list[Recorder] = []

@@ -70,8 +70,8 @@ def test_shared_prompts_under_sliding_windows_and_soft_caps(monkeypatch):
     direction = [torch.ones_like(p) for p in model.parameters()]
 
     def everything():
-        central = directional_derivative(model, direction=direction, method="central", **given).values
-        return score_norms(model, **given).squared, attribute(model, coef=coef, **given), central
+        derivative = directional_derivative(model, direction=direction, **given)
+        return score_norms(model, **given).squared, attribute(model, coef=coef, **given), derivative
 
     shared = everything()
     monkeypatch.setattr(rows_module, "WORTH", 10**6)
@@ -97,7 +97,7 @@ def test_a_beginning_is_read_once_where_that_saves_enough(monkeypatch):
 def test_groups_of_rows_are_those_that_begin_alike():
     model, given = tiny_model("qwen2"), batch()
     rows = rows_module.make_rows(model, given["input_ids"], given["mask"], given["attention_mask"], 1.0)
-    found = [(len(chunk), chunk.before) for chunk in rows.chunks(10**6, share=True)]
+    found = [(len(chunk.ids), chunk.before) for chunk in rows.chunks(10**6, share=True)]
     assert [count for count, _ in found] == [2, 3, 2]  # the first prompt's but one; the second's; those alone
     assert [None if before is None else len(before) for _, before in found] == [18, 24, None]
     assert sum(len(chunk.targets) for chunk in rows.chunks(8, share=True)) == int(given["mask"].sum())

@@ -8,18 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sharpscope.probes.hessian.causal_lm import lm_surface
 
 from sharpscope.errors import CheckError, UserError
 from sharpscope.probes import attribute, attribution, directional_derivative, logp_gradient, score_norms
 from sharpscope.probes.fingerprint import remembered
-from sharpscope.probes.hessian import CurvatureSettings, curvature_of
-from sharpscope.probes.token_gradients import central, exact, local, sketch
-from sharpscope.probes.token_gradients.choices import Choices
+from sharpscope.probes.token_gradients import exact, forward_mode, local
 from sharpscope.probes.token_gradients.structure import structure_of
 from tests.models import random_batch, tiny_model
 from tests.oracles.token_gradients import squared_norms, token_gradients
-from tests.probes.small_lm import objective
 
 
 def given(batch):
@@ -37,32 +33,30 @@ def test_a_padding_token_within_a_row_has_no_gradient_in_any_mode(tie):
     expected = torch.zeros(batch["mask"].shape, dtype=torch.float64)
     for place, gradient in gradients.items():
         expected[place] = sum((g * u).sum() for g, u in zip(gradient, direction, strict=True))
-    for method, error in (("forward", 1e-9), ("central", 1e-6)):
-        found = directional_derivative(model, **given(batch), direction=direction, method=method, check="off").values
-        torch.testing.assert_close(found, expected, rtol=error, atol=error)
+    found = directional_derivative(model, **given(batch), direction=direction, check="off")
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-TIERS = ("head", "local", "sketch", "exact")
-WAYS = ("forward", "central")
+NORMS = ("head", "local", "sketch", "exact")
 
 
 def call(model, probe, batch=None, **options):
     """The checked error of one probe."""
     batch = random_batch() if batch is None else batch
-    if probe in TIERS:
-        return score_norms(model, **given(batch), tier=probe, directions=2, **options).checked
+    if probe in NORMS:
+        return score_norms(model, **given(batch), method=probe, directions=2, **options).checked
     generator = torch.Generator().manual_seed(1)
     direction = [torch.randn(p.shape, generator=generator).to(p) for p in model.parameters() if p.requires_grad]
-    return directional_derivative(model, **given(batch), direction=direction, method=probe, **options).checked
+    directional_derivative(model, **given(batch), direction=direction, **options)
+    return structure_of(model).checked["derivative"] if options.get("check") != "off" else None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "gpt2", "qwen2_moe"])
 def test_clean_models_pass(architecture, dtype):
     model = tiny_model(architecture, tie=dtype == torch.float32, dtype=dtype)
-    for probe in (*TIERS, "forward", *(("central",) if dtype == torch.float32 else ())):
-        limit = {"central": 5e-4}.get(probe, 2e-5) if dtype == torch.float32 else 0.1
-        assert 0 <= call(model, probe) < limit, probe
+    for probe in (*NORMS, "derivative"):
+        assert 0 <= call(model, probe) < (2e-5 if dtype == torch.float32 else 0.1), probe
         assert call(model, probe, check="off") is None
     attribute(model, **given(random_batch()), coef=random_batch()["mask"].float())
 
@@ -74,17 +68,15 @@ def without_value_projections(squares):
     return dropped
 
 
-def dropped(squares):
-    return lambda use, g: squares(use, g) * (not any("v_proj" in name for name in use.names))
-
-
 FAULTS = {
     "head": (local, "head_gradients", lambda own: lambda *a, **k: (scaled(own(*a, **k)[0]), None)),
     "local": (local, "local_squares", without_value_projections),
-    "sketch": (sketch, "_derivatives", lambda own: lambda *a: [(1.1 * g, cut) for g, cut in own(*a)]),
-    "exact": (exact, "exact_squares", dropped),
-    "forward": (attribution, "pushed_logp", lambda own: lambda *a: 1.02 * own(*a)),
-    "central": (central, "head_logp", lambda own: lambda *a: 1.02 * own(*a)),
+    "exact": (exact, "exact_squares", without_value_projections),
+    "derivative": (
+        forward_mode,
+        "pushed_hidden",
+        lambda own: lambda *a, **k: tuple(x * f for x, f in zip(own(*a, **k), (1, 1.02), strict=True)),
+    ),
 }
 
 
@@ -97,11 +89,14 @@ def test_a_planted_fault_is_refused_by_name(probe, monkeypatch):
     module, name, fault = FAULTS[probe]
     model = tiny_model("llama", tie=False, dtype=torch.float32)
     monkeypatch.setattr(module, name, fault(getattr(module, name)))
-    with pytest.raises(CheckError, match=rf"LlamaForCausalLM, (tier|method) {probe}: .*autograd.*use |loop ") as caught:
+    with pytest.raises(CheckError, match=rf"LlamaForCausalLM, {probe}: .*autograd.*use ") as caught:
         call(model, probe)
     assert caught.value.probe == probe and caught.value.error > caught.value.tolerance
     assert call(model, probe, check="off") is None
     assert call(model, "exact" if probe in ("head", "local") else "head") < 1e-3  # only what is used is checked
+    if probe in ("local", "derivative"):
+        with pytest.raises(CheckError):
+            call(model, "sketch")
 
 
 def test_a_wrong_gradient_and_shares_that_do_not_sum_to_one(monkeypatch):
@@ -114,14 +109,14 @@ def test_a_wrong_gradient_and_shares_that_do_not_sum_to_one(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(attribution, "head_chunks", planted)
-        with pytest.raises(CheckError, match="probe gradient: differs from plain autograd"):
+        with pytest.raises(CheckError, match="gradient: differs from plain autograd"):
             logp_gradient(model, **arguments)
         logp_gradient(model, **arguments, check="off")
     assert attribute(model, **arguments).sum() == pytest.approx(1.0, abs=1e-5)
     # After the derivatives have passed only the sum tells.
-    module, name, fault = FAULTS["forward"]
+    module, name, fault = FAULTS["derivative"]
     monkeypatch.setattr(module, name, fault(getattr(module, name)))
-    with pytest.raises(CheckError, match=r"method forward: attribution shares sum to 1\.\d+ instead of 1"):
+    with pytest.raises(CheckError, match=r"shares of the gradient sum to 1\.\d+ instead of 1"):
         attribute(model, **arguments)
     assert attribute(model, **arguments, check="off").sum() != pytest.approx(1.0, abs=1e-2)
 
@@ -137,55 +132,17 @@ def test_attention_that_the_probes_do_not_know(monkeypatch):
     AttentionInterface.register("sharper", sharper)
     model = tiny_model("llama", dtype=torch.float32)
     model.config._attn_implementation_internal = "sharper"
-    for probe in ("local", "exact", "forward"):
-        with pytest.raises(CheckError, match=r"(tier|method) .*: hidden states under its attention differ"):
+    for probe in ("local", "exact", "derivative"):
+        with pytest.raises(CheckError, match="differs from plain autograd"):
             call(model, probe)
         call(model, probe, check="off")
     assert call(model, "head") < 1e-5  # runs the model's own attention
-    nll = objective("nll", random_batch())
-    with pytest.raises(CheckError, match="loss surface: logits under MATH attention differ"), lm_surface(model, nll):
-        pass
-    with lm_surface(model, nll, check="off") as surface:
-        assert math.isfinite(surface.value())
-
-
-def test_a_loss_surface_is_checked_once_a_model():
-    model, nll = tiny_model("llama", dtype=torch.float32), objective("nll", random_batch())
-    with lm_surface(model, nll) as surface:
-        assert curvature_of(surface, CurvatureSettings(trace_probes=0, density_samples=0)).checked < 0.01
-        found = surface.checked
-    assert found and remembered(model)["surface"] < 1e-5
-    with lm_surface(model, nll) as again:
-        assert again.checked is found
-    with lm_surface(model, nll, check="always") as again:
-        assert again.checked == {}
-
-
-def test_a_router_that_flips_under_the_step_of_a_central_difference(monkeypatch):
-    """The fault: choices are not held. The call's own tokens and direction show it."""
-    model, batch = tiny_model("qwen2_moe", dtype=torch.float32), random_batch(rows=6, completion=10)
-    with torch.no_grad():
-        for layer in model.model.layers:  # experts 0 and 1 are equally good for every token
-            layer.mlp.gate.weight[1] = layer.mlp.gate.weight[0]
-    names = [name for name, _ in model.named_parameters()]
-    generator = torch.Generator().manual_seed(3)
-    direction = [
-        torch.randn(p.shape, generator=generator) if "gate.weight" in name else torch.zeros_like(p)
-        for name, p in zip(names, model.parameters(), strict=True)
-    ]
-    arguments = {**given(batch), "direction": direction, "method": "central"}
-    with monkeypatch.context() as patch:
-        patch.setattr(central, "_held", lambda *_: Choices)
-        with pytest.raises(CheckError, match=r"method central: .*use method='forward'"):
-            directional_derivative(model, **arguments)
-        directional_derivative(model, **arguments, check="off")
-    assert directional_derivative(model, **arguments).checked < 1e-3
 
 
 def test_always_sees_what_first_has_already_passed(monkeypatch):
     model = tiny_model("llama", dtype=torch.float32)
     call(model, "exact")
-    monkeypatch.setattr(exact, "exact_squares", dropped(exact.exact_squares))
+    monkeypatch.setattr(exact, "exact_squares", without_value_projections(exact.exact_squares))
     assert call(model, "exact") < 1e-5
     with pytest.raises(CheckError):
         call(model, "exact", check="always")
@@ -196,7 +153,9 @@ def test_always_sees_what_first_has_already_passed(monkeypatch):
 def test_a_probe_that_gives_no_number_is_refused(monkeypatch):
     model = tiny_model("llama", dtype=torch.float32)
     own = exact.exact_squares
-    monkeypatch.setattr(exact, "exact_squares", lambda use, g: own(use, g) * math.nan)
+    monkeypatch.setattr(
+        exact, "exact_squares", lambda use, g: [(name, value * math.nan) for name, value in own(use, g)]
+    )
     with pytest.raises(CheckError, match="relative error inf"):
         call(model, "exact")
 
@@ -296,5 +255,5 @@ def test_norms_after_a_change_are_those_of_the_new_model(change):
     else:
         model.lm_head = torch.nn.Linear(16, 37, bias=False).double().requires_grad_(False)
     expected = squared_norms(token_gradients(model, *given(batch).values()), batch["mask"].shape)
-    found = score_norms(model, **given(batch), tier="exact").squared
+    found = score_norms(model, **given(batch), method="exact").squared
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)

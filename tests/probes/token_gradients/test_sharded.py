@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy.head import layers_of
 from sharpscope.probes import score_norms
-from sharpscope.probes.token_gradients import sharded
+from sharpscope.probes.token_gradients import local, sharded
 from tests.models import random_batch, tiny_model
 
 
@@ -40,7 +40,9 @@ def test_norms_are_those_of_the_whole_model(architecture: str, tie: bool, monkey
     monkeypatch.setattr(sharded, "CHUNK", 12)
     whole, batch = tiny_model(architecture, tie=tie), random_batch()
     given = (batch["input_ids"], batch["mask"])
-    expected = score_norms(whole, *given, tier="local", attention_mask=batch["attention_mask"], temperature=0.7).values
+    expected = score_norms(
+        whole, *given, method="local", attention_mask=batch["attention_mask"], temperature=0.7
+    ).values
     model = shard(tiny_model(architecture, tie=tie).train())
     norms = sharded.ShardedNorms(model)
     found = norms.measure(*given, batch["attention_mask"], 0.7)
@@ -60,7 +62,7 @@ def test_frozen_parameters_do_not_count():
         for name, parameter in one.named_parameters():
             parameter.requires_grad_("mlp" in name)
     given = (batch["input_ids"], batch["mask"])
-    expected = score_norms(whole, *given, tier="local", attention_mask=batch["attention_mask"]).values
+    expected = score_norms(whole, *given, method="local", attention_mask=batch["attention_mask"]).values
     found = sharded.ShardedNorms(shard(model)).measure(*given, batch["attention_mask"], 1.0).values
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
@@ -68,14 +70,14 @@ def test_frozen_parameters_do_not_count():
 def test_norms_that_are_wrong_are_refused(monkeypatch: pytest.MonkeyPatch):
     """The self-check compares a token with the model's own gradient."""
     model, batch = shard(tiny_model()), random_batch()
-    original = sharded.head_gradients
+    original = local.head_gradients
 
     def wrong(*args, **options):
         output, coupled = original(*args, **options)
         output.to_hidden.mul_(1.01)
         return output, coupled
 
-    monkeypatch.setattr(sharded, "head_gradients", wrong)
+    monkeypatch.setattr(local, "head_gradients", wrong)
     with pytest.raises(CheckError, match="differ from its own gradient"):
         sharded.ShardedNorms(model).measure(batch["input_ids"], batch["mask"], batch["attention_mask"], 1.0)
 
@@ -98,7 +100,7 @@ def test_what_one_process_refuses_is_raised_in_all(monkeypatch: pytest.MonkeyPat
     assert len(checked) == 1
 
 
-def test_what_the_tier_does_not_know_is_refused():
+def test_what_the_method_does_not_know_is_refused():
     model, batch = tiny_model(), random_batch()
     model.model.norm.extra = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
     model.model.norm.register_forward_hook(lambda module, _, out: out * module.extra.sin())

@@ -53,7 +53,7 @@ def test_exact_and_local_match_a_loop(architecture, tie, exact_eager):
     model, batch = tiny_model(architecture, tie=tie), random_batch()
     _, full = expect(token_gradients, model, batch)
     _, local = expect(local_token_gradients, model, batch)
-    exact, cut = run(model, batch, tier="exact"), run(model, batch)
+    exact, cut = run(model, batch, method="exact"), run(model, batch)
     assert relative(exact.squared, full) < 1e-8
     assert relative(cut.squared, local) < 1e-8
     assert relative(exact.values, full.sqrt()) < 1e-8
@@ -65,7 +65,7 @@ def test_exact_and_local_match_a_loop(architecture, tie, exact_eager):
 def test_groups_are_the_norms_of_their_parameters(architecture):
     model, batch = tiny_model(architecture, tie=False), random_batch()
     gradients, _ = expect(token_gradients, model, batch)
-    found = run(model, batch, tier="exact")
+    found = run(model, batch, method="exact")
     names = [name for name, parameter in model.named_parameters()]
     place = next(iter(gradients))
     for i in range(2):
@@ -87,28 +87,16 @@ def test_groups_are_the_norms_of_their_parameters(architecture):
     assert float(found.groups["attention"][place]) == pytest.approx(attention**0.5, rel=1e-8)
 
 
-def test_exact_without_a_split_and_in_tiny_batches():
-    from sharpscope.probes.token_gradients.structure import structure_of
-
-    model, batch = tiny_model("qwen2"), random_batch()
-    _, full = expect(token_gradients, model, batch)
-    assert relative(run(model, batch, tier="exact", cotangent_bytes=1).squared, full) < 1e-8
-    structure = structure_of(model)
-    assert structure.last_layer is not None
-    structure.last_layer = None
-    assert relative(run(model, batch, tier="exact").squared, full) < 1e-8
-
-
 def test_one_token_of_a_long_row_and_rows_without_tokens():
     model, batch = tiny_model("llama"), random_batch(rows=4, completion=14)
     batch["mask"][0] = 0
     batch["mask"][2] = 0
     batch["mask"][2, 5] = 1
     _, full = expect(token_gradients, model, batch)
-    assert relative(run(model, batch, tier="exact").squared, full) < 1e-8
+    assert relative(run(model, batch, method="exact").squared, full) < 1e-8
     assert not run(model, batch).values[0].any()
     batch["mask"][:] = 0
-    assert not run(model, batch, tier="exact").values.any()
+    assert not run(model, batch, method="exact").values.any()
 
 
 @pytest.mark.parametrize("length", [4, 2, 8])  # as many positions as heads, key heads, …: shapes must not be confused
@@ -121,7 +109,7 @@ def test_lengths_that_equal_the_number_of_heads(length):
     _, local = expect(local_token_gradients, model, batch)
     _, full = expect(token_gradients, model, batch)
     assert relative(run(model, batch).squared, local) < 1e-8
-    assert relative(run(model, batch, tier="exact").squared, full) < 1e-8
+    assert relative(run(model, batch, method="exact").squared, full) < 1e-8
 
 
 def test_sequences_longer_than_a_block_of_queries():
@@ -132,7 +120,7 @@ def test_sequences_longer_than_a_block_of_queries():
     batch = {"input_ids": ids, "mask": mask, "attention_mask": torch.ones_like(ids)}
     _, full = expect(token_gradients, model, batch)
     _, local = expect(local_token_gradients, model, batch)
-    assert relative(run(model, batch, tier="exact").squared, full) < 1e-8
+    assert relative(run(model, batch, method="exact").squared, full) < 1e-8
     assert relative(run(model, batch).squared, local) < 1e-8
 
 
@@ -141,21 +129,21 @@ def test_float32_exact():
     double = tiny_model("qwen2")
     double.load_state_dict(model.state_dict())
     _, full = expect(token_gradients, double, batch)
-    found = run(model, batch, tier="exact")
+    found = run(model, batch, method="exact")
     assert relative(found.values.double(), full.sqrt()) < 1e-4
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
-def test_head_tier_is_the_output_layers_gradient(architecture, exact_eager):
+def test_head_norm_is_the_output_layers_gradient(architecture, exact_eager):
     model, batch = tiny_model(architecture, tie=False), random_batch()
     gradients, _ = expect(token_gradients, model, batch)
-    found = run(model, batch, tier="head")
+    found = run(model, batch, method="head")
     at = [name for name, _ in model.named_parameters()].index("lm_head.weight")
     for place, gradient in gradients.items():
         assert float(found.values[place]) == pytest.approx(float(gradient[at].norm()), rel=1e-8)
 
 
-def test_head_tier_keeps_its_precision_for_confident_tokens():
+def test_head_norm_keeps_its_precision_for_confident_tokens():
     """1 − π near 1e-6 in float32: the root of a difference of near-equal numbers would lose all digits."""
     from sharpscope.policy.head import Head
     from sharpscope.probes.token_gradients.head import head_gradients
@@ -181,7 +169,7 @@ def test_adapters_on_a_frozen_base(target):
     model.eval()
     _, full = expect(token_gradients, model, batch)
     _, local = expect(local_token_gradients, model, batch)
-    assert relative(run(model, batch, tier="exact").squared, full) < 1e-8
+    assert relative(run(model, batch, method="exact").squared, full) < 1e-8
     assert relative(run(model, batch).squared, local) < 1e-8
     assert "head" not in run(model, batch).groups
 
@@ -193,7 +181,7 @@ def test_only_trainable_parameters_count(kept):
         parameter.requires_grad_(kept in name)
     _, full = expect(token_gradients, model, batch)
     _, local = expect(local_token_gradients, model, batch)
-    assert relative(run(model, batch, tier="exact").squared, full) < 1e-8
+    assert relative(run(model, batch, method="exact").squared, full) < 1e-8
     assert relative(run(model, batch).squared, local) < 1e-8
 
 
@@ -215,30 +203,30 @@ class _Mixing(torch.nn.Module):
 def test_an_unknown_use_is_named_by_local_and_done_whole_by_exact():
     model, batch = tiny_model("qwen2"), random_batch()
     model.model.layers[1].mlp = _Mixing(model.model.layers[1].mlp, "einsum")
-    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp.*einsum.*tier='exact'"):
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp.*method='exact'"):
         run(model, batch)
     _, full = expect(token_gradients, model, batch)
-    found = run(model, batch, tier="exact")
+    found = run(model, batch, method="exact")
     assert relative(found.squared, full) < 1e-8
 
 
 def test_positions_that_mix_outside_attention_are_named():
     model, batch = tiny_model("qwen2"), random_batch()
     model.model.layers[1].mlp = _Mixing(model.model.layers[1].mlp, "cumsum")
-    with pytest.raises(UserError, match=r"model\.layers\.1.*tier='exact'"):
+    with pytest.raises(UserError, match=r"model\.layers\.1.*method='exact'"):
         run(model, batch)
     _, full = expect(token_gradients, model, batch)
-    assert relative(run(model, batch, tier="exact").squared, full) < 1e-8
+    assert relative(run(model, batch, method="exact").squared, full) < 1e-8
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_where_a_weight_is_used_twice(seed):
     model, batch = tiny_model("llama", seed=seed), random_batch()
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
-    with pytest.raises(UserError, match="several places"):
+    with pytest.raises(UserError, match="another way"):
         run(model, batch)
     _, full = expect(token_gradients, model, batch)
-    assert relative(run(model, batch, tier="exact").squared, full) < 1e-8
+    assert relative(run(model, batch, method="exact").squared, full) < 1e-8
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32])
@@ -251,7 +239,7 @@ def test_masks_of_any_type(dtype):
 def test_padding_changes_nothing():
     """A row alone, without padding, has the norms that it has padded among others."""
     model, batch = tiny_model("gpt2"), random_batch()  # learned positions: they count real tokens only
-    together = run(model, batch, tier="exact").values
+    together = run(model, batch, method="exact").values
     for row in range(3):
         keep = batch["attention_mask"][row].bool()
         alone = score_norms(
@@ -264,7 +252,7 @@ def test_mistakes_are_told():
     model, batch = tiny_model("qwen2"), random_batch()
     ids, mask, attention = batch["input_ids"], batch["mask"], batch["attention_mask"]
     with pytest.raises(UserError, match="did you mean 'local'"):
-        score_norms(model, ids, mask, tier="locl")  # type: ignore[arg-type]
+        score_norms(model, ids, mask, method="locl")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="first token"):
         score_norms(model, ids, torch.ones_like(mask))
     with pytest.raises(UserError, match="padding"):
@@ -294,8 +282,8 @@ def test_a_certain_token_has_no_pull_and_an_impossible_one_a_finite_one():
     ids[0, -1] = logits[-2].argmax()
     mask = torch.zeros_like(ids)
     mask[0, -2:] = 1
-    for tier in ("head", "local", "exact"):
-        values = score_norms(model, ids, mask, tier).values[0]
+    for method in ("head", "local", "exact"):
+        values = score_norms(model, ids, mask, method).values[0]
         assert float(values[-1]) < 1e-30
         assert 0 < float(values[-2]) < float("inf")
 
@@ -306,11 +294,35 @@ def test_local_drops_a_cotangent_when_its_squares_are_known(monkeypatch):
     seen, alive, local_squares = [], [], local.local_squares
 
     def squares(use, g):
-        if "gate" in use.names[0] or "up_proj" in use.names[0]:  # the widest
+        if "gate" in use.weight or "up_proj" in use.weight:  # the widest
             alive.append(sum(kept() is not None for kept in seen))
             seen.append(weakref.ref(g))
         return local_squares(use, g)
 
+    model = tiny_model("qwen2", num_hidden_layers=5)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("bias" not in name)
     monkeypatch.setattr(local, "local_squares", squares)
-    run(tiny_model("qwen2", num_hidden_layers=5), random_batch(), check="off")
+    run(model, random_batch(), check="off")
     assert len(alive) == 10 and max(alive) <= 1
+
+
+def test_exact_norms_do_not_depend_on_threads_or_batches(monkeypatch):
+    from sharpscope.probes.token_gradients import exact
+
+    model = tiny_model("qwen2")
+    ids = torch.randint(2, 37, (3, 60), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[:, 0] = 0
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads, positions, slots in ((1, 10**6, 16), (3, 10**6, 3), (2, 1, 1)):
+            monkeypatch.setitem(exact.POSITIONS, "cpu", positions)
+            monkeypatch.setattr(exact, "SLOTS", slots)
+            torch.set_num_threads(threads)
+            found.append(score_norms(model, ids, mask, "exact").squared)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-12, atol=0)
