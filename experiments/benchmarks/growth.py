@@ -100,7 +100,7 @@ def _calls(model: nn.Module, ids: Tensor) -> dict[str, Callable[[], object]]:
         "forward and backward": lambda: logp_gradient(model, ids, mask, mask.float()),
         "local norms": lambda: score_norms(model, ids, mask),
         "exact norms of 8 tokens a row": lambda: score_norms(model, ids, few, "exact"),
-        "shares (forward mode)": lambda: directional_derivative(model, ids, mask, direction, method="forward"),
+        "shares (forward mode)": lambda: directional_derivative(model, ids, mask, direction),
     }
 
 
