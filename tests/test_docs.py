@@ -92,6 +92,7 @@ def test_documented_python_compiles_and_local_links_exist(page: Path):
         "reference/trace.md",
         "changelog.md",
         "contributing.md",
+        "symptoms.md",
     }
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
         if "://" in target:
