@@ -152,7 +152,7 @@ def test_the_documented_token_weight_runs(tmp_path, monkeypatch):
     try:
         step = SimpleNamespace(logp=torch.tensor([0.4, 0.6]).log())
         assert module.flat_top(step).tolist() == [1.0, 0.5]
-        config = build_config(values={"method": "grpo-sg-shuffled"}, shaping="mine:flat_top")
+        config = build_config(values={"method": "grpo-sg-shuffled"}, token_weights="mine:flat_top")
         assert "mine:flat_top" in str(config.method.weight)
     finally:
         sys.modules.pop("mine")
