@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import pandas as pd
@@ -67,18 +66,24 @@ def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
             taken = list(dict.fromkeys(held))[:SPIKE_COMPLETIONS]
             what = "largest gradient" if math.isnan(spike.z) else "spike"
             choice.add(spike.step, taken, what)
-            prompts = _prompts(choice.run, spike.step, taken)
+            asked = _at(choice.run, spike.step)
+            prompts = dict.fromkeys(asked.loc[asked["rollout"].isin(taken), "prompt"].dropna())
             for other_name, other in choices.items():
                 if other_name != name and ground_of(other.run) == ground_of(choice.run):
                     rows = _at(other.run, spike.step)
                     for prompt in prompts:
                         same = rows.loc[rows["prompt"] == prompt, "rollout"].head(OTHERS)
                         other.add(spike.step, same, f"prompt of the {what} of {name}")
-    for members in _studies(choices):
-        common = _common_steps([_candidates(choice.run) for choice in members])
-        for choice in members:
-            own = _candidates(choice.run)
-            for step in _ends(common or own):
+    grounds: dict[str, list[Choice]] = {}
+    for choice in choices.values():
+        grounds.setdefault(ground_of(choice.run), []).append(choice)
+    for members in grounds.values():
+        candidates = [_candidates(choice.run) for choice in members]
+        common = sorted(set.intersection(*map(set, candidates)))
+        for choice, own in zip(members, candidates, strict=True):
+            steps = common or own
+            # a small budget is spent on the end of training first
+            for step in dict.fromkeys([steps[-1], steps[0], steps[len(steps) // 2]] if steps else []):
                 _add_step(choice, step)
     return choices
 
@@ -89,28 +94,11 @@ def _spikes(run: Run) -> list[Spike]:
     return sorted(largest, key=lambda spike: spike.step)
 
 
-def _studies(choices: Mapping[str, Choice]) -> list[list[Choice]]:
-    groups: dict[str, list[Choice]] = {}
-    for choice in choices.values():
-        groups.setdefault(json.dumps(ground_of(choice.run)), []).append(choice)
-    return list(groups.values())
-
-
 def _candidates(run: Run) -> list[int]:
-    """Steps with attribution, else with token rows, else with completions."""
+    """Steps with shares, else with token rows, else with completions."""
     with_text = set(map(int, run.rollouts["step"].unique()))
     steps = set(run.token_steps) & with_text
-    shares = set(share_steps(run))
-    return sorted(shares & steps or steps or with_text)
-
-
-def _common_steps(each: Sequence[list[int]]) -> list[int]:
-    return sorted(set.intersection(*map(set, each))) if each else []
-
-
-def _ends(steps: Sequence[int]) -> list[int]:
-    """Last, first, middle, without repeats: a small budget is spent on the end of training first."""
-    return list(dict.fromkeys([steps[-1], steps[0], steps[len(steps) // 2]])) if steps else []
+    return sorted(set(share_steps(run)) & steps or steps or with_text)
 
 
 def _add_step(choice: Choice, step: int) -> None:
@@ -134,8 +122,3 @@ def _largest(run: Run, step: int) -> list[int]:
 
 def _at(run: Run, step: int) -> pd.DataFrame:
     return run.rollouts[run.rollouts["step"] == step].sort_values("rollout")
-
-
-def _prompts(run: Run, step: int, rollouts: Sequence[int]) -> list[str]:
-    rows = _at(run, step)
-    return list(dict.fromkeys(rows.loc[rows["rollout"].isin(rollouts), "prompt"].dropna()))
