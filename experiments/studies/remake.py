@@ -40,12 +40,13 @@ def main(write: bool) -> int:
             write_claims(verdicts, results, checks_of(study), quote(folder / "study.yaml", rules, runs))
             (results / "differences.csv").write_text(differences, encoding="utf-8")
             continue
-        stored = json.loads((results / "claims.json").read_text("utf-8"))
-        for before, after in zip(stored, json.loads(claims_json(verdicts)), strict=False):
-            for key in {*before, *after}:
-                if before.get(key) != after.get(key):
+        stored = {entry["claim"]: entry for entry in json.loads((results / "claims.json").read_text("utf-8"))}
+        for after in json.loads(claims_json(verdicts)):
+            before = stored.get(after["claim"], {})
+            for key in ("verdict", "reason", "p_value", "n"):
+                if before.get(key) != after[key]:
                     differing += 1
-                    print(f"study {name}, {after['claim']}, {key}: {before.get(key)} → {after.get(key)}")
+                    print(f"study {name}, {after['claim']}, {key}: {before.get(key)} → {after[key]}")
         file = results / "differences.csv"
         if not file.exists() or file.read_text("utf-8") != differences:
             differing += 1

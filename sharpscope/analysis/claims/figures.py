@@ -14,6 +14,18 @@ from sharpscope.analysis.figures.style import BLUE, COLORS, GRAY, VERMILLION, WI
 from sharpscope.analysis.statistics import contrast_interval, mean_interval
 
 BINS = 10
+WORDS = {
+    "one_minus_pi": "1 − π",
+    "score_norm": "‖∇ ln π‖ [L2 norm]",
+    "decile": "decile of probability, 1 = least likely",
+    "influence": "influence [step's mean |influence|], below 0 hurts",
+    "testing": "SAM sharpness at the fixed radius [failure]",
+    "asam": "ASAM sharpness [failure]",
+    "gap": "generalization gap [share]",
+    "predicted": "predicted change [nats]",
+    "measured": "measured change [nats]",
+}
+"""Column → label of its axis."""
 
 
 def paired_dots(verdict: Verdict) -> Figure:
@@ -35,7 +47,7 @@ def paired_dots(verdict: Verdict) -> Figure:
         for row, frame in enumerate(parts.values()):
             data = frame["difference"].to_numpy(dtype=float)
             interval = contrast_interval(data) or mean_interval(data)
-            axis.plot(scaled(data), np.full(len(data), row), ".", color=GRAY, alpha=0.6, markersize=4)
+            axis.plot(scaled(data), np.full(len(data), row), ".", color=GRAY, alpha=0.7, markersize=7)
             if interval is not None:
                 axis.plot(scaled([interval.low, interval.high]), [row, row], color=BLUE)
             axis.plot(scaled(data.mean()), row, "o", color=BLUE, markersize=5)
@@ -54,7 +66,7 @@ def scatter(frame: pd.DataFrame, x: str, y: str, label: str) -> Figure:
         if data[x].nunique() > 1:
             ends = np.array([data[x].min(), data[x].max()])
             axis.plot(ends, np.polyval(np.polyfit(data[x], data[y], 1), ends), color=VERMILLION)
-        axis.set(xlabel=plain(x), ylabel=plain(y), title=plain(label))
+        axis.set(xlabel=WORDS[x], ylabel=WORDS[y], title=plain(label))
         finish(figure, [axis])
     return figure
 
@@ -71,9 +83,11 @@ def binned(frame: pd.DataFrame, x: str, y: str, label: str, by: str | None = Non
             low, middle, high = (groups[y].quantile(q) for q in (0.25, 0.5, 0.75))
             at = groups[x].median()
             error = [middle - low, high - middle]
-            axis.errorbar(at, middle, error, color=color, marker="o", markersize=4, label=plain(str(name)) or None)
+            axis.errorbar(
+                at, middle, error, color=color, marker="o", markersize=4, label=f"{by} {name}" if by else None
+            )
         scale = "log" if log else "linear"
-        axis.set(xlabel=plain(x), ylabel=plain(y), title=plain(label), xscale=scale, yscale=scale)
+        axis.set(xlabel=WORDS[x], ylabel=WORDS[y], title=plain(label), xscale=scale, yscale=scale)
         finish(figure, [axis])
     return figure
 
