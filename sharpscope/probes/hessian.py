@@ -260,7 +260,7 @@ def curvature(
                 lower=int(smallest),
                 tolerance=tolerance,
                 max_products=max_products,
-                capacity=max(8, int(memory_mb * 2**20 / (item * hessian.size))),
+                capacity=max(6, int(memory_mb * 2**20 / (item * hessian.size))),
                 generator=sub_generator(seed, "eigenvalues"),
             )
             found |= _measured(hessian, pairs, smallest, tolerance, why)

@@ -323,7 +323,7 @@ def _lanczos(
     wanted = min(upper + lower, dimension)
     upper = min(upper, wanted)
     lower = wanted - upper
-    capacity = min(dimension, max(capacity, 2 * wanted + 6), max(max_products, wanted))
+    capacity = min(dimension, max(capacity, 2 * wanted + 3), max(max_products, wanted))
     space = Krylov(operator, capacity, generator, locked)
     space.start()
     spent, restarted, met, last = 0, False, 0, np.full(wanted, np.inf)

@@ -130,9 +130,10 @@ class LmSurface:
         """
         budget, per_token = self._memory_mb * 2**20, self._graph_bytes_per_token()
         tokens = self._tokens if per_token == 0 else max(1, min(self._tokens, int(budget / per_token)))
+        gradient = size_of(self.parameters) * self.parameters[0].element_size()  # each graph holds its gradient
         kept, rebuilt, used = [], [], 0.0
         for index in self._cut(tokens=tokens):
-            used += per_token * len(index) * int(self.objective.batch.lengths[index].max())
+            used += gradient + per_token * len(index) * int(self.objective.batch.lengths[index].max())
             if used <= budget:
                 kept.append(graph_product(self._share(index, twice=True), self.parameters))
             else:
