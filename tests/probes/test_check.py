@@ -16,27 +16,6 @@ from sharpscope.probes.surface import ClosureSurface
 from tests.probes.spectra import with_spectrum
 
 
-@pytest.mark.parametrize(("when", "lasting"), [(3, False), (4, False), (3, True), (7, True)])
-def test_a_closure_that_changes_after_some_calls_is_refused(when, lasting):
-    """On every third or fourth call, or for good, also while the probe runs."""
-    theta, calls = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True), 0
-
-    def loss():
-        nonlocal calls
-        calls += 1
-        changed = calls >= when if lasting else calls % when == 0
-        return theta.square().sum() * (1.001 if changed else 1.0)
-
-    settings = {"trace_probes": 0, "density_samples": 0, "check": "off"}
-    for call in (
-        lambda: sharpscope.curvature(loss, [theta], **settings),
-        lambda: sharpscope.sharpness(loss, [theta], 0.1, "average", check="off"),
-    ):
-        calls = 0
-        with pytest.raises(UserError, match="not deterministic"):
-            call()
-
-
 class OpaqueCube(torch.autograd.Function):
     """x³ whose backward pass leaves the graph: its second derivative comes out as 0, or as a part of the truth."""
 

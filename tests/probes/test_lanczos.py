@@ -118,22 +118,6 @@ def test_trace_covers_at_the_nominal_rate(sketch):
     assert 0.75 < np.std(errors) < 1.35 and abs(np.mean(errors)) < 0.4
 
 
-@pytest.mark.parametrize("probes", [2, 3, 4])
-def test_the_interval_of_the_trace_covers_with_few_probes_too(probes):
-    """Over random symmetric matrices; ± 1.96 standard errors would cover 70, 81 and 85 %."""
-    inside, normal, runs = 0, 0, 400
-    for seed in range(runs):
-        matrix = torch.randn(40, 40, generator=generator(seed), dtype=torch.float64)
-        matrix = matrix + matrix.T
-        found = hutchpp(operator(matrix), probes=probes, sketch=0, generator=generator(10_000 + seed))
-        low, high = found.interval()
-        inside += low <= float(matrix.trace()) <= high
-        normal += abs(found.value - float(matrix.trace())) <= 1.96 * found.std_error
-    # 95 % ± 3.3 binomial standard errors of 1.1 %.
-    assert 0.914 * runs <= inside <= 0.986 * runs
-    assert normal < 0.9 * runs
-
-
 def test_krylov_deflation_beats_plain_hutchinson_at_equal_products():
     matrix = with_spectrum(np.r_[[100.0, 50.0, 30.0, 20.0], np.full(200, 0.1)])
 
