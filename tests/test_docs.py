@@ -6,9 +6,7 @@ import importlib
 import importlib.util
 import re
 import shlex
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,21 +139,6 @@ def test_the_documented_probes_run():
     assert names["rise"].first_order == pytest.approx(0.05 * at.norm().item(), rel=1e-6)
     # AdamW's first step is the sign of the gradient: (1 − η)⁴ + (2 − η)⁴ = 17 at η = 3.
     assert names["critical"].lr == pytest.approx(3, rel=1 / 16)
-
-
-def test_the_documented_token_weight_runs(tmp_path, monkeypatch):
-    """A module with it, in the working directory, gives full weight below probability one half and half weight above."""
-    body = next(body for body in blocks(ROOT / "docs" / "guides" / "methods.md", "python") if "flat_top" in body)
-    (tmp_path / "mine.py").write_text(body)
-    monkeypatch.syspath_prepend(tmp_path)
-    module = importlib.import_module("mine")
-    try:
-        step = SimpleNamespace(logp=torch.tensor([0.4, 0.6]).log())
-        assert module.flat_top(step).tolist() == [1.0, 0.5]
-        config = build_config(values={"method": "grpo-sg-shuffled"}, token_weights="mine:flat_top")
-        assert "mine:flat_top" in str(config.method.weight)
-    finally:
-        sys.modules.pop("mine")
 
 
 def test_readme_is_short_and_its_terminal_picture_is_current():

@@ -13,6 +13,7 @@ import sharpscope
 from sharpscope.cli import app
 from sharpscope.sweeps import SweepOutcome, _add_run, execute, plan_sweep, read_sweep, to_do
 from sharpscope.traces import RunLock, update_run_info
+from tests.conftest import TOY
 
 
 def test_a_failed_run_stops_no_other_finished_ones_stay_interrupted_go_on(sweep_file, tmp_path: Path):
@@ -75,3 +76,23 @@ def test_a_run_that_another_process_holds_is_named(sweep_file):
     assert done.exit_code == 1
     assert "0 already finished, 0 interrupted, 0 failed, 1 run by others" in done.output
     assert f"is being written by process {os.getpid()} on " in done.output
+
+
+def test_methods_and_seeds_make_a_sweep_that_is_resumed(tiny_policy: Path, tmp_path: Path, monkeypatch):
+    """Own weights with a label beside GRPO, two seeds; repeating the command executes what is missing."""
+    monkeypatch.chdir(tmp_path)
+    small = {**TOY, "steps": 1, "evaluation.every": 0, "probes.preset": "off"}
+    sets = [part for path, value in small.items() for part in ("--set", f"{path}={value}")]
+    own = "own=tests.toy_shaping:by_probability"
+    command = ["run", "--model", str(tiny_policy), "--methods", f"grpo,{own}", "--seeds", "0,1", "--out", "pair", *sets]
+    listed = CliRunner().invoke(app, [*command, "--dry-run"], env={"COLUMNS": "200"})
+    assert "4 runs, 4 to do" in listed.stdout, listed.output
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0 and "4 finished" in done.stdout, done.output
+    runs = sharpscope.load_runs("pair")
+    assert sorted(run.name for run in runs) == ["grpo-s0", "grpo-s1", "own-s0", "own-s1"]
+    assert {run.info["method"] for run in runs} == {"grpo", "own"}  # the label, for tables and legends
+    weights = sharpscope.load_run("pair/own-s0").tokens()["weight"]
+    assert weights.between(0.5, 1.5).all() and weights.nunique() > 1
+    again = CliRunner().invoke(app, command)
+    assert again.exit_code == 0 and "0 finished, 4 already finished" in again.stdout
