@@ -1,7 +1,6 @@
-"""Recorders for other trainers, and exports of traces to loggers. Each part needs its own extra.
+"""Recorders for other trainers and loops (`sharpscope.record`), importers of their files, and exports to loggers.
 
-`sharpscope.integrations.trl.record(trainer, out="runs/x")` records a TRL GRPOTrainer; `sharpscope.integrations.loggers`
-sends scalar tables to TensorBoard, Weights & Biases or trackio.
+Each part needs its own extra.
 """
 
 from importlib import import_module

@@ -537,7 +537,11 @@ class Recorder:
             self._events.append(Event(self.step_number, "trl_statistics", "warning", gap, limit, "warn", text))
 
     def _kl_step(self, batch: RolloutBatch, before: Tensor) -> float | None:
-        """Mean k3 of KL(π_old‖π) over the tokens of the step's first completions, after its last update [nats]."""
+        """Mean k3 of KL(π_old‖π) over the tokens of the step's first completions, after its last update [nats]; not with FSDP2."""
+        if is_sharded(
+            self.model
+        ):  # a forward pass between the optimizer's step and zero_grad would change the training
+            return None
         rollouts = batch.rollouts.rows(torch.arange(min(KL_ROWS, len(before)), device=batch.rollouts.group.device))
         mask = rollouts.completion_mask.bool().cpu()
         with self.whole():

@@ -136,7 +136,13 @@ def _wandb(out: Path, name: str, config: dict[str, Any], project: str, online: b
         reinit="create_new",
         settings=wandb.Settings(**quiet, console="off", silent=not online),
     )
-    return lambda step, row: run.log(row, step=step), lambda: (run.finish(), wandb.run or wandb.teardown())
+
+    def close() -> None:
+        run.finish()
+        if wandb.run is None:  # not used elsewhere in this process; teardown ensures that the file is written
+            wandb.teardown()
+
+    return lambda step, row: run.log(row, step=step), close
 
 
 def _trackio(out: Path, name: str, config: dict[str, Any], project: str, _online: bool) -> Logger:
@@ -150,11 +156,15 @@ def _trackio(out: Path, name: str, config: dict[str, Any], project: str, _online
     if Path(trackio.utils.TRACKIO_DIR).resolve() != out.resolve():
         raise UserError(f"--to trackio: already imported with another folder than {out}; use a new process")
     run = trackio.init(project=project, name=name, config=config, embed=False, auto_log_gpu=False, auto_log_cpu=False)
-    steps: list[int] = []
+    steps: set[int] = set()
+
+    def write(step: int, row: dict[str, float]) -> None:
+        steps.add(step)
+        run.log(row, step=step)
 
     def close() -> None:
         run.finish()
         if len(SQLiteStorage.get_logs(project, name)) < len(steps):  # trackio itself only warns
             raise UserError(f"--to trackio: not all steps were stored in {out}; check that the folder is writable")
 
-    return lambda step, row: (steps.append(step), run.log(row, step=step)), close
+    return write, close

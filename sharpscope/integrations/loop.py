@@ -187,14 +187,15 @@ class LoopRecorder(Recorder):
         )
         for serial, rows, mine in self._pieces(sequences, known, taken, given):
             self._step.compare(serial, rows, theirs[mine])
-            keep = self._step.use(
-                serial, rows, TokenLoss(*(None if v is None else v[mine] for v in vars(loss).values()))
-            )
-            logp.register_hook(partial(self._keep, keep, lambda gradient, mine=mine: taken(gradient)[mine]))
+            clipped = None if loss.clipped is None else loss.clipped[mine]
+            part = TokenLoss(loss.ratio[mine], loss.log_ratio[mine], clipped, loss.kl[mine])
+            logp.register_hook(partial(self._keep, self._step.use(serial, rows, part), taken, mine))
         self._step.seconds["recording_s"] += time.perf_counter() - started
 
-    def _keep(self, keep: Callable[[Tensor], None], part: Callable[[Tensor], Tensor], gradient: Tensor) -> None:
-        self.safely(lambda: keep(part(gradient)))
+    def _keep(
+        self, keep: Callable[[Tensor], None], taken: Callable[[Tensor], Tensor], mine: Tensor, gradient: Tensor
+    ) -> None:
+        self.safely(lambda: keep(taken(gradient)[mine]))
 
     def _pieces(
         self,

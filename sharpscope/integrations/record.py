@@ -88,8 +88,13 @@ def record(
         if weights is not None or shaping is not None:
             raise UserError("weights: a loop of your own applies its own; leave them out")
         every = max(interval, math.ceil(steps / 10)) if critical_sharpness is True else interval
-        loop = {"steps": steps, "updates": updates_per_step, "temperature": temperature, "max_grad_norm": max_grad_norm}
-        return LoopRecorder(model, optimizer, tokenizer, out, task=task or "loop", critical=every, **loop, **options)
+        options |= {
+            "temperature": temperature,
+            "max_grad_norm": max_grad_norm,
+            "critical": every,
+            "task": task or "loop",
+        }
+        return LoopRecorder(model, optimizer, tokenizer, out, steps=steps, updates=updates_per_step, **options)
     from sharpscope.integrations.trainers import SupervisedRecorder, check_supervised, is_supervised, is_trainer
 
     if not is_trainer(model):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -237,7 +237,7 @@ class GrpoRecorder(TrainerRecorder):
             factor = (plan.weight * plan.keep.to(plan.weight)).to(advantage)[own]
             output["advantages"] = advantage[:, None] * factor[:, : output["completion_ids"].shape[1]]  # (n, T)
         tokens = unused_tokens(stats, every, None if plan is None else plan.weight)
-        labels = [(self._serial, group) for group in rollouts.group.tolist()]
+        labels: list[Hashable] = [(self._serial, group) for group in rollouts.group.tolist()]
         sampled = "sampling_per_token_logps" in output
         self._step.batches.append(Batch(self._serial, batch, tokens, sampled, labels, shared=True))
         output[ROW] = torch.stack([torch.full_like(own, self._serial), own], 1)
@@ -263,7 +263,7 @@ class GrpoRecorder(TrainerRecorder):
     def _loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         original = self._original["_compute_loss"]
         if not self.recording or not self.model.training or ROW not in inputs:
-            return original(model, inputs)  # type: ignore[no-any-return]
+            return original(model, inputs)
         self.safely(lambda: self._keep(inputs))
         self._current = inputs
         try:

@@ -1,6 +1,6 @@
 """Entry point `verl.plugins`: records where the environment variable SHARPSCOPE_VERL names a folder, else does nothing.
 
-verl logs a plugin that fails to load at its debug level only, so this one prints what it does.
+verl logs a plugin that fails to load at its debug level only, so this one prints it; the actor says that it records.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ VARIABLE = "SHARPSCOPE_VERL"
 
 
 def load() -> None:
-    """Install the recorder, and print that, or why it could not be."""
+    """Install the recorder, or print why it could not be."""
     folder = os.environ.get(VARIABLE)
     if not folder:
         return
@@ -23,8 +23,6 @@ def load() -> None:
     except Exception as problem:
         sys.stderr.write(f"sharpscope: {VARIABLE}={folder}: not recording ({type(problem).__name__}: {problem})\n")
         raise
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"sharpscope: recording the actor's updates to {folder}\n")
 
 
 load()

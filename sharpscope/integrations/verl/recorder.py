@@ -17,6 +17,7 @@ import functools
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -456,6 +457,7 @@ class Recorder:
 
     def _open(self, data: Any) -> None:
         worker = self.worker
+        sys.stderr.write(f"sharpscope: recording the actor's updates to {self.folder}\n")
         temperature = _temperature(data)
         rollout = {} if temperature is None else {"temperature": temperature}  # probes of a checkpoint need it
         made = create_run_dir(self.folder)
