@@ -19,7 +19,7 @@ HELD_OUT = 600
 
 
 def sums(seed: int = 0) -> tuple[dict[str, list[Example]], Any]:
-    """Splits `train` and `heldout`, in random order, and the scorer; the level is the number of carries, 0 to 2."""
+    """Splits `train` and `heldout`, in random order, and the scorer."""
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     random = Random(seed)
     random.shuffle(pairs)
@@ -33,9 +33,7 @@ def sums(seed: int = 0) -> tuple[dict[str, list[Example]], Any]:
 
 def ask(a: int, b: int) -> Example:
     """The question a + b."""
-    carry = (a % 10 + b % 10) // 10
-    carries = carry + (a // 10 + b // 10 + carry) // 10
-    return Example(f"{WORKED}{a} + {b} =", str(a + b), {"level": carries})
+    return Example(f"{WORKED}{a} + {b} =", str(a + b))
 
 
 def score(example: Example, completion: str) -> Reward:

@@ -76,8 +76,8 @@ class MathSpec(Spec):
     """Generated mathematics questions with answers checked by math-verify."""
 
     kind: Literal["math"] = "math"
-    families: Annotated[tuple[Literal["arithmetic", "linear", "modular", "word"], ...], AfterValidator(_distinct)] = (
-        Field(("arithmetic",), min_length=1, description="families of questions")
+    families: Annotated[tuple[Literal["arithmetic", "linear", "modular"], ...], AfterValidator(_distinct)] = Field(
+        ("arithmetic",), min_length=1, description="families of questions"
     )
     levels: Annotated[tuple[Level, ...], AfterValidator(_distinct)] = Field(
         (1, 2, 3), min_length=1, description="levels of difficulty in train and heldout, 1 to 4"

@@ -1,4 +1,4 @@
-"""Low-rank adapters from peft: add, load, check and disable them."""
+"""Low-rank adapters from peft: add, load and disable them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from sharpscope.config.policy import LoraSpec
 from sharpscope.errors import UserError
@@ -78,41 +77,6 @@ def load_adapters(model: nn.Module, folder: Path) -> nn.Module:
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UserError(f"policy.model '{folder}': cannot load the adapters: {str(error).splitlines()[0]}") from error
     return adapted.eval()
-
-
-def check_agrees(model: nn.Module, spec: LoraSpec, folder: Path) -> None:
-    """Check that the adapters loaded from `folder` match `spec`, except for the seed.
-
-    Raises:
-        UserError: They differ, so the stored configuration would not describe the trained model.
-    """
-    saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    targets, present = _layers(model, spec.target_modules)
-    values: dict[str, tuple[Any, Any]] = {"r": (spec.r, saved.get("r")), "alpha": (spec.alpha, saved.get("lora_alpha"))}
-    if targets != present:
-        values["target_modules"] = (spec.target_modules, sorted({name.rpartition(".")[2] for name in present}))
-    for name, (configured, actual) in values.items():
-        if configured != actual:
-            raise UserError(
-                f"policy.lora.{name} = {configured}: the adapters in '{folder}' have {actual}; remove policy.lora to use "
-                "them, or set policy.model to their base model for new ones"
-            )
-
-
-def _layers(model: nn.Module, names: str | tuple[str, ...]) -> tuple[set[str], set[str]]:
-    """Linear layers that match `names` by peft's rules, and layers with an adapter."""
-    adapted: Any = model
-    modules: dict[str, nn.Module] = dict(adapted.named_modules())
-    present = {name for name in modules if f"{name}.base_layer" in modules}
-    linear = {
-        name
-        for name, module in modules.items()
-        if isinstance(module, nn.Linear | Conv1D) and ".lora_" not in name and not name.endswith(".base_layer")
-    } | present
-    if names == "all-linear":
-        output = adapted.get_output_embeddings()
-        return {name for name in linear if modules[name] is not output}, present
-    return {name for name in linear if name.endswith(tuple(f".{suffix}" for suffix in names))}, present
 
 
 def adapter_folder(model: str) -> Path | None:

@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from sharpscope.config.policy import EMBEDDED_PREFIX, PolicySpec
 from sharpscope.errors import UserError
-from sharpscope.policy.adapters import adapter_folder, add_adapters, base_of, check_agrees, load_adapters
+from sharpscope.policy.adapters import adapter_folder, add_adapters, base_of, load_adapters
 from sharpscope.policy.cache import check_cacheable
 from sharpscope.policy.embedded import embedded_policy
 from sharpscope.policy.head import Head, bare, check_head, output_head
@@ -80,23 +80,26 @@ def load_policy(spec: PolicySpec, base: str | None = None) -> Policy:
     """Load a policy from `embedded:NAME`, a local folder, a GGUF file or a hub id; weights from safetensors or GGUF only.
 
     Args:
-        spec: The policy's configuration. A folder of adapters names its base model, and `spec.lora` must match the
-            adapters unless the folder is a checkpoint of a run.
+        spec: The policy's configuration. A folder of adapters names its base model, and takes no `spec.lora` unless it is a
+            checkpoint of a run.
         base: For a checkpoint of a run, the model with which the run started; replaces the base model of the adapters.
 
     Raises:
-        UserError: The model, its weights or its tokenizer are missing, incomplete or not supported, or `spec.lora` differs
-            from the saved adapters.
+        UserError: The model, its weights or its tokenizer are missing, incomplete or not supported, or `spec.lora` is given
+            for a folder of adapters.
     """
     disable_progress_bar()  # transformers' bar for loading weights
     adapters, continued = adapter_folder(spec.model), base is not None and base != spec.model
     if adapters is not None:
+        if spec.lora is not None and not continued:
+            raise UserError(
+                f"policy.lora: '{spec.model}' is a folder of adapters, which are trained as they are; remove policy.lora, or set "
+                "policy.model to their base model for new ones"
+            )
         spec = spec.model_copy(update={"model": _base_model(adapters, base)})
     model, tokenizer, location = _load(spec, frozen=adapters is not None or spec.lora is not None)
     if adapters is not None:
         model = load_adapters(model, adapters)
-        if spec.lora is not None and not continued:
-            check_agrees(model, spec.lora, adapters)
     elif spec.lora is not None:
         model = add_adapters(model, spec.lora, location)
     compute = torch.bfloat16 if spec.dtype == "bfloat16" else None

@@ -1,4 +1,4 @@
-"""Task `math`: generated questions with a verifiable answer, in four families with levels 1 to 4.
+"""Task `math`: generated questions with a verifiable answer, in three families with levels 1 to 4.
 
 A family is a function from a level and a random generator to a question and its answer. Benchmarks in files are read by
 the task `dataset`.
@@ -19,21 +19,6 @@ from sharpscope.tasks.math_scoring import score_value
 LEVELS = (1, 2, 3, 4)
 LARGEST = 12
 """Largest number in an arithmetic question."""
-LEGS = {
-    animal: legs
-    for legs, animals in {
-        0: "snake, sea slug, jellyfish, flatworm, leech",
-        2: "chicken, bird, human, duck",
-        4: "dog, cat, cow, horse, lion, elephant, giraffe, tiger, deer, sheep",
-        5: "starfish",
-        6: "insect, ant, butterfly, beetle, bee, wasp, grasshopper, cricket, cockroach, praying mantis, firefly",
-        8: "spider, scorpion",
-        10: "crab, lobster, shrimp",
-        14: "woodlouse",
-    }.items()
-    for animal in animals.split(", ")
-}
-"""Number of legs of each animal, in the order of reasoning-gym's leg_counting, so that a seed draws the same animals."""
 
 
 def arithmetic(level: int, rng: Random) -> tuple[str, str]:
@@ -97,27 +82,10 @@ def modular(level: int, rng: Random) -> tuple[str, str]:
     return f"{text} mod {m} = ?", str(value % m)
 
 
-def word(level: int, rng: Random) -> tuple[str, str]:
-    """Total number of legs of 1 or 2 (level 1) to 9 to 16 (level 4) kinds of animals, as in reasoning-gym's leg_counting."""
-    least, most, largest = {1: (1, 2, 5), 2: (2, 3, 9), 3: (4, 8, 15), 4: (9, 16, 15)}[level]
-    rng = Random(rng.getrandbits(31))
-    animals = rng.sample(list(LEGS), rng.randint(least, most))
-    counts = [rng.randint(1, largest) for _ in animals]
-    listed = ", ".join(
-        f"{count} {animal}{'s' if count > 1 else ''}" for count, animal in zip(counts, animals, strict=True)
-    )
-    question = (
-        "Your task is to count how many legs there are in total when given a list of animals.\n\n"
-        f"Now, how many legs are there in total if you have {listed}?"
-    )
-    return question, str(sum(count * LEGS[animal] for count, animal in zip(counts, animals, strict=True)))
-
-
 FAMILIES: dict[str, Callable[[int, Random], tuple[str, str]]] = {
     "arithmetic": arithmetic,
     "linear": linear,
     "modular": modular,
-    "word": word,
 }
 ORDERLESS = ("arithmetic", "modular")
 """Families in which questions can differ only in the order of terms, such as 3 + 4 and 4 + 3."""

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     import torch
 
-    from sharpscope.warm_start import WARM_STARTS, Progress, warm_start
+    from sharpscope.warm_start import WARM_STARTS, warm_start
 
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -55,12 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UserError(f"--set {setting}: must be of the type of the default, {default!r}")
         spec = replace(spec, **{name: value})
 
-    def show(report: Progress) -> None:
-        if report.exact is not None:
-            exact = ", ".join(f"{style} {share:.0%}" for style, share in report.exact.items())
-            print(
-                f"update {report.step} of {spec.steps}: loss {report.loss:.3f} nats/token, exact on held-out: {exact}"
-            )
+    def show(step: int, loss: float) -> None:
+        print(f"update {step} of {spec.steps}: loss {loss:.3f} nats/token")
 
     out = options.out or Path("policies") / options.policy
     summary = warm_start(spec, out, show)

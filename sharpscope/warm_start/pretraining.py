@@ -12,7 +12,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,8 +59,6 @@ class WarmStartSpec:
         cooldown: share of the updates, at the end, in which the learning rates decay to zero.
         max_grad_norm: maximum global L2 norm of the gradient.
         logit_scale: factor on the final norm's gain after training, which scales all logits.
-        probe_every: updates between measurements on held-out demonstrations.
-        probe_size: held-out demonstrations per measurement.
         seed: seed of weights, demonstrations and their order.
 
     Raises:
@@ -91,8 +89,6 @@ class WarmStartSpec:
     cooldown: float = 0.4
     max_grad_norm: float = 1.0
     logit_scale: float = 1.0
-    probe_every: int = 200
-    probe_size: int = 100
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -119,8 +115,6 @@ WARM_STARTS: dict[str, WarmStartSpec] = {
             feed_forward=192,
             steps=900,
             micro_tokens=4096,
-            probe_every=300,
-            probe_size=60,
         ),
         WarmStartSpec(
             "tool_qa",
@@ -135,26 +129,10 @@ WARM_STARTS: dict[str, WarmStartSpec] = {
             batch=32,
             cooldown=0.5,
             micro_tokens=4096,
-            probe_every=100,
         ),
     )
 }
 """The warm start of each embedded policy; it recreates the shipped one."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress after `step` updates.
-
-    Attributes:
-        step: number of completed updates.
-        loss: mean loss since the last report [nats per completion token].
-        exact: result of `exactness` on held-out demonstrations, or None if not evaluated.
-    """
-
-    step: int
-    loss: float
-    exact: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -175,27 +153,19 @@ class Row:
         return len(self.prompt) + len(self.completion)
 
 
-@dataclass(frozen=True)
-class Dataset:
-    """Endless training and held-out demonstrations, and a function from a corpus to the texts that become one token each."""
-
-    train: Iterator[Demonstration]
-    probe: Iterator[Demonstration]
-    phrases: Callable[[Sequence[Demonstration]], list[str]]
-
-
 def warm_start(
-    spec: WarmStartSpec, out_dir: Path | str, on_progress: Callable[[Progress], None] | None = None
+    spec: WarmStartSpec, out_dir: Path | str, on_progress: Callable[[int, float], None] | None = None
 ) -> dict[str, Any]:
     """Train a policy and save it in the Hugging Face format, with `warm_start.json`.
 
     Args:
         spec: configuration.
         out_dir: empty or new folder.
-        on_progress: called every 10 updates and at every evaluation.
+        on_progress: called every 100 updates and at the end with the number of updates and the mean loss since the last call
+            [nats per completion token].
 
     Returns:
-        The content of `warm_start.json`: loss, exact, parameters, seconds, threads, versions, spec.
+        The content of `warm_start.json`: loss, parameters, seconds, threads, versions, spec.
 
     Raises:
         UserError: `out_dir` is not empty, or width, heads and vocabulary of the spec are incompatible.
@@ -205,16 +175,15 @@ def warm_start(
         raise UserError(f"out = '{out}': exists and is not an empty folder; choose another")
     disable_progress_bar()  # transformers' own bars; `on_progress` reports progress
     start = time.monotonic()
-    dataset = _dataset(spec)
-    corpus = list(islice(dataset.train, spec.corpus))
-    tokenizer = build_tokenizer((d.text for d in corpus), dataset.phrases(corpus), spec.vocabulary)
+    examples, phrases_of = _dataset(spec)
+    corpus = list(islice(examples, spec.corpus))
+    tokenizer = build_tokenizer((d.text for d in corpus), phrases_of(corpus), spec.vocabulary)
     sizes = {name: getattr(spec, name) for name in ("layers", "width", "feed_forward", "heads", "seed")}
     model = build_model(tokenizer, **sizes)
-    last = _train(spec, model, tokenizer, dataset.train, list(islice(dataset.probe, spec.probe_size)), on_progress)
+    loss = _train(spec, model, tokenizer, examples, on_progress or (lambda step, loss: None))
     libraries = {"torch": torch, "transformers": transformers, "tokenizers": tokenizers}
     summary: dict[str, Any] = {
-        "loss": last.loss,
-        "exact": last.exact or {},
+        "loss": loss,
         "parameters": model.num_parameters(),
         "seconds": round(time.monotonic() - start, 1),
         "threads": torch.get_num_threads(),
@@ -229,43 +198,25 @@ def warm_start(
     return summary
 
 
-def _dataset(spec: WarmStartSpec) -> Dataset:
-    """Demonstrations for a spec; `train` and `probe` share no content."""
+def _dataset(spec: WarmStartSpec) -> tuple[Iterator[Demonstration], Callable[[Sequence[Demonstration]], list[str]]]:
+    """Endless demonstrations, and a function from a corpus of them to the texts that become one token each."""
     guess, seed, shares = spec.guess_share, spec.seed, _nonzero(spec.weights)
     if spec.policy == "math":
         levels = _nonzero(spec.levels)
-        kinds = (sorted(shares), sorted(levels))
-        pools: list[Any] = [
-            math_examples.questions(*kinds, spec.questions, seed),
-            math_examples.questions(*kinds, spec.probe_size, seed, "heldout"),
-        ]
-        streams = [
-            math_examples.math_demonstrations(pool, shares, levels, guess_share=guess, seed=seed + i)
-            for i, pool in enumerate(pools)
-        ]
-        return Dataset(*streams, lambda _: math_examples.phrases())
+        pool = math_examples.questions(sorted(shares), sorted(levels), spec.questions, seed)
+        stream = math_examples.math_demonstrations(pool, shares, levels, guess_share=guess, seed=seed)
+        return stream, lambda _: math_examples.phrases()
     if spec.policy == "tool_qa":
-        hops = sorted(shares)
-        pools = [
-            tool_examples.search_questions(hops, spec.worlds, spec.questions, seed),
-            tool_examples.search_questions(hops, 1, max(1, spec.probe_size // 4), seed, "heldout"),
-        ]
-        seen = [question for questions in pools[0].values() for question in questions[: spec.questions]]
-        streams = [
-            tool_examples.tool_demonstrations(pool, shares, guess_share=guess, seed=seed + i)
-            for i, pool in enumerate(pools)
-        ]
-        return Dataset(*streams, lambda _: tool_examples.phrases(seen))
-    counts = {n: max(1, round(spec.questions * share / max(shares.values()))) for n, share in shares.items()}
-    pools = [
-        {people: puzzles(people, count, seed) for people, count in counts.items()},
-        {people: puzzles(people, spec.probe_size, seed, split="heldout") for people in shares},
-    ]
-    streams = [
-        demonstrations(pool, shares, guess_share=guess, chat_share=spec.chat_share, seed=seed + i)
-        for i, pool in enumerate(pools)
-    ]
-    return Dataset(*streams, _puzzle_phrases)
+        asked = tool_examples.search_questions(sorted(shares), spec.worlds, spec.questions, seed)
+        seen = [question for questions in asked.values() for question in questions[: spec.questions]]
+        stream = tool_examples.tool_demonstrations(asked, shares, guess_share=guess, seed=seed)
+        return stream, lambda _: tool_examples.phrases(seen)
+    largest = max(shares.values())
+    pools = {
+        people: puzzles(people, max(1, round(spec.questions * share / largest)), seed)
+        for people, share in shares.items()
+    }
+    return demonstrations(pools, shares, guess_share=guess, chat_share=spec.chat_share, seed=seed), _puzzle_phrases
 
 
 def _puzzle_phrases(corpus: Sequence[Demonstration]) -> list[str]:
@@ -287,11 +238,10 @@ def _train(
     spec: WarmStartSpec,
     model: Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
-    train: Iterator[Demonstration],
-    probe: Sequence[Demonstration],
-    on_progress: Callable[[Progress], None] | None,
-) -> Progress:
-    """Training loop; returns the last report, which includes `exact`."""
+    examples: Iterator[Demonstration],
+    on_progress: Callable[[int, float], None],
+) -> float:
+    """Training loop; returns the mean loss since the last report."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers = (
@@ -300,28 +250,23 @@ def _train(
     )
     model.train()
     losses: list[float] = []
-    report = Progress(0, math.nan)
+    loss = math.nan
     for step in range(1, spec.steps + 1):
         for optimizer, peak in zip(optimizers, (spec.muon_lr, spec.lr), strict=True):
             optimizer.param_groups[0]["lr"] = peak * schedule(step, spec)
-        rows = [_row(tokenizer, demonstration) for demonstration in islice(train, spec.batch)]
+        rows = [_row(tokenizer, demonstration) for demonstration in islice(examples, spec.batch)]
         losses.append(_accumulate(model, rows, spec.micro_tokens))
         torch.nn.utils.clip_grad_norm_(model.parameters(), spec.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
         model.zero_grad(set_to_none=True)
-        evaluate = step % spec.probe_every == 0 or step == spec.steps
-        if evaluate or step % 10 == 0:
-            report = Progress(step, sum(losses) / len(losses))
-            losses = []
-            if evaluate:
-                report = replace(report, exact=exactness(model, tokenizer, probe, spec.micro_tokens))
-            if on_progress is not None:
-                on_progress(report)
+        if step % 100 == 0 or step == spec.steps:
+            loss, losses = sum(losses) / len(losses), []
+            on_progress(step, loss)
     with torch.no_grad():
         model.model.norm.weight.mul_(spec.logit_scale)
     model.eval()
-    return report
+    return loss
 
 
 def schedule(step: int, spec: WarmStartSpec) -> float:
@@ -342,7 +287,7 @@ def _row(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> Ro
     return Row(prompt, [token for part in parts for token in part], mask)
 
 
-def _batches(rows: Sequence[Row], max_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int]]]:
+def _batches(rows: Sequence[Row], max_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of rows sorted by length, with at most `max_tokens` tokens including padding, or one row.
 
     Lengths differ tenfold; with a fixed number of rows, half of the tokens would be padding.
@@ -362,57 +307,21 @@ def _batches(rows: Sequence[Row], max_tokens: int) -> Iterator[tuple[torch.Tenso
             input_ids[line, : len(row)] = torch.tensor(row.prompt + row.completion)
             targets = torch.tensor(row.completion).where(torch.tensor(row.mask).bool(), -100)
             labels[line, len(row.prompt) : len(row)] = targets
-        yield input_ids, labels, indices
-
-
-def _predictions(
-    model: Qwen2ForCausalLM, input_ids: torch.Tensor, labels: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits (M, V) and labels (M,) of the M tokens in the loss, and their mask (n, L − 1).
-
-    Padding is on the right, so causal attention needs no attention mask.
-    """
-    hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]  # (n, L − 1, width)
-    mask = labels[:, 1:] >= 0
-    return model.lm_head(hidden[mask]), labels[:, 1:][mask], mask
+        yield input_ids, labels
 
 
 def _accumulate(model: Qwen2ForCausalLM, rows: Sequence[Row], max_tokens: int) -> float:
     """Accumulate the gradient of the mean loss over completion tokens; returns the loss [nats]."""
     tokens = sum(sum(row.mask) for row in rows)
     total = 0.0
-    for input_ids, labels, _ in _batches(rows, max_tokens):
-        logits, targets, _ = _predictions(model, input_ids, labels)
-        loss = cross_entropy(logits, targets, reduction="sum") / tokens
+    for input_ids, labels in _batches(rows, max_tokens):
+        # Padding is on the right, so causal attention needs no attention mask.
+        hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]  # (n, L − 1, width)
+        mask = labels[:, 1:] >= 0
+        loss = cross_entropy(model.lm_head(hidden[mask]), labels[:, 1:][mask], reduction="sum") / tokens
         loss.backward()
         total += loss.item()
     return total
-
-
-@torch.no_grad()
-def exactness(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, probe: Sequence[Demonstration], max_tokens: int
-) -> dict[str, float]:
-    """Fraction of demonstrations, by style, for which every token is the most likely one given the previous tokens.
-
-    The first completion token is excluded, because it selects the style.
-
-    Args:
-        model: the model.
-        tokenizer: its tokenizer.
-        probe: demonstrations.
-        max_tokens: largest number of tokens per batch.
-    """
-    results: dict[str, list[bool]] = {}
-    rows = [_row(tokenizer, demonstration) for demonstration in probe]
-    for input_ids, labels, indices in _batches(rows, max_tokens):
-        logits, targets, mask = _predictions(model, input_ids, labels)
-        correct = torch.ones_like(mask)
-        correct[mask] = logits.argmax(-1) == targets
-        for line, i in enumerate(indices):
-            skipped = len(rows[i].prompt) + probe[i].completion.startswith(OPENING)
-            results.setdefault(probe[i].style, []).append(bool(correct[line, skipped:].all()))
-    return {style: sum(values) / len(values) for style, values in sorted(results.items())}
 
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)

@@ -30,7 +30,6 @@ def test_sums_are_right_and_held_out_in_both_orders():
     for example in splits["train"][:50]:
         a, _, b, _ = example.prompt.splitlines()[-1].split()
         assert int(a) + int(b) == int(example.answer)
-    assert [ask(*pair).meta["level"] for pair in ((23, 45), (28, 45), (55, 50), (95, 45))] == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize(

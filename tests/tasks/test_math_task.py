@@ -49,23 +49,6 @@ def test_answers_solve_their_questions(level):
         assert value(expression) % int(modulus) == int(answer) < int(modulus)
 
 
-@pytest.mark.parametrize(("level", "options"), [(1, (1, 2, 5)), (2, (2, 3, 9)), (3, (4, 8, 15)), (4, (9, 16, 15))])
-def test_word_problems_are_those_of_reasoning_gym(level, options):
-    gym = pytest.importorskip("reasoning_gym", reason="needs the library reasoning-gym")
-    least, most, largest = options
-    ours, theirs = Random(level), Random(level)
-    for _ in range(30):
-        entry = gym.create_dataset(
-            "leg_counting",
-            seed=theirs.getrandbits(31),
-            size=1,
-            min_animals=least,
-            max_animals=most,
-            max_instances=largest,
-        )[0]
-        assert FAMILIES["word"](level, ours) == (entry["question"].strip(), entry["answer"])
-
-
 SMALL = {"train_size": 30, "heldout_size": 10, "unseen_size": 10}
 
 

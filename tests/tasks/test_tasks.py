@@ -20,7 +20,6 @@ SPECS = {
     "math": lambda seed: MathSpec(
         families=("arithmetic", "linear", "modular"), levels=(1, 2), unseen_levels=(3,), **UNSEEN, seed=seed
     ),
-    "math word": lambda seed: MathSpec(families=("word",), levels=(2,), **SIZES, seed=seed),
     "tool_qa": lambda seed: ToolQaSpec(hops=(1, 2), unseen_hops=(3,), **UNSEEN, seed=seed),
     "gym:chain_sum": lambda seed: GymSpec(name="chain_sum", **SIZES, seed=seed),
     "gym:simple_equations": lambda seed: GymSpec(name="simple_equations", **SIZES, seed=seed),

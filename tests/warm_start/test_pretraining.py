@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from itertools import islice
 
 import pytest
 import torch
@@ -13,12 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sharpscope.errors import UserError
 from sharpscope.policy.embedded import load_tokenizer
 from sharpscope.warm_start.__main__ import main
-from sharpscope.warm_start.knights_knaves import (
-    OPENING,
-    demonstrations,
-    puzzles,
-)
-from sharpscope.warm_start.pretraining import Row, WarmStartSpec, _accumulate, _row, exactness, schedule, warm_start
+from sharpscope.warm_start.pretraining import Row, WarmStartSpec, _accumulate, schedule, warm_start
 from tests.models import tiny_model
 
 TINY = WarmStartSpec(
@@ -36,8 +30,6 @@ TINY = WarmStartSpec(
     lr=2e-2,
     muon_lr=0.05,
     warmup=5,
-    probe_every=10,
-    probe_size=10,
 )
 
 
@@ -45,17 +37,14 @@ TINY = WarmStartSpec(
 def made(tmp_path_factory):
     reports = []
     folder = tmp_path_factory.mktemp("policy") / "new"
-    summary = warm_start(TINY, folder, reports.append)
+    summary = warm_start(TINY, folder, lambda *report: reports.append(report))
     return folder, summary, reports
 
 
-def test_the_loss_falls_and_reports_come(made):
+def test_the_loss_falls(made):
     _, summary, reports = made
-    assert [report.step for report in reports] == [10, 20, 25]
-    assert reports[0].loss > reports[1].loss > reports[2].loss == summary["loss"]
-    assert reports[0].loss > 1.5 * summary["loss"]
-    assert set(summary["exact"]) == {"guess", "reason"}
-    assert all(0 <= share <= 1 for share in summary["exact"].values())
+    assert reports == [(25, summary["loss"])]
+    assert 0 < summary["loss"] < 5  # the mean over all updates; ln of the vocabulary of 600 is 6.4
 
 
 def test_what_is_written_loads_and_says_how_it_was_made(made):
@@ -129,25 +118,6 @@ def test_the_gradient_is_that_of_the_mean_loss_however_the_batch_is_cut():
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-9, atol=1e-12)
 
 
-def test_exactness_is_one_for_what_the_model_itself_would_write(made):
-    folder, _, _ = made
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(folder)
-    stream = demonstrations({2: puzzles(2, 15, seed=4)}, {2: 1.0}, guess_share=0.5, chat_share=0.5, seed=0)
-    probe = list(islice(stream, 8))
-    slow = {"guess": [], "reason": []}
-    for demonstration in probe:
-        row = _row(tokenizer, demonstration)
-        prompt, completion = row.prompt, row.completion
-        with torch.no_grad():
-            best = model(torch.tensor([prompt + completion])).logits[0].argmax(-1).tolist()
-        skipped = 2 if demonstration.completion.startswith(OPENING) else 1
-        guesses = best[len(prompt) - 1 + skipped : -1]
-        slow[demonstration.style].append(guesses == completion[skipped:])
-    expected = {style: sum(right) / len(right) for style, right in slow.items() if right}
-    for most in (1, 4000):
-        assert exactness(model, tokenizer, probe, most) == expected
-
-
 def test_the_schedule_rises_stays_and_falls():
     spec = WarmStartSpec(steps=100, warmup=10, cooldown=0.5)
     shares = [schedule(step, spec) for step in range(1, 101)]
@@ -157,12 +127,11 @@ def test_the_schedule_rises_stays_and_falls():
     assert schedule(1, WarmStartSpec(warmup=0, cooldown=0.0)) == 1.0
 
 
-def test_the_command_prints_a_line_at_each_probe(tmp_path, capsys):
-    settings = asdict(TINY) | {"steps": 5, "probe_every": 2, "probe_size": 2}
+def test_the_command(tmp_path, capsys):
+    settings = asdict(TINY) | {"steps": 5}
     sets = [part for name, value in settings.items() if name != "policy" for part in ("--set", f"{name}={value}")]
     main(["knights_knaves", "--out", str(tmp_path / "new"), "--threads", "1", *sets])
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("update ")]
-    assert [line.split(":")[0] for line in lines] == [f"update {step} of 5" for step in (2, 4, 5)]
+    assert "update 5 of 5: loss " in capsys.readouterr().out
     for wrong in ("step=3", "steps=many", "weights=3"):
         with pytest.raises(UserError, match=f"--set {wrong}"):
             main(["--set", wrong])

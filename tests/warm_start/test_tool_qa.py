@@ -20,10 +20,10 @@ pytest.importorskip("bm25s", reason="needs the optional library bm25s")
 SMALL = {"layers": 1, "width": 16, "feed_forward": 16, "heads": 2, "corpus": 40, "batch": 4, "warmup": 1}
 
 
-TINY_MATH = replace(WARM_STARTS["math"], **SMALL, steps=3, questions=20, probe_size=12, micro_tokens=400)
+TINY_MATH = replace(WARM_STARTS["math"], **SMALL, steps=3, questions=20, micro_tokens=400)
 
 
-TINY_TOOL = replace(WARM_STARTS["tool_qa"], **SMALL, steps=3, worlds=1, questions=6, probe_size=12, micro_tokens=400)
+TINY_TOOL = replace(WARM_STARTS["tool_qa"], **SMALL, steps=3, worlds=1, questions=6, micro_tokens=400)
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +71,7 @@ def test_rows_are_tokenized_turn_by_turn_and_replies_are_not_imitated(asked):
 
 @pytest.mark.parametrize("spec", [TINY_MATH, TINY_TOOL])
 def test_what_is_held_out_is_never_shown(spec):
-    material = _dataset(spec)
-    train = {d.prompt for d in islice(material.train, 300)}
-    probe = {d.prompt for d in islice(material.probe, 300)}
-    assert not train & probe
+    train = {d.prompt for d in islice(_dataset(spec)[0], 300)}
     families = ("arithmetic", "linear", "modular")
     asked = MathSpec(families=families, seed=7) if spec.policy == "math" else ToolQaSpec()
     assert not train & {example.prompt for example in make_task(asked).splits()["heldout"]}
@@ -91,7 +88,6 @@ def test_the_same_seed_gives_the_same_policy(spec, tmp_path):
     assert first == second
     written = json.loads((tmp_path / "first" / "warm_start.json").read_text())
     assert written["spec"]["policy"] == spec.policy
-    assert set(written["exact"]) == {"guess", "reason"}
     assert load_tokenizer(tmp_path / "first")("<search>x</search>")["input_ids"]
 
 
