@@ -376,6 +376,9 @@ class Recorder:
         step.gradient = (loss, norm, factor)
         joined, update = step.pending_update()
         self._observed.append(self.observers.for_step(self.step_number, joined.rollouts, self.recent))
+        if norm == 0:
+            text = "the gradient of an update is 0, so it has no shares and no critical sharpness (were all rewards of each group equal?)"
+            self._warn("zero_gradient", "info", text, 0.0)
         if math.isfinite(norm) and (math.isfinite(loss) or not step.losses):
             with own_forward(self.model):
                 self._observed[-1](update)
