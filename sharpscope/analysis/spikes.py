@@ -113,6 +113,8 @@ def recorded_by(run: Run, option: str) -> str:
 
     Imported traces and those of verl's recorder have no section `recording` or `probes` in their configuration.
     """
+    if len(run.steps) and (run.steps["grad_norm"] == 0).all():
+        return ": the gradient was 0 at every step"
     if option.split(".", maxsplit=1)[0] in run.config:
         return f" ({option})"
     if option == "recording.token_gradients_every":

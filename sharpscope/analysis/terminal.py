@@ -30,6 +30,8 @@ TOKEN_COLUMNS = (
     "entropy",
     "advantage",
     "weight",
+    "ratio",
+    "clipped",
     "loss_coef",
     "logit_grad_norm",
     "head_grad_norm",
@@ -141,16 +143,30 @@ def token_sections(run: Run, step: int | None = None, by: str = SHARE, top: int 
         return step_sections(run, explain_step(run, step, top), top)
     tokens = run.tokens(steps=[step])
     tokens = tokens.assign(probability=np.exp(tokens["logp"]))
-    chosen = tokens.loc[tokens[by].abs().dropna().nlargest(top).index]
+    size = tokens[by].abs()
+    if by in ("ratio", "clipped"):
+        tokens = _with_later_uses(run, step, tokens)
+        size = np.log(tokens["ratio"]).abs().where((tokens["clipped"] != 0) | (by == "ratio"))
+    chosen = tokens.loc[size.dropna().nlargest(top).index]
     measured = tokens[tokens[by].notna()]
     sample = sample_text(measured) if measured[INCLUSION].notna().all() else ""  # else a column of all tokens
+    columns = ("ratio", "clipped", "update") if by in ("ratio", "clipped") else ()
     names = [
-        name for name in dict.fromkeys((by, "probability", "advantage", "weight", SHARE)) if chosen[name].notna().any()
+        name
+        for name in dict.fromkeys((by, *columns, "probability", "advantage", "weight", SHARE))
+        if chosen[name].notna().any()
     ]
     table = pd.DataFrame({"token": sentences(run, step, chosen)} | {name: chosen[name].to_numpy() for name in names})
     table.insert(0, "completion", chosen["rollout"].astype(str).to_numpy())
     of = f", among the tokens of {sample}" if sample else ""
     return [Section(f"{run.name}, step {step}: tokens by |{by}|{of}", table.rename(columns={"probability": "π"}))]
+
+
+def _with_later_uses(run: Run, step: int, tokens: pd.DataFrame) -> pd.DataFrame:
+    """The tokens of a step, once for each update that used them (PPO epochs)."""
+    again = run.uses[run.uses["step"] == step]
+    first = tokens.drop(columns=["update", "ratio", "clipped", "loss_coef", SHARE])
+    return pd.concat([tokens, again.merge(first, on=["step", "rollout", "position"])], ignore_index=True)
 
 
 def _recorded(run: Run, column: str) -> list[int]:

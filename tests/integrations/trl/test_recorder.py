@@ -11,8 +11,10 @@ import pandas as pd
 import pytest
 import torch
 from transformers import TrainerCallback
+from typer.testing import CliRunner
 
 import sharpscope
+from sharpscope.cli import app
 from sharpscope.errors import UserError
 from tests.oracles.trl import loss_coefficients
 
@@ -453,6 +455,17 @@ def test_rewards_that_no_function_gave_are_not_zero(tmp_path: Path):
     assert run.rollouts["reward"].isna().mean() == 0.5 and (run.rollouts["reward"].dropna() == 1).all()
     (event,) = run.events[run.events["rule"] == "nan_reward"].itertuples()
     assert event.value == 0.5 and "8 of 16 completions" in event.message
+
+
+def test_a_gradient_of_zero_is_the_reason_and_clipped_tokens_are_named(tmp_path: Path, watched):
+    one = trainer(tmp_path / "t", rewards=[lambda completions, **_: [0.0] * len(completions)], max_steps=1)
+    record(one, out=tmp_path / "run")
+    one.train()
+    assert "zero_gradient" in set(sharpscope.load_run(tmp_path / "run").events["rule"])
+    shown = CliRunner().invoke(app, ["show", str(tmp_path / "run")]).output
+    assert "the gradient was 0 at every step" in " ".join(shown.split()) and "token_gradients_every" not in shown
+    listed = CliRunner().invoke(app, ["tokens", str(watched["run"].path), "--step", "1", "--by", "clipped"])
+    assert listed.exit_code == 0 and "tokens by |clipped|" in listed.output
 
 
 def test_there_is_no_accuracy_without_a_threshold(watched):
