@@ -39,11 +39,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     }
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
-    pictures = [
-        *(ROOT / "figures" / "paper").glob("*.png"),
-        *(ROOT / "experiments" / "studies" / "2" / "results").glob("*.png"),
-    ]
-    for picture in sorted(pictures):
+    for picture in sorted((ROOT / "figures" / "paper").glob("*.png")):
         files.append(File.generated(config, f"images/{picture.name}", abs_src_path=str(picture)))
     return files
 

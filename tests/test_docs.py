@@ -97,8 +97,7 @@ def test_documented_python_compiles_and_local_links_exist(page: Path):
             continue
         path = (page.parent / target).resolve()
         own = path.is_relative_to(ROOT / "docs") and path.relative_to(ROOT / "docs").as_posix()
-        folders = (ROOT / "figures" / "paper", ROOT / "experiments" / "studies" / "2" / "results")
-        figure = path.parent == ROOT / "docs" / "images" and any((folder / path.name).exists() for folder in folders)
+        figure = path.parent == ROOT / "docs" / "images" and (ROOT / "figures" / "paper" / path.name).exists()
         assert path.exists() or own in generated or figure, f"{page.name}: no file {target}"
 
 
