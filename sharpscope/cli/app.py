@@ -53,7 +53,7 @@ REPLACED = {
     "power": "sharpscope study plan RUNS",
     "reduce": "sharpscope export RUNS --to reduced",
     "pack": "sharpscope export RUNS --to packed",
-    "unpack": "sharpscope export RUNS --to runs",
+    "unpack": "packed runs as they are, such as sharpscope show RUN",
     "sweep": "sharpscope run FILE, or sharpscope run --methods grpo,grpo-sg --seeds 0,1",
     "weights": "sharpscope rotate --plot",
     "shapings": "sharpscope rotate --plot",

@@ -20,8 +20,6 @@ from sharpscope.config import RunConfig, settings_of
 from sharpscope.traces import update_run_info
 
 ROOT = Path(__file__).resolve().parents[2]
-NOT_YET = {"watch", "spikes", "compare", "report", "figures", "claims", "power", "reduce", "pack", "unpack"}
-"""Old commands that their packages still have."""
 
 
 def sharpscope(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -118,7 +116,7 @@ def test_a_mistake_is_one_line_exit_code_two_and_nothing_written(arguments, says
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", sorted(set(REPLACED) - NOT_YET))
+@pytest.mark.parametrize("command", REPLACED)
 def test_an_old_command_says_what_replaced_it(command, here):
     code, _, error = here(command, "x")
     assert code == 2 and error == f"error: sharpscope {command}: removed in 0.3; use: {REPLACED[command]}\n"
@@ -173,7 +171,7 @@ def test_every_command_has_help_with_an_example_and_its_place():
     listing = runner.invoke(app, ["--help"], terminal_width=200).output
     commands = re.findall(r"^│ ([a-z][a-z-]+) {2,}", listing, flags=re.MULTILINE)
     listed = [name for names in PANELS.values() for name in names]
-    assert len(listed) == 15 and [name for name in commands if name not in NOT_YET] == listed
+    assert len(listed) == 15 and commands == listed
     for command in listed:
         shown = runner.invoke(app, [command, "--help"], terminal_width=200)
         assert shown.exit_code == 0 and f"sharpscope {command}" in shown.output, command
