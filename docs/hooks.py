@@ -91,7 +91,7 @@ def _configuration() -> str:
             if heading != section:
                 section = heading
                 lines += ["", f"## {heading}", "", "| setting | values | default | description |", "|---|---|---|---|"]
-            code = [f"`{text}`" if text else "" for text in (row.path, row.values, row.default)]
+            code = [f"<code>{html.escape(text)}</code>" if text else "" for text in (row.path, row.values, row.default)]
             cells = (text.replace("|", "&#124;").replace("\n", " ") for text in (*code, html.escape(row.description)))
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
