@@ -20,9 +20,7 @@ ROUNDING = 0.05
 """Rotations that are all smaller are rounding: the method's gradient is the reference's [degrees]."""
 SHARPNESS = {
     "sam": "SAM sharpness",
-    "asam": "adaptive SAM sharpness",
     "largest": "largest Hessian eigenvalue",
-    "trace": "trace of the Hessian",
     "critical_sharpness": "critical sharpness",
 }
 """Measures of the loss surface that are shown along training."""
@@ -113,7 +111,7 @@ def sharpness_rows(run: Run) -> pd.DataFrame:
     for (quantity, functional), group in rows.groupby(["quantity", rows["functional"].fillna("")]):
         own, rho = group, known(group["rho"])
         saturation = np.full(len(own), math.nan)
-        if quantity in ("sam", "asam"):
+        if quantity == "sam":
             table = sharpness(run, quantity, functional)["saturation"]
             keys = zip(own["step"], (float(f"{one:.9g}") for one in rho), strict=True)
             saturation = np.array([table.get(key, math.nan) for key in keys], dtype=float)

@@ -67,7 +67,7 @@ def analyze(
         if not any(last_step(run) or run.rows("forks") for run in runs):
             raise UserError(nothing_found(given, runs))
         folder = output_folder(beside(runs) if out is None else out)
-        tell("comparing the runs")
+        tell("comparing the runs" + (" and testing the claims" if claims else ""))
         source = " ".join(shlex.quote(str(path)) for path in given)
         content = page_of(runs, source, claims)
         drawn = {s.name: s.content for s in content.sections if not isinstance(s.content, str | pd.DataFrame)}

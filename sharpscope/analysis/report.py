@@ -36,7 +36,7 @@ from sharpscope.analysis.tokens import INCLUSION
 from sharpscope.traces import MAX_SATURATION, Run, Runs
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-SHOWN_SETTINGS = 6
+SHOWN_SETTINGS = 4
 """Settings of a study that curves and tables show: those of the comparison, then those with the most seeds."""
 LARGEST_TOKENS = 5
 CURVES = {
@@ -94,7 +94,7 @@ def runs_sections(runs: Runs) -> list[Section]:
     parts: list[Section] = []
     for study, settings in laid_out(runs):
         ends = [*accuracy_sections(settings), *sharpness_sections(settings)]
-        parts += titled(study, [*found_sections(study, settings), *comparison_sections(study), *ends])
+        parts += titled(study, [*found_sections(study, settings), *comparison_sections(study, settings), *ends])
     return [*parts, Section("Runs", run_table(runs), part="Compare"), *problem_sections(runs)]
 
 
@@ -126,13 +126,14 @@ def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
         compared = comparison(study)
         main = compared.assign(contrast=compared["treatment"] + " − " + compared["baseline"])
         main = main[main["quantity"].map(_rank) < len(HEADLINE)].dropna(subset=["low"])
+        main = main[main["treatment"].isin(shown.labels) | (len(study.settings) < 3)]
         if len(main) > 1:
             pictures.append(Picture("differences", f"Differences between settings. {COVERED}", differences(main)))
         parts = {"differences": "Compare", "sharpness": "Sharpness"}
         drawn = [
             Section("", p.figure, p.caption, parts.get(p.name, "Curves"), slug + p.name) for p in pictures if p.figure
         ]
-        own = [*found_sections(study, settings), *comparison_sections(study), *setting_sections(study)]
+        own = [*found_sections(study, settings), *comparison_sections(study, settings), *setting_sections(study)]
         sections += titled(study, [*own, *accuracy_sections(settings), *sharpness_sections(settings), *drawn])
         each = [accuracy_values(run).assign(setting=label, seed=seed) for label, seed, run in study.each()]
         named = {
@@ -203,7 +204,11 @@ def found_sections(study: Study, settings: Sequence[Setting], top: int = 4, runs
             f" SAM sharpness is saturated: its rise is up to {percent(worst)} of what is possible, so it shows how many answers are "
             "right and not how sharp the loss is. Choose a smaller probes.rho."
         )
-    return [Section("What was found", said), *moved_sections(first, top, not_kept(first)), *difference_sections(study)]
+    return [
+        Section("What was found", said),
+        *moved_sections(first, top, not_kept(first)),
+        *difference_sections(study, settings),
+    ]
 
 
 def comparison(study: Study) -> pd.DataFrame:
@@ -220,12 +225,13 @@ def _rank(quantity: str) -> int:
     return next((n for n, one in enumerate(fits) if one), len(HEADLINE))
 
 
-def difference_sections(study: Study) -> list[Section]:
-    """Whether the change of method mattered: the main differences of the first comparison, in words and numbers."""
+def difference_sections(study: Study, settings: Sequence[Setting]) -> list[Section]:
+    """Whether the change of method mattered: the main differences of the first two settings, in words and numbers."""
     compared = comparison(study)
     if compared.empty:
         return []
-    baseline, treatment = compared[["baseline", "treatment"]].iloc[0]
+    second = compared[compared["treatment"].isin([setting.label for setting in settings[:2]])]
+    baseline, treatment = (second if len(second) else compared)[["baseline", "treatment"]].iloc[0]
     own = compared[(compared["baseline"] == baseline) & (compared["treatment"] == treatment)]
     main = own.assign(rank=own["quantity"].map(_rank)).sort_values("rank", kind="stable")
     main = main[main["rank"] < len(HEADLINE)].head(6)
@@ -246,10 +252,16 @@ _ANGLES = {
 _PAIRS = ["pairs", "worst pair"]
 
 
-def comparison_sections(study: Study) -> list[Section]:
-    """All paired differences, a table for each pair of settings."""
+def comparison_sections(study: Study, settings: Sequence[Setting]) -> list[Section]:
+    """All paired differences, a table for each of the `settings` that has pairs with the baseline."""
     result = []
-    for (first, second), own in comparison(study).groupby(["baseline", "treatment"], sort=False):
+    compared = comparison(study)
+    shown = (
+        compared[compared["treatment"].isin([setting.label for setting in settings])]
+        if len(study.settings) > 2
+        else compared
+    )
+    for (first, second), own in shown.groupby(["baseline", "treatment"], sort=False):
         n = int(own["n"].max())
         note = f"{n} pair{'s' * (n > 1)} of runs. {COVERED}"
         title = f"{method_label(str(second))} − {method_label(str(first))}"
@@ -517,7 +529,7 @@ def not_kept(runs: Sequence[Run]) -> str:
     count = sum(completions_dropped(run) for run in runs)
     which = "these runs" if count == len(runs) else f"{count} of {len(runs)} runs"
     text = (
-        f"Completions of {which} were not kept by `export --to reduced`; a report of the whole runs shows their tokens."
+        f"Completions of {which} were not kept when they were reduced; a report of the whole runs shows their tokens."
     )
     return text if count else ""
 

@@ -103,7 +103,7 @@ def test_several_seeds_have_intervals_over_seeds(tmp_path: Path):
         for method in ("grpo", "grpo-sg"):
             write_small(tmp_path / f"{method}-s{seed}", method, seed)
     (study,) = studies(load_runs(tmp_path))
-    (section,) = comparison_sections(study)
+    (section,) = comparison_sections(study, study.settings)
     row = section.content[section.content["quantity"] == "reward"].iloc[0]
     assert row["pairs"] == "3" and row["difference"] == "0" and "3 pairs" in section.note
     ends = [values_of("grpo", STEPS).mean()] * 3  # the same in every seed

@@ -163,7 +163,7 @@ def differences(table: pd.DataFrame) -> Figure:
             axis.plot(middle, height, "o", color=BLUE)
             axis.set_yticks(height, [setting_text(name) for name in contrasts])
             label = f"{plain(quantity, 80)}{' [points]' if factor > 1 else ''}"
-            axis.set(xlabel=fill(label, 34), ylim=(-0.6, len(contrasts) - 0.4))
+            axis.set(xlabel=fill(label, 26), ylim=(-0.6, len(contrasts) - 0.4))
         finish(figure, axes)
     return figure
 

@@ -85,7 +85,7 @@ def token_view(
         completions += taken
     for name in (name for name in runs if name not in choices):
         if completions_dropped(runs[name]):
-            notes.append(f"{name}: its completions were not kept by `export --to reduced`.")
+            notes.append(f"{name}: its completions were not kept when it was reduced.")
         else:
             notes.append(f"{name}: no completions were recorded (recording.rollouts_every).")
     return {

@@ -129,7 +129,7 @@ def test_reduced_runs_say_that_their_completions_were_not_kept(tmp_path, quick):
     whole = write_report_run(tmp_path / "whole/grpo-s0")
     reduce_run(load_run(whole), tmp_path / "runs/grpo-s0", tokens=40)
     page = analyze(tmp_path / "runs", tmp_path / "out").page.read_text(encoding="utf-8")
-    assert page.count("Completions of these runs were not kept by `export --to reduced`") >= 2
+    assert page.count("Completions of these runs were not kept when they were reduced") >= 2
     assert "no completions were recorded" not in page
 
 
