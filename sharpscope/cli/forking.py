@@ -84,7 +84,6 @@ def fork(
       sharpscope fork runs/first --methods grpo,low=grpo+tokens.kind=probability,high=grpo+tokens.kind=probability+tokens.side=high
     """
     from sharpscope.config import ForkSpec, parse_overrides, settings_of
-    from sharpscope.errors import UserError
     from sharpscope.forks import fork as run_fork
 
     if explain:
@@ -111,7 +110,8 @@ def fork(
             **settings,
         )
     except KeyboardInterrupt:
-        raise UserError("interrupted: finished batches are kept; repeat the command to continue") from None
+        typer.echo("interrupted: finished batches are kept; repeat the command to continue", err=True)
+        raise typer.Exit(130) from None
     _show(forked)
     typer.echo(f"Written: {forked.path}/traces/forks\nview:    sharpscope analyze {forked.path}")
 

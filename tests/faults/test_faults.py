@@ -37,12 +37,12 @@ def child(policy: Path, run: Path, limit: int = 0, setting: str = CALIBRATED) ->
     return subprocess.Popen(arguments, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, stdout=subprocess.PIPE)
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize("delay", [0.0, 0.2])
 def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(uninterrupted, tmp_path, delay):
     policy, whole = uninterrupted
     run = tmp_path / "run"
     process = child(policy, run)
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + 600
     while not list((run / "traces" / "steps").glob("part-*")) and time.monotonic() < limit:
         time.sleep(0.01)
     time.sleep(delay)
@@ -61,7 +61,7 @@ def test_a_disk_that_refuses_a_write_ends_the_run_with_a_line_that_says_how_to_g
     run = tmp_path / "run"
     largest = max(path.stat().st_size for path in (whole / "checkpoints").rglob("*.safetensors"))
     process = child(policy, run, limit=largest - 1)  # the first checkpoint does not fit
-    said = process.communicate(timeout=120)[0].decode()
+    said = process.communicate(timeout=600)[0].decode()
     assert said.startswith("failed") and f"sharpscope run --resume {run}" in said, said
     assert not list((run / "checkpoints").iterdir()) and not load_run(run).verify()
     assert train(tiny_config(policy, run, SETTINGS[CALIBRATED]), resume=True).status == "finished"

@@ -210,7 +210,7 @@ def test_what_a_stopped_fork_has_measured_is_kept(trained, tmp_path, monkeypatch
             yield row
 
     monkeypatch.setattr(experiment, "_batch_rows", stopping)
-    call([*options, "--out", str(tmp_path / "stopped")], code=2)
+    call([*options, "--out", str(tmp_path / "stopped")], code=130)
     assert "repeat the command" in capsys.readouterr().err
     assert set(sharpscope.load_run(tmp_path / "stopped").forks["batch"]) == {0}
     monkeypatch.undo()
