@@ -13,7 +13,7 @@ import torch
 from sharpscope.config import build_config
 from sharpscope.policy import load_policy
 from sharpscope.probes import Objective, curvature, lm_surface, rollout_batch
-from sharpscope.recording import Drawer
+from sharpscope.recording.probe_sets import Drawer
 from sharpscope.tasks import make_task
 
 

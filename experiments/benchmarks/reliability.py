@@ -31,7 +31,7 @@ from sharpscope.probes import (
     sharpness,
 )
 from sharpscope.probes.objectives import TokenBatch
-from sharpscope.recording import Drawer
+from sharpscope.recording.probe_sets import Drawer
 from sharpscope.tasks import make_task
 
 FACTORS = (0.5, 1.0, 2.0)

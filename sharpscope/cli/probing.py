@@ -200,8 +200,8 @@ def _checkpoints(
     from sharpscope.errors import UserError
     from sharpscope.policy import load_policy
     from sharpscope.probes import Radius, probe_set_batches, run
-    from sharpscope.recording import Drawer, run_probe_set
     from sharpscope.recording.environment import set_threads
+    from sharpscope.recording.probe_sets import Drawer, run_probe_set
     from sharpscope.tasks import make_task
     from sharpscope.traces import read_run_info
     from sharpscope.training.checkpoint import checkpoints, load_checkpoint

@@ -24,16 +24,9 @@ from sharpscope.errors import UserError
 from sharpscope.forks.start import State, arms_of, resolve, saved_states
 from sharpscope.objective import StepTensors, calibrate, policy_loss, token_normalizer, token_weights
 from sharpscope.policy import TokenStats
-from sharpscope.recording import (
-    RolloutBatch,
-    StepTokens,
-    UpdateRotation,
-    gradient_weight_columns,
-    loss_mask,
-    step_tensors,
-    weight_columns,
-)
 from sharpscope.recording.environment import set_threads
+from sharpscope.recording.rows import gradient_weight_columns, weight_columns
+from sharpscope.recording.step import RolloutBatch, StepTokens, UpdateRotation, loss_mask, step_tensors
 from sharpscope.tasks import make_task
 from sharpscope.training.learner import Gradient
 from sharpscope.training.rollouts import draw_rollouts, step_advantages

@@ -30,7 +30,9 @@ from sharpscope.forks.outcomes import FixedRollouts, fork_radius
 from sharpscope.objective import EntropyControl, calibrate
 from sharpscope.policy import Policy, Rollouts, RolloutSpec, TokenStats, embedded_policy
 from sharpscope.policy.scoring import Scorer
-from sharpscope.recording import Drawer, PendingUpdate, RolloutBatch, StepHealth, StepResult, step_tensors
+from sharpscope.recording.health import StepHealth
+from sharpscope.recording.probe_sets import Drawer
+from sharpscope.recording.step import PendingUpdate, RolloutBatch, StepResult, step_tensors
 from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Reward, Task, task_choice
 from sharpscope.traces import read_run_info

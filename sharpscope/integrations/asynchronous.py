@@ -29,7 +29,7 @@ from sharpscope.objective import gradient_killed
 from sharpscope.policy import Rollouts, completions_of
 from sharpscope.policy.adapters import has_adapters
 from sharpscope.probes import attention_implementation
-from sharpscope.recording import RolloutBatch
+from sharpscope.recording.step import RolloutBatch
 from sharpscope.tasks import Example, Reward
 
 ROW = "sharpscope_batch"  # (1,): serial number of the micro-batch

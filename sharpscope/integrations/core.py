@@ -31,25 +31,14 @@ from sharpscope.policy import make_policy
 from sharpscope.policy.scoring import Scorer
 from sharpscope.policy.sharding import ModelView, gathered_copy, is_sharded, reshard, unsharded
 from sharpscope.probes import guarded
-from sharpscope.recording import (
-    Event,
-    Observers,
-    RolloutBatch,
-    StepHealth,
-    StepObserver,
-    StepResult,
-    clip_factor,
-    environment,
-    gradient_norm,
-    kept_rows,
-    rollout_columns,
-    steps_row,
-    token_columns,
-    total_norm,
-    update_columns,
-    update_norm,
-)
+from sharpscope.recording import environment
+from sharpscope.recording.health import StepHealth, kept_rows
+from sharpscope.recording.norms import clip_factor, gradient_norm, total_norm, update_norm
+from sharpscope.recording.observers import Observers, StepObserver
+from sharpscope.recording.rows import rollout_columns, steps_row, token_columns, update_columns
 from sharpscope.recording.run_folder import NoWriter, note, trace_writer
+from sharpscope.recording.step import RolloutBatch, StepResult
+from sharpscope.rules import Event
 from sharpscope.traces import RunLock, TraceWriter, create_run_dir, create_run_info, free_name, load_run, rewind
 from sharpscope.traces.files import RUN_FILE, now
 

@@ -21,7 +21,8 @@ from sharpscope.integrations.trainers import Sequences, sequences_of
 from sharpscope.objective import k3
 from sharpscope.policy import Rollouts
 from sharpscope.probes import guarded
-from sharpscope.recording import RolloutBatch, StepObserver
+from sharpscope.recording.observers import StepObserver
+from sharpscope.recording.step import RolloutBatch
 from sharpscope.tasks import Example, Reward
 
 _WEIGHTS = tuple(f"weight_{name}" for name in ("mean", "std", "min", "max", "saturation_low", "saturation_high", "ess"))

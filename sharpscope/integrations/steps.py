@@ -14,7 +14,7 @@ from torch import Tensor
 from sharpscope import distributed
 from sharpscope.policy import Rollouts, TokenStats, join_rollouts, microbatches
 from sharpscope.policy.scoring import Scorer, write_stats
-from sharpscope.recording import PendingUpdate, RolloutBatch, StepTokens, UpdateResult, UpdateTokens
+from sharpscope.recording.step import PendingUpdate, RolloutBatch, StepTokens, UpdateResult, UpdateTokens
 from sharpscope.tasks import Example
 
 

@@ -32,7 +32,8 @@ from sharpscope.policy import Rollouts, completions_of
 from sharpscope.policy.adapters import has_adapters
 from sharpscope.policy.sharding import reshard
 from sharpscope.probes import guarded
-from sharpscope.recording import RolloutBatch, StepObserver
+from sharpscope.recording.observers import StepObserver
+from sharpscope.recording.step import RolloutBatch
 from sharpscope.tasks import Example, Reward
 
 IGNORED = -100

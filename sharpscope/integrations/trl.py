@@ -31,8 +31,11 @@ from sharpscope.integrations.steps import Batch, TokenLoss, prompt_texts, same_p
 from sharpscope.integrations.trainers import TrainerRecorder, check_setup
 from sharpscope.objective import Method, calibrate, gradient_killed, k3, named_method, prepare
 from sharpscope.policy import Completions, Rollouts, join_rollouts
-from sharpscope.recording import Event, RolloutBatch, StepObserver, evaluation_row, step_tensors
+from sharpscope.recording.observers import StepObserver
+from sharpscope.recording.rows import evaluation_row
 from sharpscope.recording.run_folder import note
+from sharpscope.recording.step import RolloutBatch, step_tensors
+from sharpscope.rules import Event
 from sharpscope.seeds import generator
 from sharpscope.tasks import Example, Reward
 

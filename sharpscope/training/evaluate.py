@@ -13,7 +13,8 @@ import numpy as np
 from sharpscope.config.policy import EMBEDDED_PREFIX
 from sharpscope.errors import UserError
 from sharpscope.policy import Policy, SamplingSpec, check_revision, draw_scored, embedded_policy, load_policy
-from sharpscope.recording import environment, evaluation_row, prompt_pass_at_k, standard_error
+from sharpscope.recording import environment
+from sharpscope.recording.rows import evaluation_row, prompt_pass_at_k, standard_error
 from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Task, make_task, task_choice
 from sharpscope.tasks.dataset import DatasetTask

@@ -33,19 +33,16 @@ from sharpscope.policy.adapters import without_adapters
 from sharpscope.policy.scoring import Scorer, shortest_row
 from sharpscope.policy.sharding import ModelView, gathered_copy
 from sharpscope.probes import coming_step, noise_rotation, rotation
-from sharpscope.recording import (
+from sharpscope.recording.norms import clip_factor, gradient_norm, total_norm, update_norm
+from sharpscope.recording.step import (
     PendingUpdate,
     StepResult,
     StepTokens,
     UpdateResult,
     UpdateRotation,
     UpdateTokens,
-    clip_factor,
-    gradient_norm,
     loss_mask,
     step_tensors,
-    total_norm,
-    update_norm,
 )
 from sharpscope.seeds import generator
 from sharpscope.training.rollouts import finite_group_rows

@@ -20,30 +20,19 @@ from sharpscope.errors import UserError
 from sharpscope.objective import Method, calibrate, method_label
 from sharpscope.policy import Policy, check_lengths, check_revision, render_prompts
 from sharpscope.policy.sharding import shard
-from sharpscope.recording import (
-    Drawer,
-    Observations,
-    Observers,
-    RolloutBatch,
+from sharpscope.recording import environment, run_folder
+from sharpscope.recording.health import (
     StepHealth,
-    StepObserver,
-    StepResult,
     check_finite,
     check_method,
-    check_probe_set,
-    environment,
     kept_rows,
-    plain_norm,
-    rollout_columns,
     rotation_event,
-    run_folder,
-    solution_losses,
-    step_tensors,
-    steps_row,
     temperature_gap,
-    token_columns,
-    update_columns,
 )
+from sharpscope.recording.observers import Observations, Observers, StepObserver
+from sharpscope.recording.probe_sets import Drawer, check_probe_set, solution_losses
+from sharpscope.recording.rows import plain_norm, rollout_columns, steps_row, token_columns, update_columns
+from sharpscope.recording.step import RolloutBatch, StepResult, step_tensors
 from sharpscope.rules import Event, judge
 from sharpscope.tasks import Task, make_task
 from sharpscope.traces import RunLock, create_run_dir, read_run_info

@@ -12,7 +12,7 @@ from torch import Tensor
 from sharpscope.config.method import DecoupledAdvantage, Sampling
 from sharpscope.objective import Method, estimate_advantages, kl_reward, overlong_penalty
 from sharpscope.policy import Policy, Rollouts, RolloutSpec, TokenStats, draw_scored, join_rollouts
-from sharpscope.recording import RolloutBatch
+from sharpscope.recording.step import RolloutBatch
 from sharpscope.seeds import derive, generator
 from sharpscope.tasks import Example, Reward, Task
 

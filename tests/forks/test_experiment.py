@@ -18,7 +18,7 @@ from sharpscope.errors import UserError
 from sharpscope.forks import experiment
 from sharpscope.forks.outcomes import inner
 from sharpscope.forks.start import SharedDraws
-from sharpscope.recording import gradient_norm
+from sharpscope.recording.norms import gradient_norm
 from sharpscope.training import learner
 from sharpscope.training.checkpoint import OPTIMIZER, checkpoint_dir
 from tests.forks.starts import SMALL, start_of

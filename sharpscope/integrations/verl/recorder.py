@@ -35,18 +35,13 @@ from sharpscope.integrations.importers import Completion, step_events, step_tabl
 from sharpscope.policy import completions_of
 from sharpscope.probes import Estimate, columns, guarded
 from sharpscope.probes.token_gradients import ShardedNorms
-from sharpscope.recording import (
-    Event,
-    UpdateResult,
-    UpdateTokens,
-    clip_factor,
-    critical_rows,
-    environment,
-    gradient_norm,
-    refusal,
-    update_columns,
-    update_norm,
-)
+from sharpscope.recording import environment
+from sharpscope.recording.health import refusal
+from sharpscope.recording.norms import clip_factor, gradient_norm, update_norm
+from sharpscope.recording.observers import critical_rows
+from sharpscope.recording.rows import update_columns
+from sharpscope.recording.step import UpdateResult, UpdateTokens
+from sharpscope.rules import Event
 from sharpscope.traces import RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
 from sharpscope.traces.files import now
 
