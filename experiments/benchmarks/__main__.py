@@ -43,10 +43,9 @@ def step(
 @app.command("recording")
 def recording(
     steps: Annotated[int, typer.Option(help="Steps of the default run.")] = 100,
-    prompts: Annotated[int, typer.Option(help="Prompts of the light probes; 0 leaves them out.")] = 256,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any field of the run, as path=value.")] = None,
 ) -> None:
-    """Share of a default run's time that recording takes, and a round of light probes in forward and backward passes.
+    """Share of a default run's time that recording takes.
 
     Example:
 
@@ -54,11 +53,9 @@ def recording(
     """
     import json
 
-    from experiments.benchmarks.recording import default_share, light_passes
+    from experiments.benchmarks.recording import default_share
 
     typer.echo(json.dumps(default_share(steps, set_ or ()), indent=2))
-    if prompts:
-        typer.echo(json.dumps(light_passes(prompts, overrides=set_ or ()), indent=2))
 
 
 @app.command("report")
@@ -265,26 +262,6 @@ def growth(
     if out is not None:
         measured.picture(curves, out)
         typer.echo(f"written: {out}")
-
-
-@app.command("memory")
-def memory(
-    steps: Annotated[int, typer.Option(min=50, help="Steps of the tiny run.")] = 1000,
-    out: Annotated[Path, typer.Option(help="Folder for the numbers.")] = Path("experiments/benchmarks"),
-) -> None:
-    """A process's memory over a long tiny run with every recorder on: is it flat?
-
-    Example:
-
-      python -m experiments.benchmarks memory --steps 300 --out bench
-    """
-    from experiments.benchmarks.memory import measure, write
-
-    found = measure(steps, lambda text: typer.echo(f"  {text}", err=True))
-    typer.echo(found.text())
-    typer.echo(f"written: {write(found, out)}")
-    if not found.flat:
-        raise typer.Exit(1)
 
 
 @app.command("laptop")

@@ -127,7 +127,7 @@ def compare_with_trl(steps: int = 18, threads: int | None = None, overrides: Seq
     sides = {name: Side() for name in ("recorded", "bare", "trl")}
     with tempfile.TemporaryDirectory(prefix="sharpscope-bench-") as folder:
         configs = {
-            name: build_config(None, [*values, *extra, *overrides, f"out={folder}", f"name={name}"]).model_copy(
+            name: build_config(None, [*values, *extra, *overrides, f"out={folder}/{name}"]).model_copy(
                 update={"threads": used}
             )
             for name, extra in (("recorded", ()), ("bare", bare))

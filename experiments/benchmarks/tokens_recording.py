@@ -78,7 +78,6 @@ def _steps(repeats: int, threads: int, overrides: tuple[str, ...], schedule: str
             f"steps={2 * repeats + 1}",
             "update.mini_batches=1",
             f"threads={threads}",
-            f"out={folder}",
-            "name=bench",
+            f"out={folder}/bench",
         )
         return load_run(train(build_config(None, [*own, *overrides])).run_dir).steps.iloc[1:]

@@ -90,7 +90,7 @@ class RecordingSpec(Spec):
     rollouts_every: int = Field(1, ge=0, description="Interval of the rollouts table; 0: never [steps].")
     tokens_every: int = Field(1, ge=0, description="Interval of the tokens table; 0: never [steps].")
     token_gradients_every: int = Field(
-        20,
+        50,
         ge=0,
         description="Interval of score norms (local method) and attribution, also at the first and the last step; 0: never [steps].",
     )
@@ -109,7 +109,7 @@ class RecordingSpec(Spec):
         "inner epoch is recorded.",
     )
     exact_tokens: int = Field(
-        16,
+        8,
         ge=0,
         description="Number of tokens with the largest local norm, and of random others, whose exact norm is computed as well.",
     )
@@ -119,7 +119,7 @@ class RecordingSpec(Spec):
         "attribution again). Not with method.sharpness, which uses the gradient at another point.",
     )
     rotation_every: int = Field(
-        20,
+        50,
         ge=0,
         description="Interval of the rotation of gradients and updates against the reference objective, also at step 1; every update of "
         "such a step costs another forward and backward pass; 0: never [steps].",

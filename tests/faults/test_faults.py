@@ -43,7 +43,7 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(uninterrupted, tmp_p
     run = tmp_path / "run"
     process = child(policy, run)
     limit = time.monotonic() + 600
-    while not list((run / "traces" / "steps").glob("part-*")) and time.monotonic() < limit:
+    while not list((run / "traces" / "steps").glob("part-*")) and time.monotonic() < limit and process.poll() is None:
         time.sleep(0.01)
     time.sleep(delay)
     process.send_signal(signal.SIGKILL)
