@@ -120,7 +120,7 @@ def sharpness_rows(run: Run) -> pd.DataFrame:
             kept = np.isclose(rho, fit[-1] if len(fit) and worst.notna().any() else worst.index[0], rtol=1e-6)
             own, rho, saturation = own[kept], rho[kept], saturation[kept]
         name = SHARPNESS[str(quantity)] + ("" if quantity == "critical_sharpness" else f" of {functional}")
-        name += f", radius {rho[0]:g}" if len(rho) and math.isfinite(rho[0]) else ""
+        name += f", radius {rho[0]:.3g}" if len(rho) and math.isfinite(rho[0]) else ""
         half = Z * known(own["prompt_std_error"])
         rank = list(SHARPNESS).index(str(quantity))
         pieces.append(own.assign(measure=name, half=half, saturation=saturation, rank=rank))

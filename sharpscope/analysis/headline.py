@@ -163,7 +163,7 @@ def moved_sections(runs: Sequence[Run], top: int = 4, why: str = "") -> list[Sec
             if spike.grad_norm > 1.5 * spike.typical
             else ""
         )
-        texts = told_apart([str(text) for text in spike.prompts.head(1)["prompt"]], 90)
+        texts = told_apart([str(text) for text in spike.prompts["prompt"]], 90)
         note = (
             f"{concentration_text(run, spike.step)} Gradient norm {number(spike.grad_norm)}{many}. ↑ made more likely, ↓ less likely; "
             f"shares are of the step's update. Largest prompt: {percent(spike.prompts['share'].iloc[0], sign=True)}, {texts[0]!r}."

@@ -341,6 +341,7 @@ def accuracy_sections(settings: Sequence[Setting]) -> list[Section]:
         runs = [one.sort_values("step") for _, one in own.groupby("run")]
         first, last = ([(100 * one["accuracy"].iloc[k], 100 * one["half"].iloc[k]) for one in runs] for k in (0, -1))
         changes = [(b[0] - a[0], math.hypot(a[1], b[1])) for a, b in zip(first, last, strict=True)]
+        paired = all(len(one) > 1 for one in runs)
         ends = pd.DataFrame([one.iloc[-1] for one in runs])
         row = {
             "on": str(split).replace("heldout", "held-out"),
@@ -349,10 +350,10 @@ def accuracy_sections(settings: Sequence[Setting]) -> list[Section]:
         }
         row |= {
             "prompts": str(ends["prompts"].iloc[0]),
-            "before [%]": _over_seeds(first),
+            "before [%]": _over_seeds(first if paired else []),
             "after [%]": _over_seeds(last),
         }
-        row["change [points]"] = _over_seeds(changes, sign=True) if all(len(one) > 1 for one in runs) else "–"
+        row["change [points]"] = _over_seeds(changes if paired else [], sign=True)
         k = int(ends["k"].max())
         row["right in k tries"] = f"{percent(known(ends['pass_at_k']).mean(), 1)} (k = {k})" if k > 1 else "–"
         row["cut"] = percent(known(ends["truncated"]).mean(), 1)
@@ -457,8 +458,8 @@ def curve_table(run: Run) -> pd.DataFrame:
         values = known(steps[column]) if column in steps else np.zeros(0)
         if column.endswith("_rotation"):  # recorded at some steps only
             values = values[np.isfinite(values)] if rotates(run) else np.zeros(0)
-        constant = len(set(values)) == 1 and ("[share]" in name or column == "weight_mean")
-        if np.isfinite(values).any() and not constant:
+        finite = values[np.isfinite(values)]
+        if len(finite) and not (np.ptp(finite) < 1e-6 and ("[share]" in name or column == "weight_mean")):
             third = max(1, len(values) // 3)
             first, last = values[:third].mean(), series_mean(values[-third:])
             end = interval_text(last[0], Z * last[1]) if math.isfinite(last[0]) else "not a number"
@@ -507,6 +508,8 @@ def problem_sections(runs: Runs) -> list[Section]:
     result += [sampler] if sampler is not None else []
     costs = cost_table(runs)
     note = "Sums over the recorded steps; evaluation and loading are not in them. Recording holds the probes."
+    most = {INTERVALS[kind] for kind in costs.get("most of recording", []) if kind in INTERVALS}
+    note += f" To record less, change {' or '.join(sorted(most))}." if most else ""
     return [*result, *([Section("Cost", costs, note, part)] if len(costs) else [])]
 
 
@@ -551,7 +554,7 @@ def cost_table(runs: Runs) -> pd.DataFrame:
         memory = ", ".join(
             f"{kind} {size / 2**20:,.0f} MiB" for kind, size in sizes.items() if isinstance(size, int | float)
         )
-        row["most of recording"] = f"{largest} ({INTERVALS[largest]})" if largest in INTERVALS else largest or "–"
+        row["most of recording"] = largest or "–"
         rows.append(row | {"peak memory": memory or "–", "device": str(run.info.get("device") or "–")})
     frame = pd.DataFrame(rows)
     alone = ["run"] * (len(runs) == 1) + [name for name in frame if (frame[name] == "–").all()]

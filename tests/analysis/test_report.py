@@ -21,6 +21,7 @@ from sharpscope.analysis.report import (
     found_sections,
     messages,
     page_of,
+    problem_sections,
     setting_sections,
     sharpness_sections,
     sparkline,
@@ -201,7 +202,9 @@ def test_costs_are_those_of_the_tables_and_name_the_setting_to_change(tmp_path: 
         writer.append("steps", rows("steps", 1, 1) | seconds)
     (cost,) = cost_table(load_runs(tmp_path)).to_dict("records")
     assert (cost["a step [s]"], cost["generation"], cost["recording"]) == ("1.00", "50 %", "25 %")
-    assert cost["most of recording"] == "norms (recording.token_gradients_every)"
+    assert cost["most of recording"] == "norms"
+    (section,) = [one for one in problem_sections(load_runs(tmp_path)) if one.title == "Cost"]
+    assert "To record less, change recording.token_gradients_every." in section.note
 
 
 def test_the_page_has_every_part_and_each_section_once(pair: Study, tmp_path: Path):
