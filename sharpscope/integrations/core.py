@@ -50,10 +50,10 @@ KL_ROWS = 4
 """Completions on which the divergence over a whole step is measured."""
 _STEP_REWARDS = ("reward_mean", "reward_std", "accuracy", "accuracy_completed", "zero_std_groups")
 _STEP_RATIOS = ("kl", "kl_step", "clip_fraction_low", "clip_fraction_high")
-_WEIGHTS = tuple(f"weight_{name}" for name in ("mean", "std", "min", "max", "saturation_low", "saturation_high", "ess"))
+WEIGHTS = tuple(f"weight_{name}" for name in ("mean", "std", "min", "max", "saturation_low", "saturation_high", "ess"))
 _UPDATE_RATIOS = ("kl_old_k3", "ratio_min", "ratio_max")
 UNREWARDED = {
-    "steps": (*_STEP_REWARDS, "truncated_fraction", "generated_tokens", *_STEP_RATIOS, *_WEIGHTS),
+    "steps": (*_STEP_REWARDS, "truncated_fraction", "generated_tokens", *_STEP_RATIOS, *WEIGHTS),
     "updates": (*_UPDATE_RATIOS, "clip_fraction_low", "clip_fraction_high"),
     "rollouts": ("reward", "correct", "advantage", "truncated"),
     "tokens": ("advantage", "ratio", "weight", "clipped"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sharpscope import distributed
 from sharpscope.errors import UserError
-from sharpscope.integrations.core import Recorder
+from sharpscope.integrations.core import WEIGHTS, Recorder
 from sharpscope.integrations.steps import Step, TokenLoss, prompt_texts
 from sharpscope.integrations.trainers import Sequences, sequences_of
 from sharpscope.objective import k3
@@ -25,9 +25,8 @@ from sharpscope.recording.observers import StepObserver
 from sharpscope.recording.step import RolloutBatch
 from sharpscope.tasks import Example, Reward
 
-_WEIGHTS = tuple(f"weight_{name}" for name in ("mean", "std", "min", "max", "saturation_low", "saturation_high", "ess"))
 _ABSENT: dict[str, dict[str, tuple[str, ...]]] = {
-    "": {"steps": (*_WEIGHTS, "generation_s"), "tokens": ("weight",)},
+    "": {"steps": (*WEIGHTS, "generation_s"), "tokens": ("weight",)},
     "rewards": {"steps": ("reward_mean", "reward_std", "zero_std_groups"), "rollouts": ("reward",)},
     "advantages": {"rollouts": ("advantage",), "tokens": ("advantage",)},
     "old_logp": {

@@ -37,7 +37,7 @@ def record(
 ) -> Any:
     """Record a trainer, or the updates of a model in a training loop of your own.
 
-    A trainer (TRL's GRPOTrainer, AsyncGRPOTrainer, SFTTrainer, DPOTrainer or a transformers Trainer): call it once, before
+    A trainer (TRL's GRPOTrainer, SFTTrainer, DPOTrainer or a transformers Trainer): call it once, before
     `trainer.train()`. A loop: give the model and its optimizer, call `tokens` before `backward` and `step` before
     `optimizer.step()` on what this function returns. Without `weights` the training is bitwise the same, and an error of the recorder ends
     the recording, not the training. `sharpscope show`, `tokens` and `analyze` read the folder, also while it trains.
@@ -117,10 +117,7 @@ def record(
             model, out, kind, task=task or kind, critical=interval, **options | {"recording": own}
         )
     if "AsyncGRPOTrainer" in names:
-        from sharpscope.integrations.asynchronous import AsyncRecorder, check_asynchronous
-
-        check_asynchronous(model)
-        return AsyncRecorder(model, out, task=task or "trl", critical=0, **options)
+        raise UserError(f"record: {type(model).__name__} packs samples into trees and is not recorded; use GRPOTrainer")
     from sharpscope.integrations.trl import GrpoRecorder, check_grpo, token_weights_of
 
     check_grpo(model)

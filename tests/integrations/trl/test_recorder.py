@@ -559,13 +559,11 @@ def test_what_cannot_be_recorded_is_said_before_anything_is_written(change, mess
     assert not (tmp_path / "run").exists()
 
 
-def test_the_asynchronous_trainer_of_an_older_trl_is_refused_by_name(tmp_path: Path, monkeypatch):
+def test_the_asynchronous_trainer_is_refused_by_name(tmp_path: Path):
     experimental = pytest.importorskip("trl.experimental.async_grpo")
     one = experimental.AsyncGRPOTrainer.__new__(experimental.AsyncGRPOTrainer)
-    monkeypatch.setattr("sharpscope.integrations.asynchronous.find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"AsyncGRPOTrainer of this TRL .*trl>=1\.16"):
+    with pytest.raises(UserError, match=r"AsyncGRPOTrainer packs samples"):
         record(one, out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 def test_other_mistakes(tmp_path: Path, monkeypatch):
