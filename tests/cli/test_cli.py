@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from sharpscope import training
 from sharpscope.cli import app, main, printable
 from sharpscope.cli.app import PANELS, REPLACED
 from sharpscope.cli.describe import BASIC
@@ -140,6 +141,30 @@ def test_settings_are_checked_before_torch_is_loaded(mistake, tmp_path: Path):
     status, heavy, seconds = done.stdout.rsplit(maxsplit=2)
     assert (status, heavy) == ("2", "[]"), done.stdout + done.stderr
     assert float(seconds) < 1.0  # about 0.45 s; twice that on a busy machine
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "says"),
+    [
+        ("finished", 0, "finished: 3 steps"),
+        ("interrupted", 130, "resume: sharpscope run --resume runs/x"),
+        ("failed", 1, "failed: 3 steps, a reason"),
+    ],
+)
+def test_the_exit_code_says_how_a_run_ended(status, code, says, here, monkeypatch):
+    """So that a loop in a shell ends with Ctrl-C."""
+    outcome = training.Outcome(Path("runs/x"), status, 3, "a reason", ("continues after step 2",))
+    monkeypatch.setattr(training, "train", lambda *arguments, **options: outcome)
+    found, output, _ = here("run", "--quiet", "--out", "runs/x")
+    assert found == code and says in output and "continues after step 2" in output
+
+
+def test_a_second_interrupt_exits_130_without_a_traceback(here, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "train", interrupted)
+    assert here("run", "--quiet") == (130, "", "interrupted\n")
 
 
 def test_a_process_ends_with_the_code_and_the_line_of_a_mistake(tmp_path: Path):
