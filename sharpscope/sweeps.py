@@ -222,7 +222,10 @@ def _plan_part(
         settings = {**setting, **point}
         small = spec.smoke if smoke else {}
         for text, method in methods:
-            layers = [base, {"method": text if token_weights is None else method.model_dump(mode="json")}]
+            layers: list[Mapping[str, Any]] = [
+                base,
+                {"method": text if token_weights is None else method.model_dump(mode="json")},
+            ]
             layers += [nested(path, value) for path, value in settings.items()] + [changes]
             layers += [nested(path, value) for path, value in small.items()]
             name = run_name(method.label or (text if token_weights is None else method_label(method)), settings, seed)
