@@ -18,13 +18,21 @@ from sharpscope.probes.fingerprint import remembered
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.lanczos import Operator, graph_product
 from sharpscope.probes.objectives import Objective, token_batch
-from sharpscope.probes.surface import checked_parameters, common_dtype, flatten, size_of, unflatten, working_precision
+from sharpscope.probes.surface import (
+    Surface,
+    checked_parameters,
+    common_dtype,
+    flatten,
+    size_of,
+    unflatten,
+    working_precision,
+)
 
 CHECKED_TOKENS = 32  # tokens of the first row whose logits are compared with the model's own
 FEW_TOKENS = 24  # tokens of each of the two rows on which Hessian products are checked
 
 
-class LmSurface:
+class LmSurface(Surface):
     """L(θ) of an objective of a causal language model; create it with `lm_surface`.
 
     Rows of similar length share a microbatch to reduce padding. Results do not depend on the microbatches beyond rounding.

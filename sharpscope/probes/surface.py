@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,42 +23,44 @@ CALLS = 4
 """Number of evaluations of a closure that must agree before a probe starts."""
 
 
-class Surface(Protocol):
+class Surface:
     """L(θ) over a fixed batch. Vectors are flat, (P,): the parameters concatenated in order."""
 
     parameters: tuple[Tensor, ...]
 
     def loss(self) -> Tensor:
         """L(θ) as a scalar with its graph; memory is not bounded."""
-        ...
+        raise NotImplementedError
 
     def value(self) -> float:
         """L(θ) at the parameters' present values."""
-        ...
-
-    def by_prompt(self) -> Tensor | None:
-        """One value for each prompt, (k,) float64, with mean L(θ) (see `Objective.by_prompt`); None if prompts are not known."""
-        ...
+        raise NotImplementedError
 
     def gradient(self) -> tuple[float, Tensor]:
         """L(θ) and ∇L(θ) (P,)."""
-        ...
+        raise NotImplementedError
 
     def hessian(self) -> Operator:
         """∇²L(θ) at the parameters' present values, as an operator on (P,)."""
-        ...
+        raise NotImplementedError
+
+    def by_prompt(self) -> Tensor | None:
+        """One value for each prompt, (k,) float64, with mean L(θ) (see `Objective.by_prompt`); None if prompts are not known."""
+        return None
 
     def curvature_by_prompt(self, vector: Tensor) -> Tensor | None:
         """vᵀH_i v of each prompt's Hessian, (k,) float64 with mean vᵀHv; None if prompts are not known."""
-        ...
+        return None
 
     def ceiling(self, loss: float) -> float:
         """The largest rise that the loss can have from the value `loss`; NaN if it has no bound or the bound is not known."""
-        ...
+        return math.nan
 
     def check(self, operator: Operator | None = None) -> float:
         """Relative error of a Hessian product, `operator`'s if given; see `check_products`."""
-        ...
+        from sharpscope.probes.check import check_products
+
+        return check_products(self, operator)
 
 
 def flatten(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
@@ -179,7 +181,7 @@ def moved(parameters: Sequence[Tensor], step: Tensor, *, relative_error: float =
             tensor.data = data
 
 
-class ClosureSurface:
+class ClosureSurface(Surface):
     """Surface of a zero-argument closure that returns a scalar loss of `parameters`."""
 
     def __init__(self, loss_fn: LossFn, parameters: Sequence[Tensor]) -> None:
@@ -203,9 +205,6 @@ class ClosureSurface:
         with torch.no_grad():
             return float(self.loss().double())
 
-    def by_prompt(self) -> None:
-        """None: the prompts of a closure are not known."""
-
     def gradient(self) -> tuple[float, Tensor]:
         """L(θ) and ∇L(θ) (P,); parameters that the loss does not use have gradient 0."""
         loss = self.loss()
@@ -221,19 +220,6 @@ class ClosureSurface:
         from sharpscope.probes.lanczos import GraphHessian
 
         return GraphHessian([self.loss()], self.parameters)
-
-    def curvature_by_prompt(self, vector: Tensor) -> None:
-        """None: the prompts of a closure are not known."""
-
-    def ceiling(self, loss: float) -> float:
-        """NaN: the bound of a closure is not known."""
-        return math.nan
-
-    def check(self, operator: Operator | None = None) -> float:
-        """See `check_products`."""
-        from sharpscope.probes.check import check_products
-
-        return check_products(self, operator)
 
     @contextmanager
     def deterministic(self) -> Iterator[None]:
