@@ -111,10 +111,12 @@ def difference(one: Path, two: Path) -> str:
         if run.verify():
             return f"{run.path.name}: damaged: {run.damaged}"
     for name in TABLES:
-        first, second = (
-            (run.tokens() if name == "tokens" else getattr(run, name)).drop(columns=timing_columns(name))
-            for run in runs
-        )
+        tables = [run.tokens() if name == "tokens" else getattr(run, name) for run in runs]
+        if all(table is None for table in tables):
+            continue  # neither has it
+        if any(table is None for table in tables):
+            return f"{name}: only one run has it"
+        first, second = (table.drop(columns=timing_columns(name)) for table in tables)
         try:
             pd.testing.assert_frame_equal(first, second, check_exact=True)
         except AssertionError as error:

@@ -97,8 +97,10 @@ def assert_same_frame(first, second, tolerance, label):
 def assert_same_run(folder, one, two, tolerance=1e-5):
     runs = [sharpscope.load_run(folder / name) for name in (one, two)]
     assert [run.info["status"] for run in runs] == ["finished", "finished"]
-    for table in set(TABLES) - {"reductions"}:
+    for table in TABLES:
         first, second = (run.tokens() if table == "tokens" else getattr(run, table) for run in runs)
+        if first is second is None:
+            continue
         drop = timing_columns(table)
         assert_same_frame(first.drop(columns=drop), second.drop(columns=drop), tolerance, f"{two} {table}")
     assert len(runs[0].tokens()) > 100
