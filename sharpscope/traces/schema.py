@@ -263,7 +263,7 @@ score_norm? float32 [L2 norm]: norm of grad ln pi over all trainable parameters;
     an unbiased estimate of its square is negative
 score_norm_std_error? float32 [L2 norm]: standard error of score_norm (first order); 0
     if exact
-draw_probability? float32: probability of selecting the token for the exact tier: inclusion_probability for the
+draw_probability? float32: probability of computing the exact norm of the token: inclusion_probability for the
     largest local norms of the sample, less for tokens drawn at random from it; its inverse weights a mean of
     score_norm over all tokens
 score_norm_method? string [name]: how score_norm was computed: exact | sketch
