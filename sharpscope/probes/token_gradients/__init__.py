@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from sharpscope.config.probes import Check
 from sharpscope.errors import UserError, nearest
 from sharpscope.probes.guard import guarded
-from sharpscope.probes.token_gradients.exact import exact_norms
-from sharpscope.probes.token_gradients.local import head_norms, local_norms
 from sharpscope.probes.token_gradients.result import METHODS, NormMethod, ScoreNorms
-from sharpscope.probes.token_gradients.rows import Rows, make_rows
-from sharpscope.probes.token_gradients.self_check import check_norms
+from sharpscope.probes.token_gradients.rows import make_rows
+from sharpscope.probes.token_gradients.self_check import NORMS, check_norms
 from sharpscope.probes.token_gradients.sharded import ShardedNorms
 from sharpscope.probes.token_gradients.sketch import sketch_norms
 from sharpscope.probes.token_gradients.structure import structure_of
@@ -83,16 +81,9 @@ def score_norms(
     with guarded(model, weights=False):
         rows = make_rows(model, input_ids, mask, attention_mask, temperature)
         structure = structure_of(model)
-
-        def measure(some: Rows) -> ScoreNorms:
-            """The norms by the method chosen."""
-            if method == "head":
-                return head_norms(model, structure, some, temperature)
-            if method == "local":
-                return local_norms(model, structure, some, temperature)
-            if method == "sketch":
-                return sketch_norms(model, structure, some, temperature, directions, seed)
-            return exact_norms(model, structure, some, temperature)
-
         checked = check_norms(model, structure, rows, temperature, method, check)
-        return replace(measure(rows), checked=checked)
+        if method == "sketch":
+            found = sketch_norms(model, structure, rows, temperature, directions, seed)
+        else:
+            found = NORMS[method](model, structure, rows, temperature)
+        return replace(found, checked=checked)

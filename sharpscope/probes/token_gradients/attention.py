@@ -96,7 +96,8 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        ctx.result = _attend(*arguments, QUERY_BLOCK[CUT])
+        q, k, v, mask, scale, cap = arguments
+        ctx.result = _attend(q, k, v, mask, scale, cap, QUERY_BLOCK[CUT])
         return ctx.result.out.view(ctx.result.shape)
 
     @staticmethod
@@ -121,10 +122,11 @@ class _Cut(torch.autograd.Function):
         return dq.view(B, H, L, -1), dk, dv, None, None, None
 
 
-def _pushed(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+def _pushed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float | None) -> Tensor:
     """Attention of dual tensors."""
     parts = [forward_ad.unpack_dual(x) for x in (q, k, v)]
-    result = _attend(*(part.primal for part in parts), *rest, QUERY_BLOCK[FORWARD])
+    q, k, v = (part.primal for part in parts)
+    result = _attend(q, k, v, mask, scale, cap, QUERY_BLOCK[FORWARD])
     out = result.out.view(result.shape)
     if all(part.tangent is None for part in parts):
         return out

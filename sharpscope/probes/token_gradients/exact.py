@@ -127,7 +127,7 @@ def _job(
         def measure(use: Use, g: Tensor) -> None:
             for name, squares in exact_squares(use, g):
                 found[name] = found[name] + squares if name in found else squares
-            if use.kind == "embedding" and use.weight == structure.tied and words is not None:
+            if structure.tied is not None and use.weight == structure.tied and words is not None:
                 read = words if use.ignored is None else words.masked_fill(use.x == use.ignored, 0.0)
                 along = (use.by_position(g)[:, :, 0].to(words) @ states.to(words)[..., None])[..., 0]  # (B, L)
                 found[structure.tied] = found[structure.tied] + 2 * (read * along).sum(-1)

@@ -45,7 +45,7 @@ class LocalPass:
         b, j = self.where.unbind(1)
         for name, squares in local_squares(use, g):
             self.sums.add(name, squares[b, j])
-        if use.kind == "embedding" and use.weight == structure.tied and self.coupled is not None:
+        if structure.tied is not None and use.weight == structure.tied and self.coupled is not None:
             pull = self.coupled.masked_fill(use.x[b, j] == (-1 if use.ignored is None else use.ignored), 0.0)
             cross = torch.linalg.vecdot(use.by_position(g)[b, j, 0].to(pull), self.hidden.to(pull))
             self.sums.add(structure.tied, 2 * pull * cross)

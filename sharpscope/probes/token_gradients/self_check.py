@@ -241,7 +241,8 @@ def _sample(model: nn.Module, structure: Structure, rows: Rows, temperature: flo
         logits = _logits(model, ids[0])
     if not bool(logits.isfinite().all()):
         return None
-    vocabulary = bare(model).get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
+    embedding: Any = bare(model).get_input_embeddings()
+    vocabulary = len(embedding.weight)
     words = [int(logits[0, length - 1, :vocabulary].topk(2).indices[-1]) for length in lengths]
     table, mask = whole[: n + 1].repeat(2, 1), torch.zeros(2, n + 1, dtype=torch.bool, device=whole.device)
     for i, length in enumerate(lengths):

@@ -351,7 +351,7 @@ def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
 @contextmanager
 def _recorded_experts(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Run transformers' experts so that the recorder knows which position each row of their inputs is."""
-    experts = [
+    experts: list[Any] = [
         module
         for module in bare(model).modules()
         if hasattr(module, "is_transposed")
