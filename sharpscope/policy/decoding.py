@@ -163,7 +163,8 @@ def decode(
     stopped = _StopStrings(policy, stop, len(rows)) if stop else None
     # Of each row that has not finished: its index in `rows`, next position in its completion, and text in the cache.
     member, column = torch.arange(len(rows), device=device), out.length[rows].to(device)
-    text, position, record = row_text.to(device), lengths, []
+    text, position = row_text.to(device), lengths
+    record: list[tuple[Tensor, ...]] = []
     with torch.inference_mode() if direct else nullcontext():
         while True:
             token, logp, sampler_logp = draw(head.logits(hidden), uniforms[member, column], spec, text)

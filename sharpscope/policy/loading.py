@@ -132,7 +132,8 @@ def _base_model(adapters: Path, base: str | None) -> str:
 def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenizerBase, str]:
     """Load the model on its device and its tokenizer; also return their folder, file or hub id."""
     location = _locate(spec.model)
-    source, options = location, {"trust_remote_code": spec.trust_remote_code}
+    source = location
+    options: dict[str, Any] = {"trust_remote_code": spec.trust_remote_code}
     if location.endswith(GGUF):
         if importlib.util.find_spec("gguf") is None:
             raise UserError(
