@@ -374,9 +374,10 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> Runs:
     """
     if isinstance(path, str | Path):
         root = Path(path)
-        if not root.is_dir():
+        packed = not root.exists() and any(is_pack(parent) for parent in list(root.parents)[:_DEPTH])
+        if not root.is_dir() and not packed:
             raise UserError(f"runs: {root} is not a folder; give the folder that contains your runs")
-        folders = list(_run_folders(root, _DEPTH))
+        folders = [root] if packed else list(_run_folders(root, _DEPTH))
         labels = [folder.relative_to(root).as_posix() if folder != root else root.resolve().name for folder in folders]
     else:
         folders = [Path(item) for item in path]

@@ -106,7 +106,7 @@ def test_a_run_folder_is_never_overwritten(tmp_path):
     with pytest.raises(UserError, match="is not empty"):
         create_run_dir(tmp_path / "a")
     new_run(tmp_path / "b")
-    with pytest.raises(UserError, match=r"contains a run and is not overwritten; a free one is .*b-2"):
+    with pytest.raises(UserError, match=r"contains a run and is not overwritten; use --out .*b-2"):
         create_run_dir(tmp_path / "b")
     with pytest.raises(UserError, match="is inside the run"):
         create_run_dir(tmp_path / "b" / "below")
