@@ -160,6 +160,8 @@ def read_recorded(folder: Path, values: Mapping[str, Any] | None = None, overrid
     """
     file = folder / CONFIG_FILE
     if not file.is_file():
+        if (folder / "run.json").is_file():
+            raise UserError(f"{folder}: was recorded from another trainer, so there is no configuration to go on from")
         problem = f"has no {CONFIG_FILE}" if folder.is_dir() else "does not exist"
         raise UserError(f"{folder}: {problem}; give the folder of a run")
     layers = [without_removed(read_yaml(file)), {"out": str(folder)}]

@@ -231,6 +231,9 @@ def test_the_configuration_of_a_run_of_version_0_2_is_read(tmp_path: Path):
         build_config(tmp_path / "config.yaml")
     with pytest.raises(UserError, match="give the folder of a run"):
         read_recorded(tmp_path.parent)
+    (tmp_path / "config.yaml").rename(tmp_path / "run.json")
+    with pytest.raises(UserError, match="recorded from another trainer"):
+        read_recorded(tmp_path)
 
 
 @pytest.mark.parametrize("path", REMOVED)
