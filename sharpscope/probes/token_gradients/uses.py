@@ -149,6 +149,7 @@ def rate(use: Use, direction: Mapping[str, Tensor]) -> Tensor | None:
     if use.kind == "gain":
         moved = use.x * weight
     elif use.kind == "linear":
+        weight = weight.to(use.x)  # a router may compute in another type
         moved = use.x @ (weight if use.transposed else weight.mT)
     else:
         moved = F.embedding(use.x, weight)
