@@ -84,7 +84,13 @@ def binned(frame: pd.DataFrame, x: str, y: str, label: str, by: str | None = Non
             at = groups[x].median()
             error = [middle - low, high - middle]
             axis.errorbar(
-                at, middle, error, color=color, marker="o", markersize=4, label=f"{by} {name}" if by else None
+                at,
+                middle,
+                error,
+                color=color,
+                marker="o",
+                markersize=4,
+                label=" ".join([by, str(name)]) if by else None,
             )
         scale = "log" if log else "linear"
         axis.set(xlabel=WORDS[x], ylabel=WORDS[y], title=plain(label), xscale=scale, yscale=scale)
