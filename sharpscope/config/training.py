@@ -50,7 +50,7 @@ class UpdateSpec(Spec):
         16384,
         ge=64,
         description="Maximum size of a forward and backward pass, with each prompt counted once; larger groups are split, a longer "
-        "completion runs alone [tokens].",
+        "completion runs alone; lowered where the model's activations would exceed about 4 GB (16 GB on a GPU) [tokens].",
     )
     gradient_checkpointing: bool = Field(
         False,
