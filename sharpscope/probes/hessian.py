@@ -180,7 +180,7 @@ def curvature(
         max_products: maximum number of Hessian-vector products for the eigenpairs.
         trace_probes: random probes of the trace, at least 2; 0 for no trace.
         density_samples: random starts of the spectral density, the first of which is that of the eigenpairs; 0 for no density.
-        density_steps: Lanczos steps of each start of the density.
+        density_steps: Lanczos steps of each start of the density; at most as many as vectors fit into `memory_mb`.
         backend: `lanczos`, or `pyhessian` for PyHessian's eigenvalues and trace.
         preconditioner: D, a positive tensor for each parameter (see `adamw_preconditioner`); the estimates are then of
             D^(−1/2) H D^(−1/2).
@@ -254,13 +254,14 @@ def curvature(
         try:
             mark = time.perf_counter()
             item = torch.finfo(hessian.dtype).bits // 8
+            capacity = max(6, int(memory_mb * 2**20 / (item * hessian.size)))
             pairs = eigenpairs(
                 hessian,
                 upper=top,
                 lower=int(smallest),
                 tolerance=tolerance,
                 max_products=max_products,
-                capacity=max(6, int(memory_mb * 2**20 / (item * hessian.size))),
+                capacity=capacity,
                 generator=sub_generator(seed, "eigenvalues"),
             )
             found |= _measured(hessian, pairs, smallest, tolerance, why)
@@ -274,7 +275,7 @@ def curvature(
                     probes=trace_probes,
                     generator=sub_generator(seed, "trace"),
                     subspace=pairs.krylov,
-                    sketch=trace_probes,
+                    sketch=min(trace_probes, capacity),
                 )
                 found |= {"trace": trace.value, "trace_std_error": trace.std_error}
             clock["trace"] = time.perf_counter() - mark
@@ -283,7 +284,7 @@ def curvature(
                 found["density"] = spectral_density(
                     hessian,
                     samples=density_samples,
-                    steps=density_steps,
+                    steps=min(density_steps, capacity),
                     generator=sub_generator(seed, "density"),
                     first=pairs.krylov,
                 )
