@@ -332,7 +332,9 @@ class SupervisedRecorder(TrainerRecorder):
 
     wrapped: ClassVar[Mapping[str, str]] = {**TrainerRecorder.wrapped, "compute_loss": "_loss"}
     rewards = False
-    rules: Mapping[str, Any] = {rule: {"action": "off"} for rule in ("dead_groups", "truncation", "entropy_collapse")}
+    rules: Mapping[str, Any] = {
+        rule: {"action": "off"} for rule in ("dead_groups", "truncation", "entropy_collapse", "near_uniform")
+    }
 
     def __init__(self, trainer: Any, out: str | Path, kind: str, *, critical: int, task: str, **options: Any) -> None:
         self.pairs, self._kind = kind == "dpo", kind
