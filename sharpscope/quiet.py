@@ -30,7 +30,7 @@ def silence() -> None:
     for variable, value in VARIABLES.items():
         os.environ.setdefault(variable, value)
     _filter()
-    warnings.formatwarning = _one_line  # type: ignore[assignment]
+    warnings.formatwarning = _one_line
 
 
 @contextmanager

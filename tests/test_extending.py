@@ -30,7 +30,7 @@ def blocks(page: str, heading: str) -> list[str]:
 
 def test_a_named_method_is_a_value_a_text_and_an_equation(monkeypatch, capsys):
     value, text, equation = blocks("CONTRIBUTING.md", "Add a method")
-    (method,) = eval(f"({value.strip()})", {"Method": Method, "PowerWeight": PowerWeight})
+    method = eval(value.strip(), {"Method": Method, "PowerWeight": PowerWeight})
     monkeypatch.setitem(methods.METHODS, method.name, method)
     monkeypatch.setitem(methods._texts(), method.name, yaml.safe_load(text)[method.name])
     assert describe("sqrt-grpo").differs == "Unlikely tokens weigh less."

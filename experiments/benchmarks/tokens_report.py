@@ -55,11 +55,7 @@ def write(found: dict[str, Any], folder: Path) -> list[Path]:
         "Baseline: for norms, a loop of `autograd.grad` over a kept graph, timed on a sample of tokens in the same run; for",
         "attribution, a forward pass to the log-probabilities; for recording, the whole step; for TokenStats, log-softmax and",
         f"gather. Times are medians of {found['repeats']}.",
-        "The default recording of tokens: tables at every step, norms and shares at their default schedule. Cotangents are reached by",
-        {
-            "direct": "`vmap`'s own functions.",
-            "rule": "`vmap`'s public rule: its own functions are not as expected here.",
-        }[found["batched"]],
+        "The default recording of tokens: tables at every step, norms and shares at their default schedule.",
         "",
         f"GPU: {found['gpu']}.",
         "",

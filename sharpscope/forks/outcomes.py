@@ -200,6 +200,8 @@ def sharpness_readings(
         present: their statistics under the present policy.
         update: of the arm; None at the starting weights.
     """
+    if origin.rho is None:
+        raise ValueError("sharpness is measured at a radius, which a fork has only with the outcome sharpness")
     _, share = fixed.weights(present.logp)
     objective = _failure_objective(origin, fixed)
     with limited_surface(origin.policy.model, objective, origin.config.probes) as surface:
