@@ -85,12 +85,12 @@ def launch(folder: Path, configs: list, count: int = 2) -> None:
 
 
 def train_all(folder: Path, configs: list) -> None:
-    """Train every configuration in turn, and keep the first gradient of each in `folder`/<name>.gradient."""
+    """Train every configuration in turn, and keep the first gradient of each in `folder`/<name of its run's folder>.gradient."""
     os.environ |= {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
     for values, resume, sharded in configs:
         # what accelerate launch --use_fsdp sets, read at each start
         os.environ["ACCELERATE_USE_FSDP"] = str(sharded).lower()
-        original = keep_gradient(folder / f"{values['name']}.gradient")
+        original = keep_gradient(folder / f"{Path(values['out']).name}.gradient")
         try:
             train(build_config(values=values), resume=resume)
         finally:

@@ -262,6 +262,7 @@ def fork_table(differences: pd.DataFrame, state: str, comparison: str, most: int
     """
     here = differences[differences["state"] == state].set_index(["arm", "outcome"])
     chosen = here[here["comparison"] == comparison]
+    angles = here["change"].groupby(level=["arm", "outcome"]).first()  # rotations do not depend on the comparison
     outcomes = [name for name in NAMES if name in chosen.index.get_level_values("outcome")][:most]
     rows = []
     for arm in dict.fromkeys(chosen.index.get_level_values("arm")):
@@ -269,7 +270,7 @@ def fork_table(differences: pd.DataFrame, state: str, comparison: str, most: int
         reference = str(own["reference"].iloc[0])
         kind = "change" if arm == reference else "difference"
         ends = ("change_low", "change_high") if kind == "change" else ("low", "high")
-        turned = here["change"].reindex([(arm, "gradient_rotation"), (arm, "update_rotation")])
+        turned = angles.reindex([(arm, "gradient_rotation"), (arm, "update_rotation")])
         row = {
             "arm": f"{arm} (reference)" if arm == reference else arm,
             "rotation gradient / update [°]": " / ".join(map(number, turned)),

@@ -222,7 +222,7 @@ def _checkpoints(
     if not fixed and (known or config.probes.rho != "auto"):
         radius = Radius(**known) if known else Radius(float(config.probes.rho))
     for checkpoint in saved if every else saved[-1:]:
-        policy = load_policy(config.policy.model_copy(update={"model": str(checkpoint)}))
+        policy = load_policy(config.policy.model_copy(update={"model": str(checkpoint)}), base=config.policy.model)
         optimizer = build_optimizer(policy.model, config.optimizer)
         load_checkpoint(checkpoint, policy.model, optimizer, None)
         batches = probe_set_batches(

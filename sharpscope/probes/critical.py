@@ -127,6 +127,14 @@ def critical_sharpness(
 
     Raises:
         UserError: a wrong argument, or a loss that is neither one number nor a vector.
+
+    Examples:
+        >>> import torch
+        >>> import sharpscope
+        >>> w = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+        >>> found = sharpscope.critical_sharpness(lambda: 1.5 * (w**2).sum(), [w], [3 * w.detach()], guess=0.1)
+        >>> round(found.value, 3), round(found.lr, 3)  # of 3·w²/2 along its gradient: the curvature, and 2 / 3
+        (3.0, 0.667)
     """
     if not (guess > 0 and math.isfinite(guess)):
         raise UserError(f"guess, {guess}: must be positive and finite; use the learning rate")
@@ -428,6 +436,15 @@ def update_direction(
 
     Raises:
         UserError: another optimizer, or an option that changes the step.
+
+    Examples:
+        >>> import torch
+        >>> import sharpscope
+        >>> w = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+        >>> optimizer = torch.optim.AdamW([w], lr=0.01, weight_decay=0.0)
+        >>> (w**2).sum().backward()
+        >>> [d.round(decimals=3) for d in sharpscope.update_direction(optimizer, [w])]  # at first the gradient's sign
+        [tensor([ 1., -1.])]
     """
     tensors: list[Any] = trainable(parameters)
     steps = coming_step(optimizer, tensors, [p.grad for p in tensors], clip_factor, per_lr=True)

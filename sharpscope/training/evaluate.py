@@ -180,7 +180,7 @@ def evaluate_model(
     present = _present_splits(made, splits)
     if not recorded:
         check_revision(config.policy)
-    policy = load_policy(config.policy)
+    policy = load_policy(config.policy, base=read_recorded(folder).policy.model if recorded else None)
     if isinstance(made, DatasetTask):
         for split in present:
             tell(_rows_used(made, split))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -86,5 +87,7 @@ def test_a_run_with_a_proximal_policy_and_probes_resumes(uninterrupted, tmp_path
     train(whole)
     shutil.copytree(whole.run_dir, broken.run_dir)
     shutil.rmtree(sorted((broken.run_dir / "checkpoints").iterdir())[-1])
-    assert train(broken.model_copy(update={"steps": 6}), resume=True).status == "finished"
+    info = json.loads((broken.run_dir / "run.json").read_text("utf-8"))
+    (broken.run_dir / "run.json").write_text(json.dumps(info | {"status": "interrupted"}), "utf-8")
+    assert train(broken, resume=True).status == "finished"
     assert difference(whole.run_dir, broken.run_dir) == ""

@@ -189,7 +189,7 @@ def test_the_command_writes_shows_and_continues(trained, tmp_path, capsys):
     command += ["--set", "optimizer.lr=0.001", "--outcomes", "failure", "--out", str(tmp_path / "forks")]
     call([*command, "--batches", "2"])
     shown = capsys.readouterr()
-    assert "grpo (reference)" in shown.out and "comparison: kl" in shown.out and "batch 2 of 2" in shown.err
+    assert "scaled to the KL of the reference's step" in shown.out and "batch 2 of 2" in shown.err
     call([*command, "--batches", "2"])
     assert "all 2 batches are there" in capsys.readouterr().err
     assert set(sharpscope.load_run(tmp_path / "forks").forks["outcome"]) >= {"heldout_failure", "kl", "update_norm"}

@@ -7,7 +7,6 @@ from typing import Any
 from sharpscope.config.method import (
     AdaptiveEntropyBonus,
     Advantage,
-    AllTokens,
     CispoClip,
     DecoupledAdvantage,
     DualClip,
@@ -16,9 +15,6 @@ from sharpscope.config.method import (
     HighEntropyTokens,
     Kl,
     MaskedCorrection,
-    NoClip,
-    NoCorrection,
-    NoEntropyBonus,
     OffPolicyMask,
     PpoClip,
     SapoClip,
@@ -51,7 +47,7 @@ def trl_method(trainer: Any, weights: Method | None) -> tuple[Method, list[str]]
     name = loss_type if loss_type in ("cispo", "sapo", "vespo", "luspo") or loss_type not in AGGREGATES else "grpo"
     if loss_type not in AGGREGATES:
         notes.append(f"the loss is TRL's loss_type '{loss_type}', which config.method does not describe")
-    bonus: Any = NoEntropyBonus()
+    bonus: Any = None
     coef = float(getattr(args, "entropy_coef", 0.0) or 0.0)
     adaptive = bool(getattr(args, "use_adaptive_entropy", False))
     if coef < 0:
@@ -65,8 +61,8 @@ def trl_method(trainer: Any, weights: Method | None) -> tuple[Method, list[str]]
     # VESPO's product is of the tokens' ratios
     sequence = trainer.importance_sampling_level == "sequence" and loss_type != "vespo"
     share = float(trainer.top_entropy_quantile)
-    tokens: Any = HighEntropyTokens(share=share) if share < 1 else AllTokens()
-    if weights is not None and not isinstance(weights.tokens, AllTokens):
+    tokens: Any = HighEntropyTokens(share=share) if share < 1 else None
+    if weights is not None and weights.tokens is not None:
         tokens = weights.tokens
     method = Method(
         name=weights.name if weights is not None else "gspo" if sequence and name == "grpo" else name,
@@ -120,9 +116,9 @@ def _clip(trainer: Any, notes: list[str]) -> Any:
         if high > 1:
             return CispoClip(high=high - 1)
         notes.append(f"cispo: TRL bounds the ratio itself by epsilon_high = {high:g}")
-        return NoClip()
+        return None
     if loss_type not in AGGREGATES or not (0 < low <= 1 and high > 0):
-        return NoClip()
+        return None
     if delta is None:
         return PpoClip(low=low, high=high)
     if delta > 1 + high:
@@ -135,7 +131,7 @@ def _correction(trainer: Any, notes: list[str]) -> Any:
     """TRL's factor for the difference between the sampler's policy and the trainer's; only vLLM has one."""
     args = trainer.args
     if not (getattr(trainer, "use_vllm", False) and getattr(args, "vllm_importance_sampling_correction", False)):
-        return NoCorrection()
+        return None
     mode = str(getattr(args, "vllm_importance_sampling_mode", "")).partition("_")
     low, high = (getattr(args, f"vllm_importance_sampling_clip_{end}", None) for end in ("min", "max"))
     if mode[0] in ("token", "sequence") and high is not None:
@@ -147,4 +143,4 @@ def _correction(trainer: Any, notes: list[str]) -> Any:
     notes.append(
         "the sampler is corrected by TRL's vllm_importance_sampling_mode with bounds that config.method does not describe"
     )
-    return NoCorrection()
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ def test_skip_step_leaves_the_weights_as_they_are_and_records_the_tokens(toy_con
     assert events["step"].tolist() == [1, 2] and set(events["action"]) == {"skip_step"}
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(show(run))
-    assert f"{rule} × 2, last at step 2" in console.export_text()
+    assert re.search(rf"{rule} +2 +2 ", console.export_text())  # rule, times, last step
 
 
 @pytest.mark.parametrize("changes", [{}, {"update__mini_batches": 2, "update__inner_epochs": 2}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -254,12 +255,12 @@ EXPRESSIONS = r"""3 * 4; 3 \cdot 4; 3 \times 4; (3)(4); 3(4); 7 + 5; (7 + 5); 19
 \frac{3 * 8}{2}; 25 mod 13; 6 6; 11;"""
 
 
-@pytest.mark.parametrize("answer", NUMBERS.split("; "))
+@pytest.mark.parametrize("answer", re.split(r";\s+", NUMBERS))
 def test_a_number_is_an_answer_however_it_is_written(answer):
     assert score_value(f"<answer>{answer}</answer>", ["12"], 20.0).correct
 
 
-@pytest.mark.parametrize("answer", EXPRESSIONS.split("; "))
+@pytest.mark.parametrize("answer", re.split(r";\s*", EXPRESSIONS.rstrip(";")))
 def test_a_question_written_down_again_is_no_answer(answer):
     """math-verify works expressions out: the reward of generated arithmetic could be had by copying."""
     reward = score_value(f"<answer>{answer}</answer>", ["12"], 20.0)

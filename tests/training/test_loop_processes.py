@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from contextlib import nullcontext
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -71,7 +72,7 @@ def values(toy_config, folder, name, **changes):
 def alone(folder, values, resume=False):
     from sharpscope.config import build_config
 
-    original = keep_gradient(folder / f"{values['name']}.gradient")
+    original = keep_gradient(folder / f"{Path(values['out']).name}.gradient")
     try:
         return train(build_config(values=values), resume=resume)
     finally:
