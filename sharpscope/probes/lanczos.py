@@ -50,6 +50,19 @@ class Operator:
         return Operator(lambda v: (self @ (v * scale)).mul_(scale), self.size, self.dtype, self.device)
 
 
+def orthonormal(rows: Tensor) -> Tensor:
+    """Orthonormal rows with the span of linearly independent `rows` (k, P), by Gram-Schmidt twice.
+
+    LAPACK's QR fails for a matrix of 10⁸ rows, the parameters of a real model.
+    """
+    basis = rows.clone()
+    for number in range(len(basis)):
+        for _ in range(2):
+            basis[number] -= (basis[:number] @ basis[number]) @ basis[:number]
+        basis[number] /= basis[number].norm()
+    return basis
+
+
 def graph_product(loss: Tensor, parameters: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
     """Hessian products v ↦ H v of a scalar loss, by a second reverse pass through the kept graph of its gradient.
 
@@ -285,7 +298,7 @@ def eigenpairs(
             generator,
             scale=float(np.abs(values).max()),
             bars=(last_above, last_below),
-            locked=torch.linalg.qr(vectors.T).Q.T.contiguous(),
+            locked=orthonormal(vectors),
         )
         spent += more.products
         slack = tolerance * float(np.abs(values).max())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sharpscope.probes.lanczos import Krylov, NotFiniteError, Operator, gaussian
+from sharpscope.probes.lanczos import Krylov, NotFiniteError, Operator, gaussian, orthonormal
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ def spectral_density(
     starts = [gaussian(operator, generator) for _ in range(samples - int(given))]
     if first is not None and given:
         starts.insert(0, first.basis[0])
-    # QR keeps the first direction up to its sign.
-    directions = torch.linalg.qr(torch.stack(starts).T).Q.T.contiguous()  # (samples, P)
+    # Gram-Schmidt keeps the first direction.
+    directions = orthonormal(torch.stack(starts))  # (samples, P)
     densities = []
     for index, start in enumerate(directions):
         if index == 0 and given and first is not None:

@@ -8,7 +8,7 @@ import torch
 from scipy.sparse.linalg import eigsh
 
 import sharpscope
-from sharpscope.probes.lanczos import eigenpairs
+from sharpscope.probes.lanczos import eigenpairs, orthonormal
 from sharpscope.probes.spectrum import hutchpp, spectral_density
 from tests.probes.spectra import generator, operator, quadratic, with_spectrum
 
@@ -161,3 +161,12 @@ def test_a_run_for_eigenpairs_is_a_sample_of_the_density():
         moment = (found.weights[0] * found.nodes[0] ** power).sum()
         assert moment == pytest.approx(float(start @ vector), rel=1e-8)
     np.testing.assert_allclose(found.weights.sum(1), 1)
+
+
+def test_orthonormal_rows_have_the_span_of_a_qr():
+    rows = torch.randn(5, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows[3] = rows[0] + 1e-6 * rows[3]  # nearly dependent
+    basis = orthonormal(rows)
+    torch.testing.assert_close(basis @ basis.T, torch.eye(5, dtype=torch.float64), rtol=0, atol=1e-13)
+    expected = torch.linalg.qr(rows.T).Q.T
+    torch.testing.assert_close(basis.T @ basis, expected.T @ expected, rtol=0, atol=1e-8)
