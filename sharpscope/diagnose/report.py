@@ -29,14 +29,12 @@ class Diagnosis:
 
     Attributes:
         log: the log that was read.
-        findings: rules that fired, most severe first; at most `MOST`.
-        more: further findings that are left out.
+        findings: rules that fired, most severe first; the text shows `MOST` of them.
         order: changes of the quantities by step.
     """
 
     log: Log
     findings: list[Finding]
-    more: int
     order: list[Change]
 
     @property
@@ -89,9 +87,9 @@ class Diagnosis:
 
     def text(self, width: int = 40) -> str:
         """The diagnosis for a terminal."""
-        log = self.log
+        log, more = self.log, len(self.findings) - MOST
         lines = [self.finding, ""]
-        for finding in self.findings:
+        for finding in self.findings[:MOST]:
             seen = finding.evidence
             lines.append(f"{seen.severity.upper():<8} {finding.rule.title}, from step {seen.step}")
             line = sparkline(log.finite(seen.quantity).to_numpy(float), width, BY_NAME[seen.quantity].log)
@@ -101,9 +99,9 @@ class Diagnosis:
             lines.append(f"  change {finding.rule.advice}")
             lines.append(f"  next   {self.next_command(finding)}")
             lines.append("")
-        if self.more:
+        if more > 0:
             lines += [
-                f"{self.more} further finding{'s' if self.more > 1 else ''} of lower severity: --json lists them",
+                f"{more} further finding{'s' if more > 1 else ''} of lower severity: --json lists them",
                 "",
             ]
         if self.order:
@@ -142,8 +140,7 @@ def diagnose(path: str | Path, mapping: Mapping[str, str] | None = None, group_s
     """
     log = read_log(path, mapping, group_size)
     order = changes(log)
-    findings = find(log, order)
-    return Diagnosis(log, findings[:MOST], max(0, len(findings) - MOST), order)
+    return Diagnosis(log, find(log, order), order)
 
 
 def sparkline(values: np.ndarray, width: int, log: bool = False) -> str:

@@ -445,7 +445,7 @@ def _mismatch(log: Log, changes: Sequence[Change]) -> Evidence | None:
         step = begins(series, series >= min(limit, 0.5 * level), int(series.index[0]))
         text = f"{BY_NAME[name].title}: {_number(level)} nats ({_number(early.median())} at the start)"
         return Evidence(
-            "critical" if level > severe else "warning", step, text, "healthy bfloat16: 0.04 nats, KL 0.002", name
+            "critical" if level > severe else "warning", step, text, "healthy bfloat16: 0.04 nats, KL 0.001", name
         )
     return None
 
@@ -588,7 +588,7 @@ RULES: tuple[Rule, ...] = (
         _entropy_rises,
         "Unlikely tokens are pushed up or likely ones down: too large a learning rate, negative advantages on likely tokens, a k1 KL term as "
         "a loss with top-p sampling, or an entropy bonus that is too large.",
-        "Compare the entropy by token (`sharpscope tokens --by entropy_change`); lower the learning rate; use the k3 estimator for KL.",
+        "Look at the tokens with the highest entropy (`sharpscope tokens --by entropy`); lower the learning rate; use the k3 estimator for KL.",
         "1.5 times and 0.3 nats above its level before the change",
     ),
     Rule(
