@@ -12,6 +12,7 @@ import argparse
 import fcntl
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -91,6 +92,7 @@ def make(old: Path, run: Path, arm: str, seed: int) -> None:
             subprocess.run([sys.executable, "-m", "sharpscope", *words], cwd=old, env=environment, check=True)
 
         if not (run / "checkpoints" / "step-000160").exists():
+            shutil.rmtree(run, ignore_errors=True)  # an interrupted run is begun again
             sets = [word for setting in settings for word in ("--set", setting)]
             call("run", "--method", method, "--seed", str(seed), "--out", str(run), "--quiet", *sets)
         for name, options in EVALUATIONS.items():
