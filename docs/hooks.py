@@ -15,6 +15,7 @@ from mkdocs.structure.pages import Page
 from typer.cli import get_docs_for_click
 from typer.core import TyperGroup
 
+from sharpscope.analysis import analyze
 from sharpscope.cli import app
 from sharpscope.config import ForkSpec, RunConfig, constants, describe, method_names, settings_of
 from sharpscope.diagnose import RULES
@@ -42,6 +43,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for picture in sorted((ROOT / "figures" / "paper").glob("*.png")):
         files.append(File.generated(config, f"images/{picture.name}", abs_src_path=str(picture)))
     return files
+
+
+def on_post_build(config: MkDocsConfig, **_: Any) -> None:
+    """Write the report of the example run beside the pages, as example/report.html."""
+    analyze(ROOT / "data" / "example", out=Path(config.site_dir) / "example")
 
 
 def on_page_content(content: str, page: Page, **_: Any) -> str:
