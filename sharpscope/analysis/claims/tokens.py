@@ -47,8 +47,12 @@ FEWEST_SLOPE, FEWEST_CURVE, FEWEST_INFLUENCE = 8, 50, 100
 """Tokens that a step must have for its slope, its Lorenz curve and its influence to be counted [tokens]."""
 
 
-def _design(tokens: Columns, norm: NDArray[Any], weight: NDArray[Any]) -> dict[str, Any] | None:
-    """Moments of one step: ln norm on ln(1 − π), controlling position, ln ‖h‖ and collision; and the same of ranks."""
+SAMPLED = 16
+"""Tokens of a step that the figure of C2 shows."""
+
+
+def _design(tokens: Columns, norm: NDArray[Any], weight: NDArray[Any], *, full: bool = False) -> dict[str, Any] | None:
+    """Moments of one step: ln norm on ln(1 − π), controlling position, ln ‖h‖ and collision; `full`: also of ranks."""
     rest = -np.expm1(tokens["logp"].astype(np.float64))
     head, logit = tokens["head_grad_norm"].astype(np.float64), tokens["logit_grad_norm"].astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -60,13 +64,12 @@ def _design(tokens: Columns, norm: NDArray[Any], weight: NDArray[Any]) -> dict[s
         return None
     w = weight[good]
     columns = [x[good], *(c[good] for c in controls), y[good]]
-    ranks = [weighted_ranks(column, w) for column in columns]
-    return {
-        "moments": cluster_moments(columns[-1], columns[0], columns[1:-1], w),
-        "ranks": cluster_moments(ranks[-1], ranks[0], ranks[1:-1], w),
-        "tokens": int(good.sum()),
-        "sample": np.column_stack([rest[good], norm[good], w])[:64],
-    }
+    values = {"moments": cluster_moments(columns[-1], columns[0], columns[1:-1], w), "tokens": int(good.sum())}
+    if full:
+        ranks = [weighted_ranks(column, w) for column in columns]
+        values["ranks"] = cluster_moments(ranks[-1], ranks[0], ranks[1:-1], w)
+        values["sample"] = np.column_stack([rest[good], norm[good], w])[:SAMPLED]
+    return values
 
 
 def _full(tokens: Columns, run: Run) -> dict[str, Any] | None:
@@ -74,7 +77,7 @@ def _full(tokens: Columns, run: Run) -> dict[str, Any] | None:
     exact = np.isfinite(norm) & (tokens["score_norm_std_error"] == 0)
     # where no token was drawn at random, no probability is recorded: all that have a norm count alike
     weight = np.where(exact, 1.0 / np.where(chance > 0, chance, 1.0), 0.0)
-    return _design(tokens, np.where(exact, norm, np.nan), weight)
+    return _design(tokens, np.where(exact, norm, np.nan), weight, full=True)
 
 
 def _local(tokens: Columns, run: Run) -> dict[str, Any] | None:
@@ -195,7 +198,13 @@ def _concentration(tokens: Columns, run: Run) -> dict[str, Any] | None:
     if not (pull.sum() > 0 and null.sum() > 0):
         return None
     weights = inverse_inclusion(tokens)[used]
-    return {"lorenz": lorenz(pull, weights), "lorenz_null": lorenz(null, weights)}
+    return {"top": top_share(pull, weights), "top_null": top_share(null, weights)}
+
+
+def top_share(values: NDArray[np.floating], weights: NDArray[np.floating]) -> float:
+    """Share of the total of `values` (n,) ≥ 0 that the largest `TOP` of the members hold."""
+    curve = lorenz(values, weights)
+    return float(1 - np.interp(1 - TOP, np.linspace(0, 1, len(curve)), curve))
 
 
 CURVES = Reducer("C3", ("logp", "loss_coef", "score_norm_local", INCLUSION), _concentration, needs="score_norm_local")
@@ -207,10 +216,7 @@ def dominance(study: Study) -> Finding:
     if not results:
         return Finding(missing=f"no step of {study.baseline} has score_norm_local on enough tokens")
 
-    def top(curve: Sequence[float]) -> float:
-        return float(1 - np.interp(1 - TOP, np.linspace(0, 1, len(curve)), curve))
-
-    rows = [(r.seed, r.step, top(r.values["lorenz_null"]), top(r.values["lorenz"])) for r in results]
+    rows = [(r.seed, r.step, r.values["top_null"], r.values["top"]) for r in results]
     frame = pd.DataFrame(rows, columns=["seed", "step", "baseline", "treatment"])
     # runs of other settings with the same seed share their puzzles: one cluster
     means = frame.groupby(["seed", "step"], as_index=False).mean()
