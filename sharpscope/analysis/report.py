@@ -32,6 +32,7 @@ from sharpscope.analysis.spikes import recorded_by
 from sharpscope.analysis.statistics import mean_interval, series_mean
 from sharpscope.analysis.study import Setting, Study, flat, last_step, studies
 from sharpscope.analysis.text import interval_text, method_label, model_label, number, percent, printable, sampling
+from sharpscope.analysis.token_values import entropy_section
 from sharpscope.analysis.tokens import INCLUSION
 from sharpscope.traces import MAX_SATURATION, Run, Runs
 
@@ -86,7 +87,9 @@ def run_sections(run: Run) -> list[Section]:
     study = Study({run.name: run}, name=run.task)
     curves = Section("Curves", curve_table(run), "Means of the first and the last third.")
     ends = [*accuracy_sections(study.settings), *sharpness_sections(study.settings)]
-    return [head, *found_sections(study, study.settings), curves, *ends, *problem_sections(runs)]
+    kinds = entropy_section(run)
+    found = [*found_sections(study, study.settings), *([kinds] if kinds else [])]
+    return [head, *found, curves, *ends, *problem_sections(runs)]
 
 
 def runs_sections(runs: Runs) -> list[Section]:

@@ -19,6 +19,7 @@ from sharpscope.analysis.sections import Section, to_terminal
 from sharpscope.analysis.spikes import explain_spikes, explain_step, large_steps, share_steps, spike_text
 from sharpscope.analysis.study import last_step
 from sharpscope.analysis.text import number, printable
+from sharpscope.analysis.token_values import needed_columns, with_values
 from sharpscope.analysis.tokens import INCLUSION, sample_text
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces import Run, load_run
@@ -33,6 +34,13 @@ TOKEN_COLUMNS = (
     "ratio",
     "clipped",
     "loss_coef",
+    "kl_coef",
+    "policy_coef",
+    "entropy_coef",
+    "mismatch",
+    "kl",
+    "polarity",
+    "entropy_change",
     "logit_grad_norm",
     "head_grad_norm",
     "score_norm",
@@ -42,7 +50,7 @@ TOKEN_COLUMNS = (
     "heldout_influence",
     "sharp_alignment",
 )
-"""Numeric columns that `tokens --by` sorts by."""
+"""Columns of the tokens table, and values computed from them (`token_values`), that `tokens --by` sorts by."""
 GOING_ON = "running"
 
 
@@ -141,8 +149,7 @@ def token_sections(run: Run, step: int | None = None, by: str = SHARE, top: int 
         raise UserError(f"--by {by}: not recorded at step {step}; {where}")
     if by == SHARE:
         return step_sections(run, explain_step(run, step, top), top)
-    tokens = run.tokens(steps=[step])
-    tokens = tokens.assign(probability=np.exp(tokens["logp"]))
+    tokens = with_values(run.tokens(steps=[step]))
     size = tokens[by].abs()
     if by in ("ratio", "clipped"):
         tokens = _with_later_uses(run, step, tokens)
@@ -170,9 +177,9 @@ def _with_later_uses(run: Run, step: int, tokens: pd.DataFrame) -> pd.DataFrame:
 
 
 def _recorded(run: Run, column: str) -> list[int]:
-    """Steps at which a column of the tokens table holds a value."""
-    column = "logp" if column == "probability" else column
-    frame = run.tokens(columns=["step", column]).dropna(subset=[column])
+    """Steps at which a column of the tokens table, or all that a value needs, was recorded."""
+    columns = needed_columns([column])
+    frame = run.tokens(columns=["step", *columns]).dropna(subset=columns)
     return sorted(int(step) for step in frame["step"].unique())
 
 

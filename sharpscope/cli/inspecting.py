@@ -51,7 +51,11 @@ def tokens(
         int | None, typer.Option(help="Step of the run. Default: the recorded one with the largest gradient norm.")
     ] = None,
     by: Annotated[
-        str, typer.Option(help="Column of the tokens table to sort by, in descending magnitude.")
+        str,
+        typer.Option(
+            help="Column of the tokens table to sort by, in descending magnitude, or mismatch (ln π − ln μ), entropy_change, kl (to the "
+            "reference), policy_coef."
+        ),
     ] = "attribution",
     top: Annotated[int | None, typer.Option(min=1, help="Number of tokens. Default: 20; of each spike, 8.")] = None,
     spikes: Annotated[

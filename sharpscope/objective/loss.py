@@ -109,16 +109,19 @@ def policy_loss(
     elif isinstance(method.penalty, LpRegPenalty):
         below = logp.detach() < plan.proxy_logp  # only raises π
         loss = loss + (torch.where(below, plan.penalty * k3(logp, plan.proxy_logp), 0.0) * active).sum()
-    kl = torch.zeros_like(logp)
+    kl, divergence = torch.zeros_like(logp), None
     if reference_logp is not None:
         kl = k3(logp, torch.where(mask, reference_logp.detach(), 0.0))
         if method.kl.coef > 0 and not method.kl_in_reward:
             term = kl_term(method.kl, kl, torch.where(mask, logp - reference_logp.detach(), 0.0), ratio)
             if method.kl.weighted:
                 term = weight * term
-            loss = loss + method.kl.coef * (term * active).sum()
+            divergence = method.kl.coef * (term * active).sum()
+            loss = loss + divergence
     clipped = torch.where(keep, clipped, 0).to(torch.int8)
-    return LossOutput(loss, surrogate.detach(), torch.where(mask, ratio, 1.0).detach(), clipped, kl.detach())
+    return LossOutput(
+        loss, surrogate.detach(), torch.where(mask, ratio, 1.0).detach(), clipped, kl.detach(), divergence
+    )
 
 
 @dataclass

@@ -176,6 +176,7 @@ class LossOutput:
         clipped: (n, T) int8: −1 where the lower bound acts, 1 where the upper bound does, else 0. For `ppo` these are
             the tokens whose surrogate has no gradient; for `cispo` those whose coefficient is bounded.
         kl: (n, T) [nats] k3 against the reference policy, unweighted; 0 without a reference and outside the mask.
+        divergence: scalar with gradient, the KL term of `loss`; None without one.
     """
 
     loss: Tensor
@@ -183,6 +184,7 @@ class LossOutput:
     ratio: Tensor
     clipped: Tensor
     kl: Tensor
+    divergence: Tensor | None = None
 
 
 def per_token(advantage: Tensor, like: Tensor) -> Tensor:

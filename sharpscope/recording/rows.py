@@ -15,7 +15,7 @@ from torch import Tensor
 from sharpscope.config.method import PpoClip
 from sharpscope.objective import Method, gradient_killed, per_token, summarize_weights
 from sharpscope.policy import Head, TokenStats
-from sharpscope.recording.step import RolloutBatch, StepResult, StepTokens, UpdateResult, UpdateSummary
+from sharpscope.recording.step import OPTIONAL, RolloutBatch, StepResult, StepTokens, UpdateResult, UpdateSummary
 
 ROTATION = ("gradient_rotation", "gradient_scale", "update_rotation", "update_scale", "noise_rotation")
 """Columns of the steps and updates tables that compare updates with the reference objective's."""
@@ -220,7 +220,7 @@ def token_columns(
     recorded = ("advantage", "ratio", "weight", "clipped", "loss_coef")
     for name in (*recorded, "correction") if result.corrected else recorded:
         columns[name] = np.ma.masked_array(flat(getattr(tokens, name)), mask=~used)
-    for name, values in probed.items():
+    for name, values in [*((name, getattr(tokens, name)) for name in OPTIONAL), *probed.items()]:
         column = flat(values)
         columns[name] = np.ma.masked_array(column, mask=np.isnan(column))
     if "score_norm" in columns:

@@ -100,6 +100,10 @@ class UpdateTokens:
         return [getattr(self, part.name) for part in fields(self)]
 
 
+OPTIONAL = ("kl_coef", "entropy_coef", "ref_logp")
+"""Fields of `StepTokens` that are NaN where they are not known."""
+
+
 @dataclass
 class StepTokens:
     """Values of each token in the first update that used it, and counts over all updates; (N, T), on the CPU.
@@ -119,6 +123,9 @@ class StepTokens:
     uses_low: Tensor  # int32: those of them in which it was clipped low
     uses_high: Tensor  # int32: those of them in which it was clipped high
     kl: Tensor  # float64: sum of k3 over the updates that used the token [nats]
+    kl_coef: Tensor  # the part of loss_coef of the loss's KL term; NaN: not known
+    entropy_coef: Tensor  # ∂L/∂H_t of that update; NaN: not known
+    ref_logp: Tensor  # ln π of the reference policy [nats]; NaN without one
 
     @classmethod
     def unused(cls, stats: TokenStats) -> StepTokens:
@@ -141,11 +148,13 @@ class StepTokens:
             uses_low=zeros(torch.int32),
             uses_high=zeros(torch.int32),
             kl=zeros(torch.float64),
+            **{name: torch.full(shape, math.nan, dtype=real) for name in OPTIONAL},
         )
 
     def tensors(self) -> list[Tensor]:
         """The fields that a gradient fills in row by row."""
-        return [self.weight, self.correction, self.advantage, self.loss_coef, self.ratio, self.clipped, self.update]
+        names = ("weight", "correction", "advantage", "loss_coef", "ratio", "clipped", "update", *OPTIONAL)
+        return [getattr(self, name) for name in names]
 
     def count(self, rows: Tensor, tokens: UpdateTokens) -> None:
         """Count an update of the rows `rows` (n,) that was made."""

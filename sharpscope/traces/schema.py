@@ -251,6 +251,10 @@ correction? float32: factor of the surrogate for the difference between the samp
 clipped int8: ratio bound that is active: -1 lower, 1 upper, 0 none. A PPO clip gives such a token no gradient, CISPO
     a bounded one
 loss_coef float32: c = dLoss / dln pi in that update; includes advantage, weight, clipping, KL and normalizer
+kl_coef? float32: the part of loss_coef that the KL term of the loss has, 0 without one; the rest is the policy term
+entropy_coef? float32 [1 / nats]: dLoss / dH in that update, H the entropy of the token's distribution: the entropy
+    bonus, 0 without one; not a part of loss_coef
+ref_logp? float32 [nats]: log-probability under the reference policy; null without one
 logit_grad_norm float32 [L2 norm over logits]: norm of the gradient of -ln pi with respect to the logits, ||p - e_y||
 head_grad_norm float32 [L2 norm over the output layer]: norm of the gradient of ln pi with respect to the output layer
 inclusion_probability? float32: probability that the token's group is in the random sample of its update's groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -466,18 +466,22 @@ class _Updates:
         learner, rows, moves = self.learner, self.rollouts.rows(micro), torch.is_grad_enabled()
         scored = learner.scorer.score(rows, with_grad=moves, entropy=self.method.entropy is not None)
         logp, plan = scored.logp, self.plan.rows(micro)  # (n, T)
-        if moves:
-            logp.retain_grad()
+        reference = self._frozen_logp(learner.reference, rows)
         out = policy_loss(
             self.method,
             plan,
             logp,
             normalizer,
-            reference_logp=self._frozen_logp(learner.reference, rows),
+            reference_logp=reference,
             proximal_logp=self._frozen_logp(learner.proximal, rows),
             pass_index=pass_index,
         )
         loss, nats = out.loss, 0.0
+        kl_coef = torch.zeros_like(logp)
+        if moves:
+            if out.divergence is not None:
+                (kl_coef,) = torch.autograd.grad(out.divergence, logp, retain_graph=True)
+            logp.retain_grad()
         if scored.entropy is not None:  # a term of its own: `logp.grad`, the coefficients, does not have it
             bonus = entropy_bonus(self._entropy_coef, plan, scored.entropy, loss_tokens, pass_index=pass_index)
             loss = loss - bonus
@@ -495,7 +499,9 @@ class _Updates:
                 ratio=out.ratio,
                 log_ratio=logp.detach() - plan.behavior_logp,
             )
-            self._record(index, micro, plan, out, coef, pass_index)
+            entropy = 0.0 if scored.entropy is None else -self._entropy_coef / max(loss_tokens, 1)
+            known = {"kl_coef": kl_coef, "entropy_coef": torch.full_like(logp, entropy), "ref_logp": reference}
+            self._record(index, micro, plan, out, known | {"loss_coef": coef}, pass_index)
         return float(loss.detach()), nats
 
     def _idle_microbatch(self) -> None:
@@ -513,19 +519,23 @@ class _Updates:
         with without_adapters(model) if model is scorer.model else nullcontext():
             return scorer.score(rows, model=model).logp
 
-    def _record(self, index: int, micro: Tensor, plan: Plan, out: LossOutput, coef: Tensor, pass_index: int) -> None:
+    def _record(
+        self,
+        index: int,
+        micro: Tensor,
+        plan: Plan,
+        out: LossOutput,
+        known: Mapping[str, Tensor | None],
+        pass_index: int,
+    ) -> None:
         """Keep what the tokens of this pass did, unless an earlier update used them."""
         tokens = self.tokens
         first = plan.pass_mask(pass_index).cpu() & (tokens.update[micro] < 0)
-        for target, value in (
-            (tokens.weight, plan.weight),
-            (tokens.correction, plan.correction),
-            (tokens.advantage, plan.advantage),
-            (tokens.loss_coef, coef),
-            (tokens.ratio, out.ratio),
-            (tokens.clipped, out.clipped),
-        ):
-            target[micro] = torch.where(first, value.detach().cpu().to(target.dtype), target[micro])
+        values = {name: getattr(plan, name) for name in ("weight", "correction", "advantage")}
+        for name, value in {**values, "ratio": out.ratio, "clipped": out.clipped, **known}.items():
+            if value is not None:
+                target = getattr(tokens, name)
+                target[micro] = torch.where(first, value.detach().cpu().to(target.dtype), target[micro])
         tokens.update[micro] = torch.where(first, index, tokens.update[micro])
 
     # -- rotation ----------------------------------------------------------------------------------------------------

@@ -359,7 +359,7 @@ def test_groups_without_an_advantage_have_no_backward_pass_and_change_nothing(wo
         *zip(one.tensors(), other.tensors(), strict=True),
         *((one.uses, other.uses), (one.uses_low, other.uses_low), (one.uses_high, other.uses_high), (one.kl, other.kl)),
     ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-13)
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-13, equal_nan=True)
 
 
 def test_an_update_without_any_advantage_still_has_a_gradient_of_zeros(world):
@@ -617,3 +617,28 @@ def test_lp_reg_and_stapo_in_training(world):
     for row, t in probabilities:
         wanted = 0.0 if (row, t) in silent else -adv[row] / (count - len(silent))
         assert float(learned.tokens.loss_coef[row, t]) == pytest.approx(wanted, abs=1e-9)
+
+
+def test_the_coefficient_splits_into_policy_kl_and_entropy_terms(world):
+    """Each term's coefficients are those of a run whose loss has that term alone, in float64; the split is exact."""
+    policy, drawn = world
+    reference = copy.deepcopy(policy.model)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, dtype=parameter.dtype))
+    plain = method_of("grpo")
+    whole = plain.model_copy(update={"kl": Kl(coef=0.3), "entropy": FixedEntropyBonus(coef=0.02)})
+    mask = drawn.rollouts.completion_mask.bool()
+    _, learned = gradient(policy, drawn, whole, reference=reference)
+    _, without = gradient(policy, drawn, plain)
+    tokens = learned.tokens
+    torch.testing.assert_close(
+        (tokens.loss_coef - tokens.kl_coef)[mask], without.tokens.loss_coef[mask], rtol=1e-9, atol=1e-12
+    )
+    assert not without.tokens.kl_coef[mask].any() and not without.tokens.entropy_coef[mask].any()
+    assert bool(without.tokens.ref_logp[mask].isnan().all())
+    # k3 = e^(ref − logp) − (ref − logp) − 1 has the derivative 1 − e^(ref − logp); each token's normalizer is 1/(n·length)
+    scale = 0.3 / (mask.sum(1, keepdim=True) * len(mask)).expand(mask.shape)[mask]
+    expected = scale * -torch.expm1(tokens.ref_logp - tokens.stats.logp)[mask]
+    torch.testing.assert_close(tokens.kl_coef[mask], expected, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(tokens.entropy_coef[mask].numpy(), -0.02 / int(mask.sum()), rtol=1e-12)
