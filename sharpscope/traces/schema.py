@@ -218,6 +218,7 @@ truncated bool [true / false]: whether the completion was truncated at the lengt
 token_ids? string: token IDs of prompt and completion, those outside the loss included, as a JSON list; recorded by
     importers
 prompt_tokens? int32 [tokens]: how many of token_ids are the prompt
+env? string [name]: environment or data set that the prompt is from; recorded by importers
 """,
 )
 
@@ -237,6 +238,7 @@ logp! float32 [nats]: log-probability ln pi under the policy at the start of the
 behavior_logp float32 [nats]: log-probability under the sampling policy, before top-p and top-k
 sampler_logp? float32 [nats]: log-probability under the sampling policy, after top-p and top-k; null if neither is
     used
+temperature? float32: softmax temperature of logp, where tokens differ in it
 logit float32: logit z of the token, not divided by the temperature
 entropy float32 [nats]: entropy of the next-token distribution
 collision float32: sum of squared probabilities of the next-token distribution

@@ -12,7 +12,8 @@ import pytest
 import sharpscope
 from sharpscope.analysis import load_several
 from sharpscope.analysis.mismatch import mismatch_table, sampler_section
-from sharpscope.integrations.importers import Labels, import_jsonl
+from sharpscope.integrations.completions import Labels
+from sharpscope.integrations.importers import import_files
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]
             )
     file = folder / "t.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    import_jsonl(file, folder / "run", Labels())
+    import_files("jsonl", file, folder / "run", Labels())
     return folder / "run", rows
 
 
@@ -86,6 +87,6 @@ def test_show_and_the_page_say_it(imported):
 
 def test_without_a_samplers_numbers_there_is_nothing(tmp_path: Path):
     (tmp_path / "t.jsonl").write_text(json.dumps({"token_id": [1], "logp": [-1.0]}))
-    import_jsonl(tmp_path / "t.jsonl", tmp_path / "run", Labels())
+    import_files("jsonl", tmp_path / "t.jsonl", tmp_path / "run", Labels())
     assert mismatch_table(sharpscope.load_run(tmp_path / "run")).empty
     assert sampler_section(load_several([tmp_path / "run"])) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -15,13 +16,26 @@ from typer.testing import CliRunner
 import sharpscope
 from sharpscope.cli import app
 from sharpscope.errors import UserError
-from sharpscope.integrations.importers import Coefficients, Labels, import_jsonl, import_prime_rl, import_verl
+from sharpscope.integrations.completions import Labels
+from sharpscope.integrations.importers import Options, import_files, read, recognize
 from sharpscope.policy import PolicySpec, load_policy
 from sharpscope.probes import score_norms
 from sharpscope.recording.from_checkpoint import probe_trace
 from tests.integrations.trainers import small_model, tokenizer
 
 LABELS = Labels("grpo", "task", 3)
+
+
+def import_jsonl(source: Path, out: Path, labels: Labels, columns: Any = None) -> dict[str, int]:
+    return import_files("jsonl", source, out, labels, Options(columns=columns or {}))
+
+
+def import_prime_rl(source: Path, out: Path, labels: Labels, taus: Any = (None, None)) -> dict[str, int]:
+    return import_files("prime-rl", source, out, labels, Options(adv_tau=taus[0], kl_tau=taus[1]))
+
+
+def import_verl(source: Path, out: Path, labels: Labels) -> dict[str, int]:
+    return import_files("verl", source, out, labels)
 
 
 def write_lines(path: Path, records: list[Any]) -> Path:
@@ -134,7 +148,7 @@ def test_a_folder_of_files_with_prompt_and_completion_in_one_list(tmp_path: Path
     assert tokens["score_norm"].tolist() == [2, 3] * 2
     assert json.loads(run.rollouts["token_ids"][0]) == [5, 6, 7, 8] and run.rollouts["prompt_tokens"][0] == 2
     notes = " ".join(run.info["notes"])
-    assert "one higher than the file's" in notes and "mystery" in notes
+    assert "one higher than the files'" in notes and "mystery" in notes
     assert run.steps["reward_mean"].tolist() == [0, 7] and set(run.events["rule"]) == {"nan_reward"}
     file = write_lines(
         tmp_path / "t.jsonl", [{"token_id": [5, 6, 7], "logp": [-1.0, -2.0], "prompt_length": 1, "advantage": 0.5}]
@@ -174,12 +188,12 @@ def test_probabilities_are_no_log_probabilities(tmp_path: Path):
 
 def test_prime_rl(export, tmp_path: Path):
     source, records = export
-    counts = import_prime_rl(source, tmp_path / "run", LABELS, Coefficients(1.25, 0.01))
+    counts = import_prime_rl(source, tmp_path / "run", LABELS, (1.25, 0.01))
     assert counts == {"steps": 2, "rollouts": 8, "tokens": 24}
     run = sharpscope.load_run(tmp_path / "run")
     assert (run.method, run.task, run.seed, run.status, run.info["steps_done"]) == ("grpo", "task", 3, "finished", 2)
     notes = " ".join(run.info["notes"])
-    assert "step 2 is not complete" in notes and "one higher than prime-rl's" in notes
+    assert "step 2 is not complete" in notes and "one higher than the files'" in notes
     for step, own in ((1, records[0]), (2, records[1])):
         tokens = run.tokens(steps=[step])
         logp = [torch.tensor(r["trainer_logprobs"], dtype=torch.float64, requires_grad=True) for r in own]
@@ -232,7 +246,7 @@ def test_tokens_outside_pure_rl_have_no_coefficient(tmp_path: Path):
     record["ce_weights"] = [0.0] * 4 + [1.0] + [0.0] * 5
     write_lines(tmp_path / "step_1" / "rank_0.jsonl", [record])
     (tmp_path / "step_1" / "STABLE").touch()
-    import_prime_rl(tmp_path, tmp_path / "run", LABELS, Coefficients(1.0, 0.0))
+    import_prime_rl(tmp_path, tmp_path / "run", LABELS, (1.0, 0.0))
     tokens = sharpscope.load_run(tmp_path / "run").tokens()
     weight = np.array(record["rl_weights"])[[2, 3, 4, 6, 7, 9]]
     expected = -weight * tokens["advantage"] * tokens["ratio"] * (tokens["clipped"] == 0) / 4
@@ -241,14 +255,20 @@ def test_tokens_outside_pure_rl_have_no_coefficient(tmp_path: Path):
     distilled = packed(rng, 1, rl_weights=[0.0] * 10)
     write_lines(tmp_path / "o" / "step_1" / "rank_0.jsonl", [distilled])
     (tmp_path / "o" / "step_1" / "STABLE").touch()
-    import_prime_rl(tmp_path / "o", tmp_path / "other", LABELS, Coefficients(1.0, 0.0))
+    import_prime_rl(tmp_path / "o", tmp_path / "other", LABELS, (1.0, 0.0))
     assert sharpscope.load_run(tmp_path / "other").tokens()["loss_coef"].isna().all()
 
 
 def test_prime_rl_with_channels_and_without_the_constants(tmp_path: Path):
     """Later exports have loss channels and rewards; without the loss's constants there are no coefficients."""
     rng = np.random.default_rng(1)
-    record = packed(rng, 4, rewards=[0.5] * 10, losses=[{"rl": {"advantage": 1.0, "mask": True}}] * 10)
+    record = packed(
+        rng,
+        4,
+        rewards=[0.5] * 10,
+        temperatures=[0.7] * 5 + [1.0] * 5,
+        losses=[{"rl": {"advantage": 1.0, "mask": True}}] * 10,
+    )
     del record["rl_weights"]
     record["trainer_logprobs"][3] = None  # it was not finite
     folder = tmp_path / "token_exports" / "step_4"
@@ -258,11 +278,197 @@ def test_prime_rl_with_channels_and_without_the_constants(tmp_path: Path):
     run = sharpscope.load_run(tmp_path / "run")
     assert run.rollouts["reward"].tolist() == [0.5, 0.5] and run.steps["reward_mean"].tolist() == [0.5]
     assert run.steps["step"].tolist() == [4] and len(run.tokens()) == 5
-    assert run.tokens()["loss_coef"].isna().all()
-    import_prime_rl(tmp_path / "token_exports", tmp_path / "known", LABELS, Coefficients(1.0, 0.0))
+    assert run.tokens()["loss_coef"].isna().all() and (run.rollouts["env"] == "e").all()
+    np.testing.assert_allclose(run.tokens()["temperature"], [0.7] * 2 + [1.0] * 3)
+    import_prime_rl(tmp_path / "token_exports", tmp_path / "known", LABELS, (1.0, 0.0))
     tokens = sharpscope.load_run(tmp_path / "known").tokens()
     expected = -tokens["advantage"] * tokens["ratio"] * (tokens["clipped"] == 0) / 10
     np.testing.assert_allclose(tokens["loss_coef"], expected, rtol=1e-6)
+
+
+def truth(rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Two steps of two groups with two completions, one of them with a tool's tokens in between."""
+    made = []
+    for step in (1, 2):
+        for row in range(4):
+            prompt = [3, 4, 5][: 2 + row // 2]
+            ids = rng.integers(6, 37, 4 + row).tolist()
+            mask = [1, 0, 0, 1, *[1] * row] if row == 2 else [1] * (4 + row)
+            theta, mu, entropy = (-rng.uniform(0.1, 3, 4 + row).round(4) for _ in range(3))
+            made.append({"step": step, "prompt": prompt, "ids": ids, "mask": mask, "theta": theta.tolist()})
+            made[-1] |= {
+                "mu": mu.tolist(),
+                "entropy": (-entropy).tolist(),
+                "advantage": float(row - 1.5),
+                "reward": 0.5 * row,
+            }
+    return made
+
+
+def write_nemo_rl(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
+    """As `log_batched_dict_as_jsonl` of slices of one row: each value in a list of length 1, rows padded to one width."""
+    for step in (1, 2):
+        lines = []
+        for index, row in enumerate(r for r in rows if r["step"] == step):
+            start, size = len(row["prompt"]), len(row["prompt"]) + len(row["ids"])
+
+            def wide(values: list[Any], start: int = start, size: int = size) -> list[list[Any]]:
+                return [[0] * start + values + [0] * (12 - size)]
+
+            lines.append(
+                {
+                    "content": ["text"],
+                    "rewards": [row["reward"]],
+                    "input_lengths": [size],
+                    "token_ids": [row["prompt"] + row["ids"] + [0] * (12 - size)],
+                    "token_loss_mask": wide(row["mask"]),
+                    "sample_loss_mask": [1.0],
+                    "advantages": wide([row["advantage"]] * len(row["ids"])),
+                    "generation_logprobs": wide(row["mu"]),
+                    "prev_logprobs": wide(row["theta"]),
+                    "idx": index,
+                }
+            )
+        write_lines(folder / f"train_data_step{step}.jsonl", lines)
+    return []
+
+
+def write_slime(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
+    (folder / "train_data").mkdir(parents=True)
+    for step in (1, 2):
+        own = [row for row in rows if row["step"] == step]
+        samples = [
+            {
+                "data_parallel_rank": 0,
+                "rollout_position": index,
+                "sample_index": index,
+                "tokens": torch.tensor(row["prompt"] + row["ids"]),
+                "response_lengths": len(row["ids"]),
+                "total_lengths": len(row["prompt"]) + len(row["ids"]),
+                "loss_masks": torch.tensor(row["mask"]),
+                "log_probs": torch.tensor(row["theta"]),
+                "rollout_log_probs": torch.tensor(row["mu"]),
+                "entropy": torch.tensor(row["entropy"]),
+                "advantages": torch.full((len(row["ids"]),), row["advantage"]),
+                "rewards": -1.0,  # normalized; the raw ones are of the whole batch
+            }
+            for index, row in enumerate(own)
+        ]
+        whole = {
+            "format_version": 2,
+            "rollout_id": step - 1,
+            "samples": samples,
+            "raw_reward": [r["reward"] for r in own],
+        }
+        torch.save(whole, folder / "train_data" / f"{step - 1}.pt")
+    return ["entropy"]
+
+
+def write_open_instruct(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        {
+            "step": row["step"],
+            "sample_idx": index % 4,
+            "prompt_idx": index % 4 // 2,
+            "prompt_tokens": row["prompt"],
+            "response_tokens": row["ids"],
+            "reward": row["reward"],
+            "advantage": row["advantage"],
+            "finish_reason": "stop",
+            "dataset": "math",
+            "logprobs": row["mu"],
+        }
+        for index, row in enumerate(rows)
+    ]
+    write_lines(folder / "run_rollouts_000000.jsonl", lines[:5])
+    write_lines(folder / "run_rollouts_000001.jsonl", lines[5:])
+    return []
+
+
+def write_verifiers(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
+    """Compact streams: one value for each True of the mask; a tool's message between two of the model's."""
+    for step in (1, 2):
+        episodes = []
+        for index, row in enumerate(r for r in rows if r["step"] == step):
+            nodes: list[dict[str, Any]] = [
+                {"parent": None, "token_ids": row["prompt"], "mask": [False] * len(row["prompt"])}
+            ]
+            cuts = [0, 1, 3, len(row["ids"])] if 0 in row["mask"] else [0, len(row["ids"])]
+            for part, (a, b) in enumerate(itertools.pairwise(cuts)):
+                sampled = row["mask"][a] == 1
+                node = {"parent": part, "token_ids": row["ids"][a:b], "mask": [sampled] * (b - a)}
+                if sampled:
+                    node |= {"logprobs": row["mu"][a:b], "trainer_logprobs": row["theta"][a:b]}
+                    node |= {"entropies": row["entropy"][a:b], "advantages": [row["advantage"]] * (b - a)}
+                nodes.append(node)
+            trace = {"nodes": nodes, "rewards": {"a": row["reward"] - 1, "b": 1.0}}
+            episodes.append({"id": "x", "env": {"id": "math"}, "group": f"g{index // 2}", "traces": [trace]})
+        write_lines(folder / "rollouts" / f"step_{step}" / "train" / "all" / "traces.jsonl", episodes)
+    return ["entropy", "env"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dump"),
+    [
+        ("nemo-rl", write_nemo_rl),
+        ("slime", write_slime),
+        ("open-instruct", write_open_instruct),
+        ("verifiers", write_verifiers),
+    ],
+)
+def test_dumps_of_trainers(kind, dump, tmp_path: Path):
+    """Every format gives the completions that were written to it, and is recognized."""
+    rows = truth(np.random.default_rng(3))
+    more = dump(tmp_path / "dump", rows)
+    assert recognize(tmp_path / "dump") == kind
+    import_files(None, tmp_path / "dump", tmp_path / "run", LABELS)
+    run = sharpscope.load_run(tmp_path / "run")
+    sampler_only = kind == "open-instruct"
+    for step in (1, 2):
+        own = [row for row in rows if row["step"] == step]
+        tokens, rollouts = run.tokens(steps=[step]), run.rollouts[run.rollouts["step"] == step]
+        for ours, theirs in (
+            ("token_id", "ids"),
+            ("logp", "mu" if sampler_only else "theta"),
+            ("behavior_logp", "mu"),
+            ("entropy", "entropy"),
+        ):
+            if (ours == "entropy" and "entropy" not in more) or (ours == "behavior_logp" and sampler_only):
+                assert tokens[ours].isna().all()
+                continue
+            kept = [v for r in own for v, m in zip(r[theirs], r["mask"], strict=True) if m or sampler_only]
+            np.testing.assert_allclose(tokens[ours], kept, rtol=1e-5)
+        masks = [r["mask"] if not sampler_only else [1] * len(r["mask"]) for r in own]
+        assert tokens["position"].tolist() == [i for m in masks for i, keep in enumerate(m) if keep]
+        np.testing.assert_allclose(
+            tokens["advantage"], [r["advantage"] for r, m in zip(own, masks, strict=True) for k in m if k]
+        )
+        assert [json.loads(ids) for ids in rollouts["token_ids"]] == [r["prompt"] + r["ids"] for r in own]
+        assert rollouts["prompt_tokens"].tolist() == [len(r["prompt"]) for r in own]
+        np.testing.assert_allclose(rollouts["reward"], [r["reward"] for r in own])
+        assert rollouts["group"].tolist() == [0, 0, 1, 1]
+    assert any("those of the sampler stand in their place" in note for note in run.info["notes"]) == sampler_only
+    assert (run.rollouts["env"] == "math").all() == (kind in ("verifiers", "open-instruct"))
+    shown = CliRunner().invoke(app, ["import", "auto", str(tmp_path / "dump"), "--out", str(tmp_path / "again")])
+    assert shown.exit_code == 0 and "sharpscope probe --tokens" in shown.output
+
+
+def test_a_message_in_two_branches_counts_once(tmp_path: Path):
+    """Verifiers' messages form a tree: two continuations of one assistant's message."""
+    nodes = [{"parent": None, "token_ids": [3, 4], "mask": [False, False]}]
+    for parent, ids in ((0, [5, 6]), (1, [7]), (1, [8, 9])):
+        nodes.append(
+            {"parent": parent, "token_ids": ids, "mask": [True] * len(ids), "logprobs": [-0.1 * i for i in ids]}
+        )
+    write_lines(tmp_path / "traces.jsonl", [{"traces": [{"nodes": nodes, "rewards": {}}]}])
+    ((step, completions),) = read(tmp_path / "traces.jsonl").steps
+    assert step == 1 and [c.ids for c in completions] == [[3, 4, 5, 6, 7], [3, 4, 5, 6, 8, 9]]
+    assert [c.tokens["token_id"] for c in completions] == [[5, 6, 7], [8, 9]]
+    assert completions[1].tokens["logp"] == pytest.approx([-0.8, -0.9]) and completions[1].prompt_length == 4
+    del nodes[1]["token_ids"]
+    write_lines(tmp_path / "traces.jsonl", [{"traces": [{"nodes": nodes}]}])
+    with pytest.raises(UserError, match="line 1: a message has no token_ids; run with verifiers' TrainClient"):
+        list(read(tmp_path / "traces.jsonl").steps)
 
 
 def test_verl(tmp_path: Path):

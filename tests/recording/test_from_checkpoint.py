@@ -11,7 +11,8 @@ import torch
 
 import sharpscope
 from sharpscope.errors import UserError
-from sharpscope.integrations.importers import Labels, import_jsonl
+from sharpscope.integrations.completions import Labels
+from sharpscope.integrations.importers import import_files
 from sharpscope.policy import PolicySpec, load_policy
 from sharpscope.recording.from_checkpoint import probe_trace
 from tests.integrations.trainers import small_model, tokenizer
@@ -40,7 +41,7 @@ def trace(folder: Path, coef: list[list[float]] | None, shift: float = 0.0) -> P
     ]
     file = folder / "t.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    import_jsonl(file, folder / "imported", Labels())
+    import_files("jsonl", file, folder / "imported", Labels())
     return folder / "imported"
 
 
@@ -100,7 +101,7 @@ def test_what_cannot_be_probed_is_refused(checkpoint: Path, tmp_path: Path):
         probe_trace(run, policy, tmp_path / "out")
     line = {"prompt_ids": [2], "token_id": [99], "logp": [-1.0]}
     (tmp_path / "u.jsonl").write_text(json.dumps(line))
-    import_jsonl(tmp_path / "u.jsonl", tmp_path / "unknown", Labels())
+    import_files("jsonl", tmp_path / "u.jsonl", tmp_path / "unknown", Labels())
     with pytest.raises(UserError, match="token ID 99 of step 1 is not among its 37"):
         probe_trace(sharpscope.load_run(tmp_path / "unknown"), policy, tmp_path / "out")
     assert not (tmp_path / "out").exists()

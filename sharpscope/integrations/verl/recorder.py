@@ -31,7 +31,7 @@ from torch import Tensor
 
 from sharpscope import distributed
 from sharpscope.errors import UserError
-from sharpscope.integrations.importers import Completion, step_events, step_tables
+from sharpscope.integrations.completions import Completion, step_events, step_tables
 from sharpscope.policy import completions_of
 from sharpscope.probes import Estimate, columns, guarded
 from sharpscope.probes.token_gradients import ShardedNorms
