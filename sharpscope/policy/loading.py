@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from sharpscope.config.policy import EMBEDDED_PREFIX, PolicySpec
 from sharpscope.errors import UserError
+from sharpscope.memory import require_memory, stored_numbers
 from sharpscope.policy.adapters import adapter_folder, add_adapters, base_of, load_adapters
 from sharpscope.policy.cache import check_cacheable
 from sharpscope.policy.embedded import embedded_policy
@@ -146,11 +147,14 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
         # Progress bars are for downloads only.
         with redirect_stderr(io.StringIO()) if Path(location).exists() else nullcontext():
             config = AutoConfig.from_pretrained(source, **options)
+            dtype, device = _weight_dtype(spec, frozen), _device(spec.device)
+            weights = stored_numbers(Path(location)) * dtype.itemsize
+            require_memory(weights, device, f"loading {spec.model} in {spec.dtype}", "take a smaller model")
             tokenizer = _tokenizer(source, options)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source,
                 config=config,
-                dtype=_weight_dtype(spec, frozen),
+                dtype=dtype,
                 attn_implementation=_attention(spec, config),
                 use_safetensors=True,
                 **_experts(config),
@@ -172,7 +176,7 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
         )
     if location.endswith(GGUF):
         model = _dequantized(model)
-    return model.to(_device(spec.device)).eval(), tokenizer, location
+    return model.to(device).eval(), tokenizer, location
 
 
 def _dequantized(model: Any) -> nn.Module:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sharpscope.config.probes import Backend, Check
 from sharpscope.errors import UserError
+from sharpscope.memory import require_memory
 from sharpscope.probes.estimate import Estimate, html_table, with_prompts
 from sharpscope.probes.lanczos import Eigenpairs, NotFiniteError, Operator, eigenpairs
 from sharpscope.probes.spectrum import Density, Trace, hutchpp, spectral_density, t_interval
@@ -230,6 +231,10 @@ def curvature(
         if not (math.isfinite(loss) and bool(gradient.isfinite().all())):
             finite = "finite" if gradient.isfinite().all() else "not finite"
             return replace(nothing, why=f"the loss is {loss} and its gradient {finite}")
+        item = gradient.element_size()
+        wanted = top + int(smallest)
+        capacity = max(2 * wanted + 3, int(memory_mb * 2**20 / (item * len(gradient))))
+        _check_memory(gradient, min(capacity, max_products), wanted)
         hessian = surface.hessian() if operator is None else operator
         checked = known.get("hessian")
         if check != "off" and checked is None:
@@ -245,7 +250,7 @@ def curvature(
             if preconditioner is not None or operator is not None:
                 raise UserError("backend, 'pyhessian': knows the plain Hessian only; use backend='lanczos'")
             result = curvature_by_pyhessian(
-                surface, hessian, nothing, top + int(smallest), tolerance, max_products, trace_probes > 0
+                surface, hessian, nothing, wanted, tolerance, max_products, trace_probes > 0
             )
             return replace(result, checked=checked, seconds=time.perf_counter() - began)
         why: list[str] = []
@@ -253,8 +258,6 @@ def curvature(
         pairs: Eigenpairs | None = None
         try:
             mark = time.perf_counter()
-            item = torch.finfo(hessian.dtype).bits // 8
-            capacity = max(6, int(memory_mb * 2**20 / (item * hessian.size)))
             pairs = eigenpairs(
                 hessian,
                 upper=top,
@@ -300,6 +303,13 @@ def curvature(
             seconds=time.perf_counter() - began,
             checked=checked,
         )
+
+
+def _check_memory(gradient: Tensor, capacity: int, pairs: int) -> None:
+    """Check that Lanczos vectors fit: the basis, eigenvectors with an orthonormal copy, and eight more for products."""
+    needed = (min(capacity, len(gradient)) + 2 * pairs + 8) * len(gradient) * gradient.element_size()
+    what = f"curvature of {len(gradient) / 1e6:.3g} million parameters"
+    require_memory(needed, gradient.device, what, "lower top, or probe a smaller model")
 
 
 def _measured(hessian: Operator, pairs: Eigenpairs, smallest: bool, tolerance: float, why: list[str]) -> dict[str, Any]:

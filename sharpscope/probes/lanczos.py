@@ -17,6 +17,8 @@ from sharpscope.probes.surface import common_dtype, flatten, size_of, unflatten
 
 STEADY = 3
 """Number of consecutive products at which the Ritz pairs must meet the tolerance."""
+COLUMNS = 2**20
+"""Columns of a basis that a restart replaces at once."""
 
 
 class NotFiniteError(ArithmeticError):
@@ -206,11 +208,11 @@ class Krylov:
         return weights @ self.basis
 
     def compress(self, keep: np.ndarray, values: np.ndarray, coefficients: np.ndarray) -> None:
-        """Thick restart: keep the Ritz vectors `keep` and the next direction."""
-        following = self._basis[self.size].clone()
-        kept = self.vectors(coefficients[:, keep])
-        self._basis[: len(keep)] = kept
-        self._basis[len(keep)] = following
+        """Thick restart: keep the Ritz vectors `keep` and the next direction; in place, since a vector of a real model is large."""
+        weights = torch.from_numpy(np.ascontiguousarray(coefficients[:, keep].T)).to(self._basis)
+        for columns in self._basis.split(COLUMNS, dim=1):
+            columns[: len(keep)] = weights @ columns[: self.size]
+        self._basis[len(keep)] = self._basis[self.size]
         self.projection[:] = 0.0
         self.projection[range(len(keep)), range(len(keep))] = values[keep]
         self.size = len(keep)

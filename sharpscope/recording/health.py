@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -15,6 +13,7 @@ from sharpscope import distributed
 from sharpscope.config import method_rotation_bound, reference_method, same_at_one_update
 from sharpscope.config.training import HealthSpec
 from sharpscope.errors import CheckError, UserError
+from sharpscope.memory import memory_share
 from sharpscope.objective import Method, gradient_mass, summarize_weights
 from sharpscope.policy import TokenStats
 from sharpscope.recording.rows import clipped_weight_share
@@ -22,7 +21,6 @@ from sharpscope.recording.step import RolloutBatch, loss_mask
 from sharpscope.rules import EARLY, WINDOW, Event, judge, relative_quantities
 from sharpscope.traces.rules import sampler_values
 
-CGROUP = Path("/sys/fs/cgroup")
 UNIFORM = 0.9
 """Share of ln V from which a token's entropy counts as that of noise."""
 
@@ -51,25 +49,6 @@ def rotation_event(step: int, row: Mapping[str, Any], method: Method, progress: 
     if row["noise_rotation"] is not None:
         text += f"; the noise of one batch turns the gradient by about {row['noise_rotation']:.0f}°"
     return Event(step, "rotation", "info", turned, bound or math.nan, "none", text)
-
-
-def memory_share(device: torch.device) -> float:
-    """Share of memory in use: of the model's GPU, or of the machine or this process's container, whichever is fuller."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return 1 - free / total
-    return max(float(psutil.virtual_memory().percent) / 100, container_share(CGROUP))
-
-
-def container_share(folder: Path) -> float:
-    """Share of a control group's memory limit in use without reclaimable page cache; 0 without a limit."""
-    try:
-        limit = (folder / "memory.max").read_text().strip()
-        used = int((folder / "memory.current").read_text())
-        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return (used - int(counts.get("inactive_file", 0))) / int(limit) if limit != "max" else 0.0
-    except (OSError, ValueError):
-        return 0.0
 
 
 def check_method(method: Method, updates: int) -> list[Event]:

@@ -48,7 +48,10 @@ class SurfaceProbes:
         self.refused = False
 
     def start(self, probe_set: ProbeSet, info: dict[str, Any]) -> list[Event]:
-        """Take the run's probe set and, in a resumed run, its radius; an event says if `nll` is left out for lack of solutions."""
+        """Take the run's probe set and, in a resumed run, its radius.
+
+        Without solutions there is no `nll`: an event says so, and without another loss the expected failure takes its place.
+        """
         self.probe_set = probe_set
         if info.get("probe_radius"):
             self.radius = Radius(**info["probe_radius"])
@@ -59,13 +62,13 @@ class SurfaceProbes:
         ]
         if not self.schedule.every["surface"] or "nll" not in self.spec.functionals or not bare:
             return []
-        left = tuple(name for name in self.spec.functionals if name != "nll")
+        left = tuple(name for name in self.spec.functionals if name != "nll") or ("expected_failure",)
         self.spec = self.spec.model_copy(update={"functionals": left})
         text = (
-            f"no prompt of the probe set's {' and '.join(bare)} prompts has a verified solution of the initial policy, so its nll is "
-            "not probed; probes.functionals=[expected_failure] needs none"
+            f"the initial policy solves no prompt of the probe set's {' and '.join(bare)} prompts in a completion that ends by itself, "
+            f"so that there is no text whose nll is probed; {' and '.join(left)} is probed"
         )
-        return [Event(0, "probe", "warning", math.nan, math.nan, "left out", text)]
+        return [Event(0, "probe", "info", math.nan, math.nan, "left out", text)]
 
     def due(self, step: int) -> bool:
         """Whether the surface is probed after `step` (0: before training)."""

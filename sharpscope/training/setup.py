@@ -11,6 +11,7 @@ from torch import nn
 
 from sharpscope.config.training import OptimizerSpec
 from sharpscope.errors import UserError
+from sharpscope.memory import require_memory
 from sharpscope.policy import Policy, load_policy
 from sharpscope.policy.adapters import has_adapters
 from sharpscope.policy.scoring import Scorer
@@ -22,9 +23,18 @@ if TYPE_CHECKING:
 
 
 def load_start(config: RunConfig, checkpoint: Path | None) -> Policy:
-    """The policy of a run's checkpoint, or with None the one that the run starts from."""
+    """The policy of a run's checkpoint, or with None the one that the run starts from.
+
+    Raises:
+        UserError: the model cannot be loaded, or its gradient and the optimizer's moments do not fit into memory.
+    """
     source = config.policy if checkpoint is None else config.policy.model_copy(update={"model": str(checkpoint)})
-    return load_policy(source, base=config.policy.model)
+    policy = load_policy(source, base=config.policy.model)
+    trained = sum(p.numel() * p.element_size() for p in policy.model.parameters() if p.requires_grad)
+    require_memory(
+        3 * trained, policy.device, "a gradient with AdamW's two moments", "train adapters (--set policy.lora.r=16)"
+    )
+    return policy
 
 
 def reference_policy(config: RunConfig, policy: Policy) -> nn.Module:

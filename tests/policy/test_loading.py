@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from sharpscope import memory
 from sharpscope.errors import UserError
 from sharpscope.policy import PolicySpec, SamplingSpec, generate, load_policy, make_policy
 from sharpscope.policy.head import check_head, output_head
@@ -250,3 +251,14 @@ def test_a_gguf_file_loads_as_float32_and_can_be_saved(tmp_path, monkeypatch, ca
     assert f"give the file itself: {tmp_path / 'model.gguf'}" in refusal(tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install 'sharpscope[gguf]'" in refusal(tmp_path / "model.gguf")
+
+
+def test_what_does_not_fit_into_memory_is_said_before_it_is_loaded(folder, monkeypatch):
+    """Four bytes for each stored number, however it is stored."""
+    numbers = load_policy(spec(folder)).parameters
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    monkeypatch.setattr(memory, "free_memory", lambda device: 4 * numbers)
+    load_policy(spec(folder))
+    monkeypatch.setattr(memory, "free_memory", lambda device: 4 * numbers - 1)
+    assert refusal(folder).startswith("memory: loading ")

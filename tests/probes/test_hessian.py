@@ -11,6 +11,7 @@ from scipy.stats import t as student
 from torch import nn
 
 import sharpscope
+from sharpscope import memory
 from sharpscope.errors import UserError
 from sharpscope.probes import adamw_preconditioner, adamw_threshold
 from tests.probes.spectra import generator, net_and_dense, quadratic, with_spectrum
@@ -203,3 +204,10 @@ def test_pyhessian_stopping_early_is_not_called_converged():
     theta, loss = quadratic(with_spectrum(np.r_[[1.0, -0.99], np.linspace(0.9, 0.95, 40)]))
     found = sharpscope.curvature(loss, [theta], backend="pyhessian")
     assert not found.converged and "PyHessian" in found.why
+
+
+def test_vectors_that_do_not_fit_into_memory_are_said_before_any_product(monkeypatch):
+    theta, loss = quadratic(with_spectrum([1.0, 2.0, 3.0]))
+    monkeypatch.setattr(memory, "free_memory", lambda device: 3 * 3 * 8)
+    with pytest.raises(UserError, match="memory: curvature of"):
+        sharpscope.curvature(loss, [theta])

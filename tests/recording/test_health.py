@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 import sharpscope
 from sharpscope.analysis import show
 from sharpscope.config.training import HealthSpec
-from sharpscope.recording import health
-from sharpscope.recording.health import check_finite, container_share, temperature_gap
+from sharpscope.memory import container_memory, memory_share
+from sharpscope.recording.health import check_finite, temperature_gap
 from sharpscope.training import train
 from sharpscope.training.checkpoint import checkpoints
 
@@ -42,9 +42,9 @@ def test_a_containers_limit_counts_without_the_page_cache(tmp_path):
     (tmp_path / "memory.current").write_text("900\n")
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 300\n")
     (tmp_path / "memory.max").write_text("1000\n")
-    assert container_share(tmp_path) == pytest.approx(0.6)
+    assert container_memory(tmp_path) == (600, 1000)
     (tmp_path / "memory.max").write_text("max\n")
-    assert container_share(tmp_path) == 0.0 == container_share(tmp_path / "none")
+    assert container_memory(tmp_path) == (0.0, math.inf) == container_memory(tmp_path / "none")
 
 
 SURE = {  # rule -> settings with which it fires at every step of the toy run
@@ -217,7 +217,7 @@ def test_clipped_weights_are_the_tokens_with_an_advantage_and_no_gradient(toy_co
 
 
 def test_memory_is_that_of_the_machine():
-    assert 0 < health.memory_share(torch.device("cpu")) < 1
+    assert 0 < memory_share(torch.device("cpu")) < 1
 
 
 def test_broken_weights_are_neither_measured_nor_saved_over_good_ones(toy_config, monkeypatch):

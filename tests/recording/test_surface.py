@@ -95,3 +95,12 @@ def test_every_estimate_that_is_not_to_be_believed_has_its_event(toy_config, bro
     assert len(events) == len(bad) and all(event.rule == "probe" and event.step == 2 for event in events)
     for quantity, event in zip(bad, events, strict=True):
         assert f" {quantity}" in event.message and event.message.split(": ", 1)[1]
+
+
+def test_without_solutions_the_expected_failure_is_probed(toy_config):
+    """No completion of the policy ends by itself within four tokens, so none is a solution."""
+    config = toy_config(**SMALL, probes__rho=0.05, rollout__max_new_tokens=4, probes__critical_sharpness=False)
+    train(config)
+    run = sharpscope.load_run(config.run_dir)
+    assert set(run.probes["functional"]) == {"expected_failure"} and set(run.probes["step"]) == {0, 2}
+    assert "info" in set(run.events.loc[run.events["step"] == 0, "severity"])

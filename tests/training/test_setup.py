@@ -8,10 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import get_scheduler
 
+from sharpscope import memory
 from sharpscope.config.training import OptimizerSpec
+from sharpscope.errors import UserError
 from sharpscope.tasks import Example
+from sharpscope.training import train
 from sharpscope.training.rollouts import DataOrder
-from sharpscope.training.setup import build_optimizer, learning_rate
+from sharpscope.training.setup import build_optimizer, learning_rate, load_start
 from tests.models import tiny_model
 
 
@@ -58,3 +61,13 @@ def test_epochs_and_seeds_differ():
     first = DataOrder(examples(50), 0)
     one, two = first.take(50), first.take(50)
     assert one != two and DataOrder(examples(50), 1).take(50) != one
+
+
+def test_what_training_needs_is_compared_with_free_memory_before_the_folder_is_made(toy_config, monkeypatch):
+    """Weights, then as much for the gradient and for each of AdamW's moments."""
+    config = toy_config(steps=1)
+    policy = load_start(config, None)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 11.9 * policy.parameters)
+    with pytest.raises(UserError, match="memory: a gradient with AdamW's two moments takes about"):
+        train(config)
+    assert not config.run_dir.exists()
