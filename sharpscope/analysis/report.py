@@ -25,6 +25,7 @@ from sharpscope.analysis.frames import (
     token_samples,
 )
 from sharpscope.analysis.headline import moved_sections, step_sections, trained_text
+from sharpscope.analysis.layers import spike_layer_sections
 from sharpscope.analysis.mismatch import sampler_section
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.sections import Section
@@ -88,7 +89,7 @@ def run_sections(run: Run) -> list[Section]:
     curves = Section("Curves", curve_table(run), "Means of the first and the last third.")
     ends = [*accuracy_sections(study.settings), *sharpness_sections(study.settings)]
     kinds = entropy_section(run)
-    found = [*found_sections(study, study.settings), *([kinds] if kinds else [])]
+    found = [*found_sections(study, study.settings), *spike_layer_sections(run), *([kinds] if kinds else [])]
     return [head, *found, curves, *ends, *problem_sections(runs)]
 
 

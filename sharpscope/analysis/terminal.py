@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from sharpscope.analysis.headline import sentences, step_sections
+from sharpscope.analysis.layers import layer_sections
 from sharpscope.analysis.loading import load_several, quiet
 from sharpscope.analysis.report import found_sections, laid_out, run_sections, runs_sections
 from sharpscope.analysis.sections import Section, to_terminal
@@ -148,7 +149,7 @@ def token_sections(run: Run, step: int | None = None, by: str = SHARE, top: int 
         where = f"recorded at steps {', '.join(map(str, recorded[:12]))}" if recorded else "never recorded in this run"
         raise UserError(f"--by {by}: not recorded at step {step}; {where}")
     if by == SHARE:
-        return step_sections(run, explain_step(run, step, top), top)
+        return [*step_sections(run, explain_step(run, step, top), top), *layer_sections(run, step)]
     tokens = with_values(run.tokens(steps=[step]))
     size = tokens[by].abs()
     if by in ("ratio", "clipped"):
@@ -194,4 +195,6 @@ def spike_sections(run: Run, z: float = 4.0, top: int = 8) -> list[Section]:
         spikes = chosen or explain_spikes(run, z, top, largest=1)
         if spikes and not chosen and not large:
             parts.append(Section("", "Shown is the recorded step with the largest gradient."))
-    return [*parts, *(section for spike in spikes for section in step_sections(run, spike, top))]
+    for spike in spikes:
+        parts += [*step_sections(run, spike, top), *layer_sections(run, spike.step)]
+    return parts

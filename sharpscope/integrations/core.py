@@ -33,7 +33,7 @@ from sharpscope.policy.sharding import ModelView, gathered_copy, is_sharded, res
 from sharpscope.probes import guarded
 from sharpscope.recording import environment
 from sharpscope.recording.health import StepHealth, kept_rows
-from sharpscope.recording.norms import clip_factor, gradient_norm, total_norm, update_norm
+from sharpscope.recording.norms import clip_factor, gradient_norm, gradient_norms, layer_groups, norms, update_norms
 from sharpscope.recording.observers import Observers, StepObserver
 from sharpscope.recording.rows import rollout_columns, steps_row, token_columns, update_columns
 from sharpscope.recording.run_folder import NoWriter, note, trace_writer
@@ -208,6 +208,7 @@ class Recorder:
         """Create the run's folder, or go on in it after `done_updates` updates, and follow the optimizer."""
         self.optimizer = optimizer
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]  # FSDP2 has replaced them
+        self._groups = layer_groups(self.model)
         self._adam = isinstance(optimizer, torch.optim.AdamW) and not any(g["amsgrad"] for g in optimizer.param_groups)
         self.config, self.total = self.settings(steps), steps
         if self.config.recording.update_attribution and not self._adam:
@@ -360,7 +361,8 @@ class Recorder:
             )
         step.settle()
         loss = math.fsum(float(loss) for loss in step.losses) if step.losses else math.nan
-        norm = gradient_norm(self.parameters)
+        found = gradient_norms(self.parameters, self._groups)
+        norm, step.layers = found.total, found.layers
         factor = clip_factor(norm, self.max_grad_norm)
         step.gradient = (loss, norm, factor)
         joined, update = step.pending_update()
@@ -400,11 +402,11 @@ class Recorder:
         done = time.perf_counter()
         self._step.seconds["training_s"] += done - self._update_started
         if self._weights_before is None:
-            size = update_norm(self.optimizer)
+            moved = update_norms(self.optimizer, self._groups)
         else:
-            moved = [p.detach() - kept for p, kept in zip(self.parameters, self._weights_before, strict=True)]
-            size = total_norm(moved)
-        self._step.record_update(size, self._lr)
+            pairs = zip(self.parameters, self._weights_before, strict=True)
+            moved = norms(((p, p.detach() - kept) for p, kept in pairs), self._groups)
+        self._step.record_update(moved, self._lr)
         self._step.seconds["recording_s"] += time.perf_counter() - done
         if self.whole_batches():
             self._close_step()
@@ -448,7 +450,8 @@ class Recorder:
             columns = rollout_columns(number, batch)
             self._append("rollouts", columns if self.correct else columns | {"correct": None})
         if probed or (spec.tokens_every and number % spec.tokens_every == 0):
-            columns = token_columns(number, batch, result, probed, self.policy.head, self.temperature)
+            layers = {at: values for one in self._observed for at, values in one.by_layer.items()}
+            columns = token_columns(number, batch, result, probed, self.policy.head, self.temperature, layers)
             self._append(
                 "tokens", columns if all(b.sampled for b in step.batches) else columns | {"behavior_logp": None}
             )

@@ -14,6 +14,7 @@ from torch import Tensor
 from sharpscope import distributed
 from sharpscope.policy import Rollouts, TokenStats, join_rollouts, microbatches
 from sharpscope.policy.scoring import Scorer, write_stats
+from sharpscope.recording.norms import Norms
 from sharpscope.recording.step import PendingUpdate, RolloutBatch, StepTokens, UpdateResult, UpdateTokens
 from sharpscope.tasks import Example
 
@@ -74,6 +75,7 @@ class Step:
         default_factory=lambda: {"generation_s": 0.0, "training_s": 0.0, "recording_s": 0.0}
     )
     gradient: tuple[float, float, float] = (math.nan, math.nan, 1.0)  # loss, norm, clip factor of the present update
+    layers: dict[str, float] = field(default_factory=dict)  # norms of that gradient by layer and kind
     corrected: bool = False  # whether the trainer multiplies the loss by a factor for the sampler's policy
     losses: list[Tensor] = field(default_factory=list)  # of the present update's micro-batches
     gaps: list[Tensor] = field(default_factory=list)  # |ln π of the trainer − ln π of our forward pass| [nats]
@@ -197,14 +199,16 @@ class Step:
         _, norm, factor = self.gradient
         return joined, PendingUpdate(index, rows, tokens.update[rows] == index, coef, norm, factor)
 
-    def record_update(self, size: float, lr: float) -> None:
-        """Record that the present update was made; `size` is ‖Δθ‖₂, `lr` its learning rate."""
+    def record_update(self, moved: Norms, lr: float) -> None:
+        """Record that the present update was made; `moved` are the norms of Δθ, `lr` its learning rate."""
         loss, norm, factor = self.gradient
         parts = [use.tokens for use in self.pending]
         width = max(part.used.shape[1] for part in parts)
         columns = zip(*(part.tensors() for part in parts), strict=True)
         whole = UpdateTokens(*(torch.cat([widened(value, width) for value in column]) for column in columns))
-        self.updates.append(UpdateResult(loss, norm, norm, size, factor, False, lr=lr, summary=whole.summary()))
+        layers = (self.layers, moved.layers)
+        made = UpdateResult(loss, norm, norm, moved.total, factor, False, lr=lr, summary=whole.summary(), layers=layers)
+        self.updates.append(made)
         for use in self.pending:
             self.batch(use.serial).tokens.count(use.rows, use.tokens)
         self.pending, self.losses = [], []

@@ -1,51 +1,103 @@
-"""Global L2 norms of a gradient and of the step that AdamW took, and the factor of clipping."""
+"""L2 norms of a gradient and of the step that AdamW took, in all and by layer, and the factor of clipping."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sharpscope import distributed
 from sharpscope.policy.sharding import copies, is_shard
+from sharpscope.probes.parameter_groups import group_names
+
+
+@dataclass(frozen=True)
+class Norms:
+    """L2 norms of a gradient or an update: of all parameters, and by group (`layer_groups`)."""
+
+    total: float
+    layers: dict[str, float]
+
+
+def layer_groups(model: nn.Module) -> dict[int, str]:
+    """Group of each trainable parameter by its identity: `12.attention` in a decoder layer, elsewhere its kind.
+
+    Kinds are `attention`, `mlp`, `norm`, `embedding` (with a tied output layer), `head`, `other`.
+    """
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    made = {}
+    for name, (kind, *layer) in group_names(model, named).items():
+        made[id(named[name])] = f"{layer[0].removeprefix('layers.')}.{kind}" if layer else kind
+    return made
+
+
+def norms(parts: Iterable[tuple[Tensor, Tensor | None]], groups: Mapping[int, str]) -> Norms:
+    """Norms of (parameter, part) pairs, a part being its gradient or its change."""
+    pairs = list(parts)
+    found = squares(part for _, part in pairs)
+    layers: dict[str, float] = dict.fromkeys(groups.values(), 0.0)
+    for (parameter, _), square in zip(pairs, found, strict=True):
+        layers[groups[id(parameter)]] += square
+    return Norms(math.sqrt(sum(found)), {name: math.sqrt(square) for name, square in layers.items()})
+
+
+def squares(parts: Iterable[Tensor | None]) -> list[float]:
+    """Squared L2 norm of each part, in float64; None counts 0, of a sharded tensor each process contributes its part."""
+    found, shards = list[float](), list[int]()
+    for number, part in enumerate(parts):
+        local: Any = part
+        if part is None:
+            found.append(0.0)
+        elif is_shard(part):
+            shards.append(number)
+            own = float(torch.linalg.vector_norm(local.to_local(), dtype=torch.float64)) ** 2
+            found.append(own / copies(part))
+        else:
+            found.append(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2)
+    if shards:
+        every = distributed.gather([found[number] for number in shards])
+        for number, values in zip(shards, zip(*every, strict=True), strict=True):
+            found[number] = sum(values)
+    return found
 
 
 def total_norm(parts: Iterable[Tensor | None]) -> float:
-    """Global L2 norm, summed in float64; None counts 0, of a sharded tensor each process contributes its part."""
-    whole = own = 0.0
-    divided = False
-    for part in parts:
-        if part is None:
-            continue
-        local: Any = part
-        square = float(torch.linalg.vector_norm(local.to_local() if is_shard(part) else part, dtype=torch.float64)) ** 2
-        if is_shard(part):
-            own, divided = own + square / copies(part), True
-        else:
-            whole += square
-    return math.sqrt(whole + (distributed.sum_values(own) if divided else 0.0))
+    """Global L2 norm, summed in float64; None counts 0."""
+    return math.sqrt(sum(squares(parts)))
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> float:
-    """Global L2 norm of `.grad` over the parameters, summed in float64; parameters without a gradient count 0."""
+    """Global L2 norm of `.grad`; parameters without a gradient count 0."""
     return total_norm(p.grad for p in parameters)
 
 
+def gradient_norms(parameters: Iterable[Tensor], groups: Mapping[int, str]) -> Norms:
+    """Norms of `.grad`; parameters without a gradient count 0."""
+    return norms(((p, p.grad) for p in parameters), groups)
+
+
 @torch.no_grad()
-def update_norm(optimizer: torch.optim.AdamW) -> float:
-    """‖Δθ‖₂ of the update that `optimizer.step()` has just made, over all parameters, weight decay included.
+def update_norms(optimizer: torch.optim.AdamW, groups: Mapping[int, str]) -> Norms:
+    """Norms of the update Δθ that `optimizer.step()` has just made, weight decay included.
 
     Computed from AdamW's state, one parameter at a time, so that no copy of the weights is needed:
     Δθ = −lr·m̂/(√v̂ + ε) − lr·λ·θ_before with θ_before = (θ_after + lr·m̂/(√v̂ + ε)) / (1 − lr·λ).
     """
-    return total_norm(_steps_taken(optimizer))
+    return norms(_steps_taken(optimizer), groups)
 
 
-def _steps_taken(optimizer: torch.optim.AdamW) -> Iterator[Tensor]:
-    """Δθ of one parameter after the other."""
+@torch.no_grad()
+def update_norm(optimizer: torch.optim.AdamW) -> float:
+    """The total of `update_norms`."""
+    return total_norm(part for _, part in _steps_taken(optimizer))
+
+
+def _steps_taken(optimizer: torch.optim.AdamW) -> Iterator[tuple[Tensor, Tensor]]:
+    """(parameter, Δθ) of one parameter after the other."""
     for group in optimizer.param_groups:
         lr, decay, eps = group["lr"], group["weight_decay"], group["eps"]
         beta1, beta2 = group["betas"]
@@ -57,7 +109,7 @@ def _steps_taken(optimizer: torch.optim.AdamW) -> Iterator[Tensor]:
             root = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(eps)
             adaptive = (state["exp_avg"] / (1 - beta1**step)).div_(root).mul_(lr)
             before = (parameter + adaptive) / (1 - lr * decay) if decay else parameter
-            yield adaptive + lr * decay * before if decay else adaptive
+            yield parameter, adaptive + lr * decay * before if decay else adaptive
 
 
 def clip_factor(norm: float, limit: float | None) -> float:

@@ -60,6 +60,7 @@ HELD_CONSTANT = ("cispo", "dppo", "vespo")  # surrogates with a factor of the ra
 GUESS = 16.0  # first step size of a run's first line search for the critical sharpness, in learning rates
 TOLERANCE = 0.25  # relative width of the bracket in which the critical learning rate is interpolated
 EVALUATIONS = 12  # largest number of losses of a line search
+LEADING = 8  # tokens of an update whose local norms are kept by layer
 HELDOUT_SAMPLES = 8  # completions per prompt for held-out influence
 
 
@@ -68,6 +69,7 @@ class Observations:
     """Results of the observers of a step."""
 
     columns: dict[str, Tensor]  # of the tokens table, (N, T) each, NaN where nothing was measured
+    by_layer: dict[tuple[int, int], dict[str, float]]  # rollout and position of leading tokens -> local norms by layer
     rows: dict[str, Any]  # of the probes table: the parts of ‖Δθ‖² that are not the tokens'; empty if not measured
     events: list[Event]  # one for each column that its probe refused
     seconds: float
@@ -147,6 +149,7 @@ class StepObserver:
     def __init__(self, run: Observers, step: int, rollouts: Rollouts, recent: Sequence[float]) -> None:
         self.run, self.step, self.rollouts, self.recent = run, step, rollouts, recent
         self._columns: dict[str, Tensor] = {}
+        self.by_layer: dict[tuple[int, int], dict[str, float]] = {}
         self._found: list[Estimate] = []
         self._scale = math.nan  # Σ_t |∂L/∂log π_t| of the first update
         self._events: list[Event] = []
@@ -154,7 +157,7 @@ class StepObserver:
 
     def result(self) -> Observations:
         """Results from the updates so far."""
-        return Observations(self._columns, self._rows(), self._events, self._seconds)
+        return Observations(self._columns, self.by_layer, self._rows(), self._events, self._seconds)
 
     def _rows(self) -> dict[str, Any]:
         return {"step": self.step, **columns(self._found)} if self._found else {}
@@ -361,9 +364,34 @@ class _UpdateProbes:
             # Also of tokens with a zero coefficient: their norms are defined, and the passes over a row cost the same.
             local.append(self._norms(torch.arange(len(self.mask), device=self.mask.device), self.mask, "local", check))
             self.put("score_norm_local", local[0])
+            self._leading(local[0])
 
         self.observer.fill("score_norm_local", measure_local)
         self.observer.fill("score_norm", lambda check: self._exact(local[0] if local else None, check))
+
+    def _leading(self, local: Tensor) -> None:
+        """Local norms by layer of the tokens with the largest |c|·‖∇log π‖ among those that the update is the first to use."""
+        part, width = self.part, self.part.prompt_width
+        first = self.update.first_use[self.rows.cpu()].to(local.device)
+        size = torch.where(first, (self.coef.abs().to(local) * local)[:, width:], 0.0)  # (n, T)
+        row, position = leading(size)
+        if not len(row):
+            return
+        mask = torch.zeros_like(part.input_ids)
+        mask[row, position + width] = 1
+        keep = mask.any(dim=1).nonzero()[:, 0]
+        groups = score_norms(
+            self.view.model,
+            part.input_ids[keep],
+            mask[keep],
+            attention_mask=part.attention_mask[keep],
+            temperature=self.temperature,
+            check="off",
+        ).groups
+        rollout = self.update.rows[self.rows.to(self.update.rows.device)]
+        for r, p in zip(row.tolist(), position.tolist(), strict=True):
+            at = int((keep == r).nonzero()[0, 0]), p + width
+            self.observer.by_layer[int(rollout[r]), p] = layer_values(groups, at)
 
     def shares(self) -> None:
         """Attribution of all tokens."""
@@ -533,6 +561,21 @@ class _UpdateProbes:
                 problem = error
         _raise_together(problem)
         return distributed.sum_tensors(own)
+
+
+def leading(size: Tensor, count: int = LEADING) -> tuple[Tensor, Tensor]:
+    """(row, position) of the `count` largest of `size` (n, T), the largest first; zeros are left out."""
+    order = size.flatten().argsort(descending=True, stable=True)[:count]
+    order = order[size.flatten()[order] > 0]
+    return order // size.shape[1], order % size.shape[1]
+
+
+def layer_values(groups: Mapping[str, Tensor], at: tuple[int, int]) -> dict[str, float]:
+    """Norms of one token, at `at` in (N, S), by layer (`0`, `1`, …) and of the embedding and the output layer."""
+    of = {name.removeprefix("layers."): norm for name, norm in groups.items() if name.startswith("layers.")}
+    of = dict(sorted(of.items(), key=lambda item: int(item[0])))
+    of |= {name: groups[name] for name in ("embedding", "head") if name in groups}
+    return {name: float(norm[at]) for name, norm in of.items()}
 
 
 def sample_groups(group: Tensor, share: float, seeded: torch.Generator) -> tuple[Tensor, float]:

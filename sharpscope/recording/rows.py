@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -77,11 +77,18 @@ def update_columns(step: int, updates: Sequence[UpdateResult]) -> dict[str, Any]
         columns[name] = np.array([getattr(u, name) for u in updates], dtype=float)
     for name in ("lr", "entropy"):
         columns[name] = [_finite(getattr(u, name)) for u in updates]
+    for at, name in enumerate(("grad_norm_by_layer", "update_norm_by_layer")):
+        columns[name] = [None if u.layers is None else rounded(u.layers[at]) for u in updates]
     rotations = [_rotation_values(u) for u in updates]
     columns |= {name: [row[name] for row in rotations] for name in ROTATION}
     for name in (field.name for field in fields(UpdateSummary)):
         columns[name] = [None if u.summary is None else _finite(getattr(u.summary, name)) for u in updates]
     return columns
+
+
+def rounded(values: Mapping[str, float]) -> dict[str, float]:
+    """The values with six digits, for a column of JSON."""
+    return {name: float(f"{value:.6g}") for name, value in values.items()}
 
 
 def plain_norm(result: StepResult) -> float | None:
@@ -192,9 +199,18 @@ def head_grad_norm(stats: TokenStats, head: Head, temperature: float) -> Tensor 
 
 
 def token_columns(
-    step: int, batch: RolloutBatch, result: StepResult, probed: dict[str, Tensor], head: Head, temperature: float
+    step: int,
+    batch: RolloutBatch,
+    result: StepResult,
+    probed: dict[str, Tensor],
+    head: Head,
+    temperature: float,
+    by_layer: Mapping[tuple[int, int], Mapping[str, float]] | None = None,
 ) -> dict[str, Any]:
-    """Columns of the tokens table, a row for each loss token; `probed` has its probe columns (N, T), NaN where not measured."""
+    """Columns of the tokens table, a row for each loss token.
+
+    `probed` has its probe columns (N, T), NaN where not measured; `by_layer` the norms by layer of (rollout, position).
+    """
     rollouts, tokens = batch.rollouts, result.tokens
     mask = rollouts.completion_mask.bool().cpu()
     rollout, position = torch.nonzero(mask, as_tuple=True)
@@ -223,6 +239,9 @@ def token_columns(
     for name, values in [*((name, getattr(tokens, name)) for name in OPTIONAL), *probed.items()]:
         column = flat(values)
         columns[name] = np.ma.masked_array(column, mask=np.isnan(column))
+    if by_layer:
+        places = zip(rollout.tolist(), position.tolist(), strict=True)
+        columns["score_norm_by_layer"] = [rounded(by_layer[at]) if at in by_layer else None for at in places]
     if "score_norm" in columns:
         columns["score_norm_method"] = [None if missing else "exact" for missing in columns["score_norm"].mask]
     return columns

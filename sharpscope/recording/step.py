@@ -197,6 +197,7 @@ class UpdateResult:
     summary: UpdateSummary | None = None  # of its tokens; None if its gradient could not be computed
     entropy: float | None = None  # mean over its tokens [nats]; None without an entropy bonus
     rotation: UpdateRotation | None = None  # where it was measured
+    layers: tuple[dict[str, float], dict[str, float]] | None = None  # norms of gradient and update by layer and kind
 
 
 @dataclass(frozen=True)

@@ -178,6 +178,9 @@ clip_factor float64: factor in (0, 1] by which gradient clipping scaled the grad
 update_norm float64 [L2 norm]: norm of the parameter change, including weight decay; 0
     if skipped
 lr float64 [1 / update]: learning rate
+grad_norm_by_layer? json [L2 norm]: grad_norm by layer and kind of parameter: a JSON object such as {"0.attention": …,
+    "0.mlp": …, "embedding": …} whose squares sum to grad_norm^2
+update_norm_by_layer? json [L2 norm]: update_norm, in the same way
 tokens int64 [tokens]: loss tokens that the update uses
 kl_old_k3 float64 [nats]: estimate k3 of KL(pi_old || pi) before the update: mean over its tokens of r - 1 - ln r,
     r = pi / pi_old of the token, pi_old the policy at the start of the step
@@ -265,6 +268,8 @@ inclusion_probability? float32: probability that the token's group is in the ran
     measured all groups
 score_norm_local? float32 [L2 norm]: norm of grad ln pi without the terms through other
     positions
+score_norm_by_layer? json [L2 norm]: score_norm_local by layer, and of the embedding and the output layer: a JSON object
+    such as {"0": …, "1": …, "embedding": …}; of the 8 tokens with the largest |c| score_norm_local of a measured update
 score_norm? float32 [L2 norm]: norm of grad ln pi over all trainable parameters; NaN if
     an unbiased estimate of its square is negative
 score_norm_std_error? float32 [L2 norm]: standard error of score_norm (first order); 0

@@ -33,7 +33,7 @@ from sharpscope.policy.adapters import without_adapters
 from sharpscope.policy.scoring import Scorer, shortest_row
 from sharpscope.policy.sharding import ModelView, gathered_copy
 from sharpscope.probes import coming_step, noise_rotation, rotation
-from sharpscope.recording.norms import clip_factor, gradient_norm, total_norm, update_norm
+from sharpscope.recording.norms import Norms, clip_factor, gradient_norms, layer_groups, total_norm, update_norms
 from sharpscope.recording.step import (
     PendingUpdate,
     StepResult,
@@ -101,6 +101,11 @@ class Learner:
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters."""
         return [p for p in self.scorer.model.parameters() if p.requires_grad]
+
+    @cached_property
+    def groups(self) -> dict[int, str]:
+        """Layer and kind of each trainable parameter by its identity."""
+        return layer_groups(self.scorer.model)
 
     def view(self) -> ModelView:
         """The present model, gradients and optimizer for probes; of a sharded model a gathered copy.
@@ -214,7 +219,7 @@ class Learner:
         work = _Updates(self, rollouts, advantage, progress, method, plan, tokens, references=references)
         try:
             gradient = work.gradient(0, torch.arange(len(rollouts)), 0)
-            return work.rotation(gradient.rows, work.reshape(gradient))
+            return work.rotation(gradient.rows, work.reshape(gradient).total)
         finally:
             self.optimizer.zero_grad(set_to_none=True)
 
@@ -249,9 +254,13 @@ class _Gradient:
     rows: Tensor  # (n,)
     pass_index: int
     loss: float
-    norm: float
+    norms: Norms
     tokens: UpdateTokens
     entropy: float | None  # mean over its tokens [nats]; None without a bonus
+
+    @property
+    def norm(self) -> float:
+        return self.norms.total
 
     @property
     def finite(self) -> bool:
@@ -276,8 +285,11 @@ class _Updates:
     def gradient(self, index: int, rows: Tensor, pass_index: int) -> _Gradient:
         """Compute the gradient of update `index` and record what its tokens do."""
         loss, tokens, entropy = self._backward(rows, pass_index, index)
-        norm = gradient_norm(self.learner.parameters)
-        return _Gradient(index, rows, pass_index, loss, norm, tokens, entropy)
+        return _Gradient(index, rows, pass_index, loss, self._norms(), tokens, entropy)
+
+    def _norms(self) -> Norms:
+        """Norms of the gradient in `.grad`."""
+        return gradient_norms(self.learner.parameters, self.learner.groups)
 
     @property
     def _entropy_coef(self) -> float:
@@ -288,7 +300,8 @@ class _Updates:
         """Leave the update out."""
         self.learner.optimizer.zero_grad(set_to_none=True)
         problem = _problem(gradient.loss, norm)
-        made = UpdateResult(gradient.loss, norm, gradient.norm, 0.0, 0.0, skipped=True, problem=problem)
+        layers = (gradient.norms.layers, dict.fromkeys(gradient.norms.layers, 0.0))
+        made = UpdateResult(gradient.loss, norm, gradient.norm, 0.0, 0.0, skipped=True, problem=problem, layers=layers)
         return self._described(made, gradient)
 
     def _described(self, made: UpdateResult, gradient: _Gradient) -> UpdateResult:
@@ -296,17 +309,18 @@ class _Updates:
         lr = float(self.learner.optimizer.param_groups[0]["lr"])
         return replace(made, lr=lr, summary=gradient.tokens.summary(), entropy=gradient.entropy)
 
-    def reshape(self, gradient: _Gradient) -> float:
-        """Let the method's sharpness control replace the gradient in `.grad`; returns its norm."""
+    def reshape(self, gradient: _Gradient) -> Norms:
+        """Let the method's sharpness control replace the gradient in `.grad`; returns its norms."""
         sharpness, norm = self.method.sharpness, gradient.norm
         if isinstance(sharpness, Sam | GradientNormPenalty) and math.isfinite(norm) and norm > 0:
             self._sharpen(sharpness, gradient)
-            norm = gradient_norm(self.learner.parameters)
-        return norm
+            return self._norms()
+        return gradient.norms
 
     def apply(self, gradient: _Gradient) -> UpdateResult:
         """Let the method reshape the gradient, clip it, and make the optimizer's step."""
-        learner, norm = self.learner, self.reshape(gradient)
+        learner, norms = self.learner, self.reshape(gradient)
+        norm = norms.total
         if not (math.isfinite(gradient.loss) and math.isfinite(norm)):
             return self.skip(gradient, norm)
         factor = clip_factor(norm, learner.max_grad_norm)
@@ -317,7 +331,8 @@ class _Updates:
             loss_fn = partial(self._loss, gradient.rows, gradient.pass_index)
             self.before_optimizer(AppliedUpdate(gradient.index, gradient.loss, plain, loss_fn))
         learner.optimizer.step()
-        size = update_norm(learner.optimizer)
+        moved = update_norms(learner.optimizer, learner.groups)
+        size = moved.total
         self._move_proximal()
         self.tokens.count(gradient.rows, gradient.tokens)
         learner.optimizer.zero_grad(set_to_none=True)
@@ -332,6 +347,7 @@ class _Updates:
             problem=BROKEN if broken else "",
             broken=broken,
             rotation=rotation,
+            layers=(norms.layers, moved.layers),
         )
         described = self._described(made, gradient)
         if gradient.entropy is not None:

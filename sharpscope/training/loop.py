@@ -421,7 +421,8 @@ class _Run:
             self.writer.append("rollouts", rollout_columns(step, batch))
         if observed.columns or (spec.tokens_every and step % spec.tokens_every == 0):
             temperature = self.config.rollout.temperature
-            columns = token_columns(step, batch, result, observed.columns, self.policy.head, temperature)
+            head, layers = self.policy.head, observed.by_layer
+            columns = token_columns(step, batch, result, observed.columns, head, temperature, layers)
             self.writer.append("tokens", columns)
         if observed.rows:
             self.writer.append("probes", observed.rows)

@@ -18,7 +18,7 @@ from sharpscope.errors import UserError
 from sharpscope.forks import experiment
 from sharpscope.forks.outcomes import inner
 from sharpscope.forks.start import SharedDraws
-from sharpscope.recording.norms import gradient_norm
+from sharpscope.recording.norms import Norms, gradient_norms
 from sharpscope.training import learner
 from sharpscope.training.checkpoint import OPTIMIZER, checkpoint_dir
 from tests.forks.starts import SMALL, start_of
@@ -109,8 +109,8 @@ def test_a_repeated_call_adds_what_is_missing_and_reads_the_same(trained):
 def test_the_gradient_is_that_of_the_first_update_or_none(trained, monkeypatch):
     start = start_of(trained)
     assert start.update("own", 0).gradient is not None
-    norms = iter([math.nan])
-    monkeypatch.setattr(learner, "gradient_norm", lambda p: next(norms, None) or gradient_norm(p))
+    norms = iter([Norms(math.nan, {})])
+    monkeypatch.setattr(learner, "gradient_norms", lambda *given: next(norms, None) or gradient_norms(*given))
     update = start.update("own", 0)
     assert [one.skipped for one in update.results[0].updates] == [True, False] and update.gradient is None
 

@@ -17,6 +17,7 @@ from sharpscope.analysis import show
 from sharpscope.config.training import HealthSpec
 from sharpscope.memory import container_memory, memory_share
 from sharpscope.recording.health import check_finite, temperature_gap
+from sharpscope.recording.norms import Norms
 from sharpscope.training import train
 from sharpscope.training.checkpoint import checkpoints
 
@@ -107,15 +108,15 @@ def spoil_gradient(monkeypatch, at: int, value: float) -> None:
     """Make one entry of the `at`-th gradient `value`."""
     from sharpscope.training import learner
 
-    calls, plain = [], learner.gradient_norm
+    calls, plain = [], learner.gradient_norms
 
-    def spoilt(parameters):
+    def spoilt(parameters, groups):
         calls.append(True)
         if len(calls) == at:
             parameters[0].grad.view(-1)[0] = value
-        return plain(parameters)
+        return plain(parameters, groups)
 
-    monkeypatch.setattr(learner, "gradient_norm", spoilt)
+    monkeypatch.setattr(learner, "gradient_norms", spoilt)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -149,14 +150,14 @@ def test_a_token_weight_that_is_not_finite_is_left_out(toy_config):
 def test_model_weights_that_are_not_finite_stop_the_run(toy_config, monkeypatch):
     from sharpscope.training import learner
 
-    plain = learner.update_norm
+    plain = learner.update_norms
     sizes = []
 
-    def spoilt(optimizer):
-        sizes.append(plain(optimizer))
-        return math.inf if len(sizes) == 2 else sizes[-1]
+    def spoilt(optimizer, groups):
+        sizes.append(plain(optimizer, groups))
+        return Norms(math.inf, {}) if len(sizes) == 2 else sizes[-1]
 
-    monkeypatch.setattr(learner, "update_norm", spoilt)
+    monkeypatch.setattr(learner, "update_norms", spoilt)
     outcome = train(toy_config(steps=3, evaluation__every=0, health__non_finite="skip_step"))
     assert (outcome.status, outcome.steps_done) == ("failed", 2) and "model weights" in outcome.reason
 

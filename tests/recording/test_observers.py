@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import sharpscope
+from sharpscope.analysis.layers import layer_norms
 from sharpscope.errors import CheckError, UserError
 from sharpscope.probes import critical_sharpness
 from sharpscope.recording import observers, schedule
@@ -401,3 +402,20 @@ def test_a_line_search_of_a_run_is_limited(toy_config, monkeypatch):
     assert len(calls) <= observers.EVALUATIONS
     rows = sharpscope.load_run(config.run_dir).probes
     assert not rows.loc[rows["quantity"] == "critical_sharpness", "converged"].astype(bool).any()
+
+
+def test_leading_tokens_have_their_local_norms_by_layer(recorded):
+    """The eight largest |c|·local norm of a measured update, and the layers of an update whose squares are its norm's."""
+    run = sharpscope.load_run(recorded[0])
+    tokens = run.tokens(steps=[2])
+    kept = tokens.dropna(subset=["score_norm_by_layer"])
+    size = (tokens["loss_coef"].abs() * tokens["score_norm_local"]).nlargest(8)
+    assert set(kept.index) == set(size[size > 0].index)
+    for row in kept.to_dict("records"):
+        values = json.loads(row["score_norm_by_layer"])
+        assert 0.5 < math.hypot(*values.values()) / row["score_norm_local"] <= 1 + 1e-5  # the last norm is in no layer
+    layers = layer_norms(run)
+    for _, update in run.updates.iterrows():
+        own = layers[(layers["step"] == update["step"]) & (layers["update"] == update["update"])]
+        assert math.hypot(*own["grad_norm"]) == pytest.approx(update["grad_norm"], rel=1e-5)
+        assert math.hypot(*own["update_norm"]) == pytest.approx(update["update_norm"], rel=1e-5)

@@ -24,6 +24,7 @@ from sharpscope.objective import Method, named_method, policy_loss
 from sharpscope.policy import load_policy
 from sharpscope.policy.rollouts import join_rollouts
 from sharpscope.policy.scoring import Scorer
+from sharpscope.recording.norms import Norms
 from sharpscope.recording.rows import steps_row, token_columns, update_columns
 from sharpscope.tasks import make_task
 from sharpscope.training import learner
@@ -423,7 +424,7 @@ def test_clip_fractions_and_kl_count_every_use_of_a_token(world, monkeypatch):
 
     norms = iter([1.0, math.nan, 1.0])
     monkeypatch.setattr(learner, "policy_loss", kept)
-    monkeypatch.setattr(learner, "gradient_norm", lambda parameters: next(norms))
+    monkeypatch.setattr(learner, "gradient_norms", lambda *_: Norms(next(norms), {}))
     method = named_method("grpo").model_copy(update={"kl": Kl(coef=0.1)})
     reference = copy.deepcopy(policy.model)
     observed = learner_of(policy, inner_epochs=3, reference=reference)

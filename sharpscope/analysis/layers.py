@@ -1,0 +1,142 @@
+"""Norms of gradients and updates by layer: which layer grew with a spike, and which tokens act on it. Reads traces only."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.analysis.headline import sentences
+from sharpscope.analysis.sections import Section
+from sharpscope.analysis.spikes import find_spikes, large_steps
+from sharpscope.analysis.text import number, percent
+from sharpscope.traces import Run
+
+WINDOW = 50
+"""Updates before a step that its norms are compared with."""
+APART = 2.0
+"""How much more than the typical group a group must have grown to be named."""
+
+
+def layer_norms(run: Run) -> pd.DataFrame:
+    """step, update, group, layer, kind, grad_norm, update_norm: a row for each update and group of parameters [L2 norm].
+
+    `group` is `12.attention` in a decoder layer, elsewhere the kind alone (embedding, norm, head, other); `layer` is −1 there.
+    Empty where nothing was recorded.
+    """
+    names = ("grad_norm_by_layer", "update_norm_by_layer")
+    rows = []
+    for update in run.updates.dropna(subset=[names[0]]).to_dict("records"):
+        gradient, moved = (json.loads(update[name] or "{}") for name in names)
+        rows += [
+            (update["step"], update["update"], group, value, moved.get(group)) for group, value in gradient.items()
+        ]
+    frame = pd.DataFrame(rows, columns=["step", "update", "group", "grad_norm", "update_norm"])
+    split = frame["group"].str.rpartition(".") if len(frame) else pd.DataFrame({0: [], 2: []}, dtype=str)
+    layer = pd.to_numeric(split[0], errors="coerce").fillna(-1).astype(int)
+    frame = frame.assign(layer=layer, kind=split[2])
+    frame[["grad_norm", "update_norm"]] = frame[["grad_norm", "update_norm"]].astype(float)
+    return frame[["step", "update", "group", "layer", "kind", "grad_norm", "update_norm"]]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How the gradient of a step grew by group of parameters.
+
+    Attributes:
+        step: of the run.
+        groups: by group: `grad_norm`, `typical` (median of the updates before), `growth` (their ratio), `share` of the step's ‖∇L‖²;
+            the largest growth first.
+        named: the group that grew by more than APART times the middle group's growth; None if all grew alike, or nothing is
+            known of the time before.
+    """
+
+    step: int
+    groups: pd.DataFrame
+    named: str | None
+
+    @property
+    def text(self) -> str:
+        """What happened, in a sentence."""
+        first = self.groups.iloc[0]
+        if not math.isfinite(first["growth"]):
+            most = self.groups.sort_values("share", ascending=False).iloc[0]
+            return f"{most.name} has {percent(most['share'])} of ‖∇L‖², the most of all; no step before has norms by layer."
+        if self.named is None:
+            low, high = self.groups["growth"].min(), first["growth"]
+            return f"All layers grew alike: their gradients are {low:.2g} to {high:.2g} × their typical norms."
+        return (
+            f"{self.named} grew most: its gradient is {first['growth']:.3g} × its typical norm and has {percent(first['share'])} of ‖∇L‖²; "
+            f"the middle group's is {self.groups['growth'].median():.2g} ×."
+        )
+
+
+def layer_growth(run: Run, step: int) -> Growth | None:
+    """How each layer's gradient at a step compares with the WINDOW updates before; None where it was not recorded."""
+    table = layer_norms(run)
+    here = table[table["step"] == step]
+    if here.empty:
+        return None
+    present = here.groupby("group")["grad_norm"].mean()
+    earlier = table[table["step"] < step]
+    wide = earlier.pivot_table(index=["step", "update"], columns="group", values="grad_norm").tail(WINDOW)
+    typical = wide.median().reindex(present.index)
+    growth = (present / typical.where(typical > 0)).astype(float)
+    groups = pd.DataFrame(
+        {"grad_norm": present, "typical": typical, "growth": growth, "share": present**2 / float((present**2).sum())}
+    ).sort_values(["growth", "share"], ascending=False)
+    middle = float(groups["growth"].median())
+    apart = np.isfinite(middle) and float(groups["growth"].iloc[0]) > APART * middle
+    return Growth(step, groups, str(groups.index[0]) if apart else None)
+
+
+def layer_tokens(run: Run, step: int) -> pd.DataFrame:
+    """The leading tokens of a step with |c|·‖∇ ln π‖ by layer: rollout, position, loss_coef, advantage, then a column for each layer.
+
+    The largest in all first. Empty where nothing was recorded.
+    """
+    columns = ["rollout", "position", "loss_coef", "advantage", "score_norm_by_layer"]
+    tokens = run.tokens(steps=[step], columns=columns).dropna(subset=["score_norm_by_layer"]).reset_index(drop=True)
+    by_layer = pd.DataFrame([json.loads(text) for text in tokens.pop("score_norm_by_layer")], dtype=float)
+    by_layer = by_layer.mul(tokens["loss_coef"].abs().astype(float), axis=0)
+    order = (by_layer**2).sum(axis=1).sort_values(ascending=False, kind="stable").index
+    return pd.concat([tokens, by_layer], axis=1).loc[order].reset_index(drop=True)
+
+
+def layer_sections(run: Run, step: int, top: int = 6) -> list[Section]:
+    """Which layer grew at a step, and its leading tokens in that layer; empty where norms by layer were not recorded."""
+    found = layer_growth(run, step)
+    if found is None:
+        return []
+    shown = found.groups.head(top)
+    table = pd.DataFrame(
+        {
+            "parameters": shown.index,
+            "gradient norm": [number(value) for value in shown["grad_norm"]],
+            "× typical": [number(value) for value in shown["growth"]],
+            "of ‖∇L‖²": [percent(value) for value in shown["share"]],
+        }
+    )
+    parts = [Section(f"Layers at step {step}", table, found.text)]
+    tokens = layer_tokens(run, step)
+    if len(tokens):
+        layer = (found.named or str(found.groups["share"].idxmax())).partition(".")[0]
+        layer = layer if layer in tokens else next(name for name in tokens.columns[4:])
+        tokens = tokens.sort_values(layer, ascending=False, kind="stable").head(top)
+        where = f"layer {layer}" if layer.isdecimal() else f"the {layer}"
+        whole = np.sqrt((tokens[list(tokens.columns[4:])] ** 2).sum(axis=1))
+        cells = {"token": sentences(run, step, tokens), f"|c|·‖∇ ln π‖ in {where}": [number(v) for v in tokens[layer]]}
+        parts.append(
+            Section(f"Leading tokens by {where}", pd.DataFrame(cells | {"in all": [number(v) for v in whole]}))
+        )
+    return parts
+
+
+def spike_layer_sections(run: Run) -> list[Section]:
+    """The layers at the largest spike, or else at a large step whose reward fell; empty without either."""
+    spikes = find_spikes(run.steps).sort_values("z", ascending=False)
+    steps = spikes if len(spikes) else large_steps(run.steps)
+    return layer_sections(run, int(steps["step"].iloc[0])) if len(steps) else []
