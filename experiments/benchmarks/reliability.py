@@ -1,170 +1,137 @@
-"""Which measure of sharpness tells policies apart most reliably per second, at radii where none is at its ceiling.
+"""Which measure of sharpness tells trained policies apart, at radii where none is at its ceiling, and at which cost.
 
-Policies of different sharpness are the embedded policy and what a few AdamW steps at three learning rates make of it. Each is
-measured on the same prompts; the reliability of a measure is the correlation over policies between two halves of the prompts.
-Radii are multiples of the one that `find_radius` chooses on the embedded policy. `python -m experiments.benchmarks.reliability`
-prints the table of reliability.md.
+    python -m experiments.benchmarks.reliability FOLDER --values FILE.csv    # repeat to continue
+
+FOLDER holds runs `ARM-sSEED` of one study with checkpoints and one probe set, such as those of `experiments/studies/2/rerun.py`.
+The last checkpoint of each is measured twice, on two halves of the training prompts with completions and gradients of their own.
+The reliability of a measure is the correlation of the two numbers over policies: over all of them, and over the seeds of an arm.
+Radii are multiples of the one that `find_radius` chooses for the first policy.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import math
+import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 from scipy.stats import spearmanr
 
-from sharpscope.config import build_config
-from sharpscope.policy import Policy, load_policy, render_prompts
-from sharpscope.probes import (
-    Objective,
-    ProbeSet,
-    build_probe_set,
-    find_radius,
-    lm_surface,
-    rollout_objective,
-    sharpness,
-)
-from sharpscope.probes.objectives import TokenBatch
-from sharpscope.recording.probe_sets import Drawer
+from sharpscope.config import read_recorded
+from sharpscope.policy import load_policy
+from sharpscope.probes import Objective, ProbeSet, find_radius, lm_surface, rollout_objective, sharpness
+from sharpscope.recording.probe_sets import Drawer, run_probe_set
 from sharpscope.tasks import make_task
+from sharpscope.training.checkpoint import checkpoints
 
 FACTORS = (0.5, 1.0, 2.0)
-RATES, LENGTHS = (1e-4, 3e-4, 1e-3), (4, 12)
+SAMPLES = 8
 TARGET = 0.9
+PER_UNIT = ", per unit of 1 − loss"
 
 
-@dataclass(frozen=True)
-class SplitHalf:
-    """Split-half reliability of a mean over prompts.
-
-    Attributes:
-        half: mean Spearman correlation over runs between the means of two random halves of the prompts.
-        full: reliability with all prompts, 2r/(1 + r) by Spearman and Brown; NaN unless half > −1.
-        runs: number of runs.
-        prompts: number of prompts.
-    """
-
-    half: float
-    full: float
-    runs: int
-    prompts: int
-
-    def prompts_for(self, target: float) -> float:
-        """Number of prompts at which the reliability is `target`, by Spearman and Brown; infinite if `full` ≤ 0."""
-        if not self.full > 0:
-            return math.inf
-        return self.prompts * target * (1 - self.full) / (self.full * (1 - target))
+def halves(values: pd.Series, other: pd.Series, arms: pd.Series) -> tuple[float, float]:
+    """Correlation over policies of the logarithms of two measurements: over all, and within arms."""
+    a, b = np.log(values), np.log(other)
+    inside = (x - x.groupby(arms).transform("mean") for x in (a, b))
+    return float(np.corrcoef(a, b)[0, 1]), float(np.corrcoef(*inside)[0, 1])
 
 
-def split_half(values: np.ndarray, splits: int = 200, seed: int = 0) -> SplitHalf:
-    """Split-half reliability of the mean over prompts as a measure of runs.
-
-    Ranks are compared, so a monotone transformation such as the logarithm changes nothing.
-
-    Args:
-        values: (runs, prompts) one value for each prompt; the same prompts in every run.
-        splits: number of random halves.
-        seed: of the halves.
-
-    Returns:
-        The reliability; NaN for fewer than 3 runs, fewer than 4 prompts, or halves that do not vary over runs.
-    """
-    runs, prompts = values.shape
-    if runs < 3 or prompts < 4 or not np.isfinite(values).all():
-        return SplitHalf(math.nan, math.nan, runs, prompts)
-    rng = np.random.default_rng(seed)
-    correlations = []
-    for _ in range(splits):
-        order = rng.permutation(prompts)
-        first, second = (values[:, part].mean(axis=1) for part in (order[: prompts // 2], order[prompts // 2 :]))
-        if np.ptp(first) == 0 or np.ptp(second) == 0:
-            return SplitHalf(math.nan, math.nan, runs, prompts)
-        correlations.append(spearmanr(first, second).statistic)
-    half = float(np.mean(correlations))
-    return SplitHalf(half, 2 * half / (1 + half) if half > -1 else math.nan, runs, prompts)
+def lengthened(half: float) -> tuple[float, float]:
+    """Reliability with both halves, and by how much this must be multiplied for TARGET (Spearman and Brown)."""
+    if not half > 0:
+        return math.nan, math.inf
+    full = 2 * half / (1 + half)
+    return full, TARGET * (1 - full) / (full * (1 - TARGET)) if full < 1 else 0.0
 
 
-def policies(policy: Policy, batch: TokenBatch) -> Iterator[str]:
-    """The policy itself, then after some AdamW steps on the solutions `batch` at each rate; the caller measures in between."""
-    start = copy.deepcopy(policy.model.state_dict())
-    yield "initial"
-    for rate in RATES:
-        policy.model.load_state_dict(start)
-        optimizer = torch.optim.AdamW(policy.model.parameters(), lr=rate, weight_decay=0.0)
-        for step in range(1, max(LENGTHS) + 1):
-            rows = torch.arange(len(batch))[(step % 2) :: 2]
-            with lm_surface(policy.model, Objective("nll", batch.rows(rows)), check="off") as surface:
-                gradients = torch.autograd.grad(surface.loss(), surface.parameters)
-            for parameter, gradient in zip(surface.parameters, gradients, strict=True):
-                parameter.grad = gradient.detach()
-            optimizer.step()
-            optimizer.zero_grad()
-            if step in LENGTHS:
-                yield f"lr {rate:g}, {step} steps"
+def measured(folder: Path, radius: float | None) -> Iterator[dict[str, object]]:
+    """Rows (half, objective, measure, factor, rho, value, saturation, loss, seconds) of one run's last checkpoint."""
+    config = read_recorded(folder)
+    task, probe_set = make_task(config.task), run_probe_set(config, make_task(config.task))
+    last = str(checkpoints(folder)[-1])
+    policy = load_policy(config.policy.model_copy(update={"model": last}))
+    train = probe_set.split("train")
+    for half in (0, 1):
+        part = ProbeSet(probe_set.task, probe_set.policy, probe_set.seed, train[half::2])
+        began = time.process_time()
+        drawn = part.draw("train", SAMPLES, Drawer(config, policy, task), seed=half)
+        drawing = time.process_time() - began
+        for objective in (rollout_objective("expected_failure", drawn), Objective("nll", part.solutions("train"))):
+            with lm_surface(policy.model, objective, check="off") as surface:
+                radius = find_radius(surface).rho if radius is None else radius
+                began = time.process_time()
+                loss, gradient = surface.gradient()
+                first = time.process_time() - began + (drawing if objective.name == "expected_failure" else 0.0)
+                for kind in ("sam", "asam"):
+                    for factor in FACTORS:
+                        began = time.process_time()
+                        found = sharpness(surface, None, factor * radius, kind, at=(loss, gradient))
+                        seconds = time.process_time() - began + first
+                        row = {"half": half, "objective": objective.name, "measure": kind, "factor": factor}
+                        numbers = {"value": found.value, "saturation": found.saturation, "loss": loss}
+                        yield row | numbers | {"rho": factor * radius, "seconds": seconds}
+
+
+def table(data: pd.DataFrame) -> pd.DataFrame:
+    """A row for each measure and radius."""
+    unit = data[data["objective"] == "expected_failure"]
+    unit = unit.assign(value=unit["value"] / (1 - unit["loss"]), objective=unit["objective"] + PER_UNIT)
+    success = 1 - data[data["objective"] == "expected_failure"].groupby("run")["loss"].mean()
+    rows = []
+    for (objective, kind, factor), group in pd.concat([data, unit]).groupby(
+        ["objective", "measure", "factor"], sort=False
+    ):
+        wide = group.pivot(index="run", columns="half", values="value")
+        wide = wide[(wide > 0).all(axis=1)]
+        arms = wide.index.str.replace(r"-s\d+$", "", regex=True).to_series(index=wide.index)
+        everywhere, inside = halves(wide[0], wide[1], arms)
+        needed = lengthened(inside)[1]
+        seconds = 2 * group["seconds"].median()
+        rows.append(
+            {
+                "objective": objective,
+                "measure": kind,
+                "radius": f"{group['rho'].iloc[0]:.2g}",
+                "saturation": f"{group['saturation'].median():.2f} (most {group['saturation'].max():.2f})",
+                "policies": len(wide),
+                "correlation of halves, all": f"{everywhere:.2f}",
+                "within arms": f"{inside:.2f}",
+                "reliability of both halves, all": f"{lengthened(everywhere)[0]:.2f}",
+                "within arms ": f"{lengthened(inside)[0]:.2f}",
+                "rank correlation with accuracy": f"{spearmanr(wide.mean(axis=1), success[wide.index]).statistic:+.2f}",
+                "processor s": f"{seconds:.1f}",
+                "s for 0.9 within arms": f"{seconds * needed:.0f}" if math.isfinite(needed) else "–",
+            }
+        )
+    return pd.DataFrame(rows).replace("nan", "–").replace("nan (most nan)", "–")
 
 
 def main() -> None:
-    """Measure and print the table."""
+    """Measure what is not in the file of values yet, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=int, default=48)
-    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--values", type=Path, required=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    config = build_config()
-    policy, task = load_policy(config.policy), make_task(config.task)
-    drawer = Drawer(config, policy, task)
-    pool = build_probe_set(
-        task,
-        drawer,
-        lambda examples: render_prompts(examples, policy),
-        policy=config.policy.model,
-        train=4 * given.prompts,
-        heldout=24,
-        tries=2,
-    )
-    solved = [item for item in pool.items if item.solution and item.split == "train"]
-    probe_set = ProbeSet(pool.task, pool.policy, pool.seed, tuple(solved[: given.prompts]))
-    nll, radius = Objective("nll", probe_set.solutions("train")), 0.0
-    values: dict[tuple[str, str, float], list[tuple[np.ndarray, float, float]]] = {}
-    for _ in policies(policy, pool.solutions("heldout")):
-        began = time.process_time()
-        drawn = probe_set.draw("train", given.samples, drawer, 0)
-        drawing = time.process_time() - began
-        for objective in (rollout_objective("expected_failure", drawn), nll):
-            with lm_surface(policy.model, objective, check="off") as surface:
-                if not radius:
-                    found = find_radius(surface)
-                    radius = found.rho
-                    print(f"radius {radius:.3g}: saturation {found.saturation:.2f} after {found.evaluations} losses\n")
-                began = time.process_time()
-                loss, gradient, base = surface.gradient_by_prompt()
-                first = time.process_time() - began + (drawing if objective is not nll else 0.0)
-                for factor in FACTORS:
-                    for kind in ("sam", "asam"):
-                        began = time.process_time()
-                        one = sharpness(surface, None, factor * radius, kind, at=(loss, gradient), base=base)
-                        assert one.by_prompt is not None
-                        row = one.by_prompt.numpy(), one.saturation, time.process_time() - began + first
-                        values.setdefault((objective.name, kind, factor), []).append(row)
-    print(
-        "| objective | measure | radius | saturation | split-half | reliability | prompts for 0.9 | seconds for 0.9 | s.e. |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
-    for (name, kind, factor), rows in values.items():
-        table, seconds = np.stack([row[0] for row in rows]), float(np.median([row[2] for row in rows]))
-        half, needed = split_half(table), split_half(table).prompts_for(TARGET)
-        error = np.median(table.std(1, ddof=1) / np.sqrt(half.prompts) / np.abs(table.mean(1)))
-        saturation = np.median([row[1] for row in rows])
-        print(
-            f"| {name} | {kind} | {factor:g} × | {saturation:.2f} | {half.half:.2f} | {half.full:.2f} | {needed:.0f} | "
-            f"{seconds * needed / half.prompts:.1f} | {error:.0%} |"
-        )
+    data = pd.read_csv(given.values) if given.values.exists() else pd.DataFrame(columns=["run"])
+    radius = None
+    for folder in sorted(given.folder.iterdir(), key=lambda path: (path.name.split("-s")[-1].zfill(4), path.name)):
+        if not re.fullmatch(r"\w+-s\d+", folder.name) or not checkpoints(folder) or folder.name in set(data["run"]):
+            continue
+        if len(data):
+            radius = float(data.loc[data["factor"] == 1.0, "rho"].iloc[0])
+        rows = pd.DataFrame(measured(folder, radius)).assign(run=folder.name)
+        data = pd.concat([data, rows]) if len(data) else rows
+        data.to_csv(given.values, index=False)
+    found = table(data)
+    for cells in (found.columns, ["---"] * found.shape[1], *found.itertuples(index=False)):
+        print("| " + " | ".join(map(str, cells)) + " |")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Make the second study's runs again with version 0.2.0, evaluate their last checkpoints, and collect `corrected.parquet`.
 
     git worktree add ../sharpscope-0.2 aeb3745
-    python experiments/studies/2/rerun.py ../sharpscope-0.2 runs/study2-again --seeds 4,5,6,7,8,9,10,11    # repeat to continue
+    python experiments/studies/2/rerun.py ../sharpscope-0.2 runs/study2-again --seeds 0,1    # repeat to continue
 
 Several processes may work on one folder. A run with its evaluations takes about two and a half minutes on a quiet core.
 """
@@ -100,15 +100,33 @@ def make(old: Path, run: Path, arm: str, seed: int) -> None:
                 call("eval", str(run), *options.split(), "--out", str(run / f"{name}.parquet"))
 
 
-def quantities(folder: Path) -> Iterator[tuple[int, str, float]]:
-    """(step, quantity, value) of one run."""
-    yield 160, "heldout, T = 0 (2,500 questions)", pd.read_parquet(folder / "greedy.parquet")["accuracy"][0]
+def evaluate_start(old: Path, folder: Path) -> None:
+    """Evaluate the initial policy like the runs' last checkpoints."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = [word for word in SETTINGS if word.startswith(("task.families", "task.levels", "task.train", "task.unseen"))]
+    fields += ["rollout.max_new_tokens=96", "task.heldout_size=500"]
+    sets = " ".join(f"--set {field}" for field in fields)
+    for name, options in EVALUATIONS.items():
+        if not (file := folder / f"{name}.parquet").exists():
+            words = f"{DATA / 'policy'} --task math {sets} {options} --out {file}".split()
+            environment = os.environ | {"PYTHONPATH": str(old), "OMP_NUM_THREADS": "1"}
+            subprocess.run([sys.executable, "-m", "sharpscope", "eval", *words], cwd=old, env=environment, check=True)
+
+
+def evaluated(folder: Path) -> Iterator[tuple[str, float]]:
+    """(quantity, value) of one checkpoint's evaluations."""
+    yield "heldout, T = 0 (2,500 questions)", pd.read_parquet(folder / "greedy.parquet")["accuracy"][0]
     names = {"heldout": "heldout, T = 0 (500 questions)", "train": "training questions, T = 0"}
     for row in pd.read_parquet(folder / "splits.parquet").itertuples():
-        yield 160, names.get(row.split, f"unseen level {row.level}, T = 0"), row.accuracy
+        yield names.get(row.split, f"unseen level {row.level}, T = 0"), row.accuracy
     for row in pd.read_parquet(folder / "sampled.parquet").itertuples():
-        yield 160, f"heldout, T = {row.temperature:g}", row.pass_at_1
-        yield 160, f"heldout pass@8, T = {row.temperature:g}", row.pass_at_8
+        yield f"heldout, T = {row.temperature:g}", row.pass_at_1
+        yield f"heldout pass@8, T = {row.temperature:g}", row.pass_at_8
+
+
+def quantities(folder: Path) -> Iterator[tuple[int, str, float]]:
+    """(step, quantity, value) of one run."""
+    yield from ((160, *row) for row in evaluated(folder))
     run = load_run(folder)
     for row in run.probes.itertuples():
         if row.quantity == "loss":
@@ -135,8 +153,11 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder of the runs")
     parser.add_argument("--seeds", default=",".join(map(str, range(12))))
     given = parser.parse_args()
-    table = DATA / "corrected.parquet"
-    known = pd.read_parquet(table)
+    table, columns = DATA / "corrected.parquet", ["arm", "seed", "step", "quantity", "value"]
+    evaluate_start(given.old.absolute(), given.out.absolute() / "start")
+    start = [("start", -1, 0, *row) for row in evaluated(given.out / "start")]
+    known = pd.read_parquet(table) if table.exists() else pd.DataFrame(columns=columns)
+    known = pd.concat([pd.DataFrame(start, columns=columns), known[known["arm"] != "start"]])
     for seed in map(int, given.seeds.split(",")):
         for arm in ARMS:
             folder = given.out.absolute() / f"{arm}-s{seed}"
@@ -144,7 +165,7 @@ def main() -> None:
             if all((folder / f"{name}.parquet").exists() for name in EVALUATIONS):
                 rows = [(arm, seed, *row) for row in quantities(folder)]
                 known = known[(known["arm"] != arm) | (known["seed"] != seed)]
-                known = pd.concat([known, pd.DataFrame(rows, columns=["arm", "seed", "step", "quantity", "value"])])
+                known = pd.concat([known, pd.DataFrame(rows, columns=columns)])
                 known.to_parquet(table, index=False)
 
 

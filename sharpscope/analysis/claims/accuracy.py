@@ -103,7 +103,8 @@ def compare_accuracy(study: Study, pairings: Mapping[str, Pairing], required: Co
     if lacking:
         rest = [name for name in lacking if not len(sampled[name]) and name]
         missing = f"no run of {', '.join(rest)} that pairs with one of {study.treatment}" if rest else NOT_GREEDY
-    depends = [] if missing else [_temperature(study, greedy[name], sampled[name], name) for name in required]
+    level = study.terms.level
+    depends = [] if missing else [temperature_effect(greedy[name], sampled[name], level, name) for name in required]
     undecided, notes = (
         "; ".join(text for kind, text in filter(None, depends) if kind == want) for want in (True, False)
     )
@@ -118,14 +119,16 @@ def compare_accuracy(study: Study, pairings: Mapping[str, Pairing], required: Co
     )
 
 
-def _temperature(study: Study, greedy: pd.DataFrame, sampled: pd.DataFrame, name: str) -> tuple[bool, str] | None:
+def temperature_effect(
+    greedy: pd.DataFrame, sampled: pd.DataFrame, level: float, name: str = ""
+) -> tuple[bool, str] | None:
     """Whether the effect depends on the temperature, so that neither verdict may be given; and the sentence that says so."""
     both = greedy.merge(sampled, on="seed", suffixes=("", "_sampled"))
     if not len(both):
         return None
     a, b = (both[column].to_numpy(dtype=float) for column in ("difference", "difference_sampled"))
     same_sign = a.mean() * b.mean() >= 0
-    found = [sign_flip_p(values) <= study.terms.level for values in (a, b)]
+    found = [sign_flip_p(values) <= level for values in (a, b)]
     against = f" against {name}" if name else ""
     numbers = f"greedy {100 * a.mean():+.2g} points, T = 1 {100 * b.mean():+.2g} points{against}"
     if found[1] and not (found[0] and same_sign):

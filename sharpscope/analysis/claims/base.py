@@ -40,8 +40,9 @@ def shown(value: float, scale: Scale, signed: bool = True) -> str:
     if not math.isfinite(value) or scale == "plain":
         return number(value)
     scaled = 100 * (math.expm1(min(value, 700.0)) if scale == "log" else value)
-    text = f"{scaled:+.3g}" if signed and scale != "percent" else f"{scaled:.3g}"
-    return "0" if float(text) == 0 else text
+    if abs(scaled) < 1e-9:
+        return "0"
+    return f"{scaled:+.3g}" if signed and scale != "percent" else f"{scaled:.3g}"
 
 
 def margin_text(margin: float, scale: Scale) -> str:
