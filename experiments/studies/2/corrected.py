@@ -43,7 +43,14 @@ ARMS = {
     "half": "grpo, lr 5e-5",
     "twice": "grpo, lr 2e-4",
 }
-PAIRS = (("sg", "grpo"), ("sg", "reverse"), ("sg", "shuffled"), ("sg", "half"), ("reverse", "grpo"), ("shuffled", "grpo"))
+PAIRS = (
+    ("sg", "grpo"),
+    ("sg", "reverse"),
+    ("sg", "shuffled"),
+    ("sg", "half"),
+    ("reverse", "grpo"),
+    ("shuffled", "grpo"),
+)
 FAILURE = "expected_failure, radius 0.05"
 QUANTITIES = {
     "greedy": "heldout, T = 0 (2,500 questions)",
@@ -70,7 +77,13 @@ QUANTITIES = {
 """Key → quantity; the first 13 are shares."""
 SHARES = tuple(QUANTITIES)[:13]
 SHARPNESS = tuple(QUANTITIES)[14:]
-NAMES = {"reverse": "grpo-sg-reverse", "shuffled": "grpo-sg-shuffled", "grpo": "grpo", "half": "lr 5e-5", "twice": "lr 2e-4"}
+NAMES = {
+    "reverse": "grpo-sg-reverse",
+    "shuffled": "grpo-sg-shuffled",
+    "grpo": "grpo",
+    "half": "lr 5e-5",
+    "twice": "lr 2e-4",
+}
 RULES = {"C7": ("greedy", ("grpo",)), "C4": ("sam/unit", ("grpo",)), "C10": ("greedy", ("reverse", "shuffled"))}
 RULES |= {"C14": ("greedy", ("half", "grpo", "twice"))}
 """Claim → quantity and the arms that mass 4 is compared with."""
@@ -119,13 +132,18 @@ class Numbers:
         """A row of the table of verdicts: the claim's rule on the corrected numbers."""
         key, rivals = RULES[claim]
         name = {arm: NAMES[arm] if len(rivals) > 1 else "" for arm in rivals}
-        frames = {k: {a: self.differences(k, "sg", a).rename("difference").reset_index() for a in rivals} for k in (key, "T=1")}
+        frames = {
+            k: {a: self.differences(k, "sg", a).rename("difference").reset_index() for a in rivals}
+            for k in (key, "T=1")
+        }
         undecided = ""
         if key == "greedy":
             found = [temperature_effect(frames[key][a], frames["T=1"][a], 0.05, name[a]) for a in rivals]
             undecided = "; ".join(text for kind, text in filter(None, found) if kind)
         finding = Finding(parts={name[a]: frames[key][a] for a in rivals}, undecided=undecided)
-        found = decide(CLAIMS[claim], finding, ("grpo", "mass 4"), Terms(margins={claim: 0.1 if claim == "C4" else 0.02}))
+        found = decide(
+            CLAIMS[claim], finding, ("grpo", "mass 4"), Terms(margins={claim: 0.1 if claim == "C4" else 0.02})
+        )
         effect = found.effect.line if found.effect is not None else "–"
         if found.effect is not None and name[rivals[0]]:
             effect = f"{found.effect.name.split(' against ')[-1]}: {effect}"
@@ -136,7 +154,10 @@ class Numbers:
         if what == "verdicts":
             rows = ["| claim | verdict | effect | reason |", "|---" * 4 + "|", *map(self.verdict, RULES)]
         elif what == "means":
-            rows = ["| quantity | before training | " + " | ".join(ARMS.values()) + " |", "|---" * (len(ARMS) + 2) + "|"]
+            rows = [
+                "| quantity | before training | " + " | ".join(ARMS.values()) + " |",
+                "|---" * (len(ARMS) + 2) + "|",
+            ]
             for key, name in QUANTITIES.items():
                 cells = [self.mean(key, arm) for arm in ("start", *ARMS)]
                 rows.append(f"| {name}{' [%]' if key in SHARES else ''} | {' | '.join(cells)} |")

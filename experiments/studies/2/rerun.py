@@ -103,7 +103,9 @@ def make(old: Path, run: Path, arm: str, seed: int) -> None:
 def evaluate_start(old: Path, folder: Path) -> None:
     """Evaluate the initial policy like the runs' last checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
-    fields = [word for word in SETTINGS if word.startswith(("task.families", "task.levels", "task.train", "task.unseen"))]
+    fields = [
+        word for word in SETTINGS if word.startswith(("task.families", "task.levels", "task.train", "task.unseen"))
+    ]
     fields += ["rollout.max_new_tokens=96", "task.heldout_size=500"]
     sets = " ".join(f"--set {field}" for field in fields)
     for name, options in EVALUATIONS.items():
