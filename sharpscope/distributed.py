@@ -122,22 +122,38 @@ def balance(work: Sequence[int]) -> list[int]:
     return sorted(own)
 
 
+@dataclass(frozen=True)
+class Failure:
+    """What a process that cannot go on gives to its last `gather`; that of the others then raises PeerError."""
+
+    reason: str
+
+
+class PeerError(RuntimeError):
+    """Another process has failed."""
+
+
 def gather(value: T) -> list[T]:
-    """The `value` of every process, by rank. Tensors in it should be on the CPU."""
+    """The `value` of every process, by rank. Tensors in it should be on the CPU.
+
+    Every exchange of objects is one of these, so that a process can leave the others at any of them (`Failure`).
+
+    Raises:
+        PeerError: a process gives a Failure.
+    """
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
+    failed = [f"process {rank}: {each.reason}" for rank, each in enumerate(values) if isinstance(each, Failure)]
+    if failed:
+        raise PeerError("; ".join(failed))
     return values
 
 
 def broadcast(value: T) -> T:
     """The `value` of rank 0, in every process."""
-    if world_size() == 1:
-        return value
-    values: list[Any] = [value if is_rank_zero() else None]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
+    return gather(value if is_rank_zero() else None)[0]  # type: ignore[return-value]
 
 
 def rank_zero_call(function: Callable[[], T]) -> T:

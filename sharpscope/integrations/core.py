@@ -11,13 +11,12 @@ import math
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from sharpscope import distributed
 from sharpscope.config import RunConfig, check_keys, validate
 from sharpscope.errors import UserError
+from sharpscope.integrations.guard import Guard, T, reason_of, warn_stopped
 from sharpscope.integrations.steps import Batch, Step, generated_lengths, own_statistics, unused_tokens, widened
 from sharpscope.objective import Method, named_method
 from sharpscope.policy import make_policy
@@ -41,8 +41,6 @@ from sharpscope.recording.step import RolloutBatch, StepResult
 from sharpscope.rules import Event
 from sharpscope.traces import RunLock, TraceWriter, create_run_dir, create_run_info, free_name, load_run, rewind
 from sharpscope.traces.files import RUN_FILE, now
-
-T = TypeVar("T")
 
 SHARES_GAP, SHARES_WITHHELD = 0.02, 0.1
 """How far the tokens' shares of an update may sum from 1 before an event says so, and before they are left out."""
@@ -61,12 +59,11 @@ UNREWARDED = {
 """Columns that a training without rewards leaves null."""
 
 
-class Recorder:
+class Recorder(Guard):
     """Records a training. It changes nothing of it, and an error of its own ends the recording, not the training.
 
     Attributes:
         run_dir: folder of the run, once the training has begun.
-        recording: whether it records now.
         method: what the rows say of the objective: token weights, and whether there is a reference policy.
         rewards: whether the training has rewards.
         rules: changes of the health rules.
@@ -108,7 +105,7 @@ class Recorder:
         self.method = Method.model_validate(named_method("grpo").model_dump() | kl)
         self.config = self.settings(1)
         self.scorer = Scorer(model, temperature, self.config.update.microbatch_tokens, False, compute=compute)
-        self.recording, self.run_dir = False, self.out
+        self.run_dir = self.out
         self.recent: list[float] = []
         self._serial = distributed.rank()
         self._step, self.step_number, self.total = Step(), 1, 0
@@ -170,37 +167,17 @@ class Recorder:
     def unhook(self) -> None:
         """Remove what the recorder has put into the trainer."""
 
-    # -- errors of the recorder ---------------------------------------------------------------------------------------
-
-    def safely(self, work: Callable[[], T]) -> T | None:
-        """Do some work of the recorder; an error ends the recording, and the training goes on."""
-        if not self.recording:
-            return None
-        try:
-            return work()
-        except Exception as error:
-            if self.weights is not None:  # they are part of the training
-                raise
-            self._fail(error)
-            return None
-
-    def _fail(self, error: Exception) -> None:
-        reason = self._reason(error)
+    def give_up(self, error: Exception) -> None:
+        """End the recording because of an error of its own, with a warning; the training goes on."""
+        if self.weights is not None:  # they are part of the training
+            raise error
         if self.recording:
             self._step.updates = []
             with suppress(Exception):
-                self.stop("interrupted", f"the recorder stopped: {reason}", error)
+                self.stop("interrupted", f"the recorder stopped: {reason_of(error)}", error)
         self.recording = False
         self.unhook()
-        warnings.warn(
-            f"sharpscope stopped recording at step {self.step_number} ({reason}); the training goes on as without it",
-            stacklevel=2,
-        )
-
-    @staticmethod
-    def _reason(error: Exception) -> str:
-        text = " ".join(str(error).split())
-        return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+        warn_stopped(self.step_number, error)
 
     # -- beginning and end ----------------------------------------------------------------------------------------------
 
@@ -216,6 +193,9 @@ class Recorder:
                 f"recording.update_attribution: the optimizer is {type(optimizer).__name__}; it works for AdamW without amsgrad"
             )
         if is_sharded(self.model):  # FSDP2 requires that its first forward pass is of the whole model
+            distributed.gather(
+                None
+            )  # before each exchange of weights, in which a process that has failed takes no part
             with guarded(self.model, weights=False), torch.no_grad():
                 self.model(input_ids=torch.full((1, 2), self.policy.pad_id, device=self.policy.device), use_cache=False)
             reshard(self.model)
@@ -236,8 +216,8 @@ class Recorder:
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self.safely(self.before_update)),
-            optimizer.register_step_post_hook(lambda *_: self.safely(self.after_update)),
+            optimizer.register_step_pre_hook(lambda *_: self.together(self.before_update)),
+            optimizer.register_step_post_hook(lambda *_: self.together(self.after_update)),
         ]
         self.recording = True
 
@@ -299,10 +279,10 @@ class Recorder:
                 self._close_step()
         except Exception as error:
             closed = error
-            status, reason = "interrupted", f"the recorder stopped: {self._reason(error)}"
+            status, reason = "interrupted", f"the recorder stopped: {reason_of(error)}"
         self.recording = False
         if closed is not None:
-            text = self._reason(closed)[:300]
+            text = reason_of(closed)[:300]
             self._events.append(Event(self.step_number, "recorder", "error", math.nan, math.nan, "stop", text))
         try:
             self._write_events()
@@ -330,11 +310,18 @@ class Recorder:
         if not is_sharded(self.model):
             return ModelView(self.model, self.parameters, self.optimizer)
         moments = self.config.recording.update_attribution
+        distributed.gather(None)
         return gathered_copy(self.model, self.optimizer, self.policy.device, moments=moments)
+
+    def in_step(self, work: Callable[[], T]) -> T | None:
+        """Do the work of one micro-batch, which exchanges values where weights are sharded."""
+        return (self.together if is_sharded(self.model) else self.safely)(work)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Context for statistics of tokens: the model's weights are gathered, its state is restored afterwards."""
+        if is_sharded(self.model):
+            distributed.gather(None)
         with unsharded(self.model), guarded(self.model, weights=False), torch.no_grad():
             yield
 
@@ -352,7 +339,7 @@ class Recorder:
 
     def gradient_done(self) -> None:
         """Run the probes that are due; the gradient of an update is complete and not clipped."""
-        step = self._step
+        started, step = time.perf_counter(), self._step
         step.collect(self.policy.device)
         if not step.pending:
             raise UserError(
@@ -377,6 +364,7 @@ class Recorder:
         else:
             text = "the loss or gradient of an update is not finite; lower the learning rate, or look at this step's tokens"
             self._warn("non_finite", "error", text, norm if math.isfinite(loss) else loss)
+        step.seconds["recording_s"] += time.perf_counter() - started
 
     def before_update(self) -> None:
         """The optimizer is about to make its step, with the gradient clipped."""
@@ -441,7 +429,7 @@ class Recorder:
             trainer=self.fields,
             lr=self._lr,
         )
-        health.allows_updates(tokens.stats, tokens.weight)
+        health.before_updates(tokens.stats, tokens.weight)
         health.after_updates(row)
         self._events += health.events  # the rules only report here: a recorded training is never stopped
         self._earlier = kept_rows([*self._earlier, row | {"idle_groups": batch.idle_share}])

@@ -118,7 +118,7 @@ class LoopRecorder(Recorder):
         values = {"old_logp": old_logp, "sampler_logp": sampler_logp, "ref_logp": ref_logp}
         own = {"advantages": advantages, "rewards": rewards, "groups": groups, "rows": rows}
         given = {name: value for name, value in (values | own).items() if value is not None}
-        self.safely(partial(self._tokens, logp, input_ids, completion_mask, attention_mask, given))
+        self.in_step(partial(self._tokens, logp, input_ids, completion_mask, attention_mask, given))
 
     def step(self, loss: Tensor | float | None = None, *, loss_fn: Callable[[], Tensor | float] | None = None) -> None:
         """The gradient of an update is complete and not clipped; `optimizer.step()` follows.
@@ -129,12 +129,12 @@ class LoopRecorder(Recorder):
                 gradient and dropout, where that is due.
         """
         self._loss_fn = loss_fn
-        self.safely(partial(self._gradient, loss))
+        self.together(partial(self._gradient, loss))
 
     def close(self) -> None:
         """End the run. It is also ended when the process ends."""
         atexit.unregister(self.close)
-        self.safely(partial(self.stop, "finished", "the loop has ended"))
+        self.end(partial(self.stop, "finished", "the loop has ended"))
         self.unhook()
 
     def __enter__(self) -> LoopRecorder:
@@ -142,7 +142,7 @@ class LoopRecorder(Recorder):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self.safely(partial(self.stop, "failed", f"{type(error).__name__}: {error}"))
+            self.end(partial(self.stop, "failed", f"{type(error).__name__}: {error}"))
         self.close()
 
     def unhook(self) -> None:
@@ -274,13 +274,11 @@ class LoopRecorder(Recorder):
     # -- one update -----------------------------------------------------------------------------------------------------
 
     def _gradient(self, loss: Tensor | float | None) -> None:
-        started = time.perf_counter()
         self._seen = {}
         if loss is not None:
             self._given.add("loss")
             self._step.losses.append(torch.as_tensor(loss).detach().float().cpu())
         self.gradient_done()
-        self._step.seconds["recording_s"] += time.perf_counter() - started
 
     def after_update(self) -> None:
         """The optimizer has made its step; what was not recording is training and generation."""
@@ -303,6 +301,7 @@ class LoopRecorder(Recorder):
 
         def value() -> float:
             """The loss at the present weights, averaged over the processes."""
+            distributed.gather(None)
             with guarded(self.model, weights=False), torch.no_grad():
                 return distributed.sum_values(float(function())) / distributed.world_size()
 

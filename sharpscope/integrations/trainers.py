@@ -129,7 +129,7 @@ class TrainerRecorder(Recorder):
             reason = f"{type(error).__name__}: {error}"
             raise
         finally:
-            self.safely(partial(self.stop, status, reason))
+            self.end(partial(self.stop, status, reason))
 
     def start(self) -> None:
         """Begin the recording: the trainer knows the length of the training and has its optimizer."""
@@ -142,6 +142,8 @@ class TrainerRecorder(Recorder):
         before = self._step.other_seconds
         loss: Tensor = self._original["training_step"](*args, **kwargs)
         self.safely(lambda: self._micro_step_done(loss, started, before))
+        if self.trainer.accelerator.sync_gradients:
+            self.together(self.gradient_done)
         return loss
 
     def _micro_step_done(self, loss: Tensor, started: float, before: float) -> None:
@@ -150,14 +152,12 @@ class TrainerRecorder(Recorder):
         step.seconds["training_s"] += done - started - (step.other_seconds - before)
         step.micro += 1
         step.losses.append(loss.detach())
-        if self.trainer.accelerator.sync_gradients:
-            self.gradient_done()
-        step.seconds["recording_s"] += time.perf_counter() - done
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Context that computes the trainer's loss again, without dropout and gradients; restores its metrics and counters."""
         trainer, model = self.trainer, self.model
+        distributed.gather(None)  # the trainer's loss may exchange values
         before = dict(vars(trainer))
         metrics = copy.deepcopy(before.get("_metrics"))
         try:
@@ -183,7 +183,7 @@ class _Callback(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Begin the trace."""
         self.recorder.recording = True
-        self.recorder.safely(self.recorder.start)
+        self.recorder.together(self.recorder.start)
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         """After an evaluation, which is written."""
@@ -362,7 +362,7 @@ class SupervisedRecorder(TrainerRecorder):
         if not self.recording or not self.model.training or not torch.is_grad_enabled():
             return original()
         started = time.perf_counter()
-        watched = self.safely(lambda: self._open(inputs))
+        watched = self.in_step(lambda: self._open(inputs))
         again = dict(inputs) if self.recording and self._critical_due() else None
         self._step.seconds["recording_s"] += time.perf_counter() - started
         if watched is None:

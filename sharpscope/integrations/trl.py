@@ -188,7 +188,7 @@ class GrpoRecorder(TrainerRecorder):
     def _generate(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         training, started = self.model.training, time.perf_counter()
         output: dict[str, Any] = self._original["_generate_and_score_completions"](inputs)
-        self.safely(lambda: self._generated(output, training, started))
+        self.together(lambda: self._generated(output, training, started))
         return output
 
     def _generated(self, output: dict[str, Any], training: bool, started: float) -> None:

@@ -125,9 +125,13 @@ class StepHealth:
         self.events += judge(self.step, fresh, self.spec.limits, **self._said)
 
     def allows_updates(self, stats: TokenStats, weight: Tensor) -> bool:
+        """`before_updates`, decided by the first process: memory differs between processes, and every one must call it."""
+        return distributed.broadcast(self.before_updates(stats, weight))
+
+    def before_updates(self, stats: TokenStats, weight: Tensor) -> bool:
         """Check π_old's statistics and the token weights (N, T); False if an event leaves the step's updates out.
 
-        A reward that is not finite leaves its group out only. Every process must call it.
+        A reward that is not finite leaves its group out only.
         """
         rollouts = self.batch.rollouts
         mask = rollouts.completion_mask.bool().cpu()
@@ -149,11 +153,10 @@ class StepHealth:
             values |= relative_quantities([*self.earlier, row])
             values.pop("clipped_updates", None)  # of the updates to come
         self._judge(values)
-        allowed = not any(
+        return not any(
             event.action in ("skip_step", "stop") and (event.rule, event.action) != ("non_finite", "skip_step")
             for event in self.events
         )
-        return distributed.broadcast(allowed)  # memory differs between processes
 
     def after_updates(self, row: Mapping[str, Any]) -> None:
         """Check what the step's row says of its updates."""

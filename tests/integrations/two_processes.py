@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -83,3 +84,60 @@ def train_all(folder: Path) -> None:
     if distributed.is_rank_zero():
         torch.save(every, folder / "kept.pt")
     torch.distributed.barrier()
+
+
+FAILING = (
+    "start",
+    "_generated",
+    "_open",
+    "_use",
+    "_kept_gradient",
+    "_micro_step_done",
+    "gradient_done",
+    "before_update",
+    "observe_update",
+    "after_update",
+    "_close_step",
+)
+"""Methods of recorders that fail in one process only."""
+
+
+def fail_in_one(folder: Path) -> None:
+    """Train SFT with FSDP2 and GRPO with DDP, with a recorder that fails in the second process at each of its methods in turn."""
+    kept = {}
+    settings: dict[str, tuple[Any, dict[str, Any]]] = {
+        "sft_fsdp2": (sft_trainer, {"max_steps": 2}),
+        "grpo": (trainer, OFF_POLICY),
+    }
+    for kind, (make, arguments) in settings.items():
+        for name in (None, *FAILING):
+            with fsdp2() if kind.endswith("fsdp2") else nullcontext(), warnings.catch_warnings(record=True) as told:
+                one = make(folder / "t", ddp_backend="gloo", model={"tie": False}, **arguments)
+                if name is not None:
+                    rec = record(
+                        one, out=folder / f"{kind}-{name}", recording={"token_gradients_every": 1}, critical_sharpness=1
+                    )
+                    if not hasattr(rec, name):
+                        continue
+                    if distributed.rank() == 1:
+                        setattr(rec, name, _failing(getattr(rec, name), 1 if name == "start" else 2))
+                one.train()
+            stopped = sum("sharpscope stopped recording" in str(each.message) for each in told)
+            kept[kind, str(name)] = whole_weights(one.accelerator.unwrap_model(one.model)), stopped
+    every = distributed.gather(kept)
+    if distributed.is_rank_zero():
+        torch.save(every, folder / "failed.pt")
+    torch.distributed.barrier()
+
+
+def _failing(work: Any, at: int) -> Any:
+    """`work`, which fails at its call number `at`."""
+    calls: list[None] = []
+
+    def fail(*args: Any, **named: Any) -> Any:
+        calls.append(None)
+        if len(calls) == at:
+            raise RuntimeError("a bug")
+        return work(*args, **named)
+
+    return fail

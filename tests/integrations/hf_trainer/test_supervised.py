@@ -33,7 +33,7 @@ from tests.integrations.trainers import (
     small_model,
     tokenizer,
 )
-from tests.integrations.two_processes import train_all
+from tests.integrations.two_processes import fail_in_one, train_all
 from tests.launched import run_ranks
 
 ALL = {"token_gradients_every": 1, "exact_tokens": 2, "group_share": 1.0}
@@ -309,6 +309,23 @@ def test_two_processes_share_one_plan_of_weights(two_processes):
     assert tokens["weight"].nunique() > 10 and run.info["calibration"]["kind"] == "sigmoid"
     expected = -tokens["weight"] * tokens["advantage"] / len(tokens)
     np.testing.assert_allclose(tokens["loss_coef"], expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.may_stop
+def test_a_recorder_that_fails_in_one_process_leaves_the_training_of_both_alone(tmp_path: Path):
+    run_ranks(tmp_path, fail_in_one, tmp_path)
+    first, second = torch.load(tmp_path / "failed.pt", weights_only=True)
+    assert len(first) > 15
+    for kind, name in first:
+        for weights, stopped in (first[kind, name], second[kind, name]):
+            plain = first[kind, "None"][0]
+            assert all(torch.equal(weights[key], plain[key]) for key in plain), (kind, name)
+            assert stopped == (name != "None"), (kind, name)
+        if name not in ("None", "start"):
+            run = sharpscope.load_run(tmp_path / f"{kind}-{name}")
+            assert run.status == "interrupted", (kind, name)
+            told = run.events[run.events["rule"] == "recorder"]["message"].tolist()
+            assert told == ["process 1: RuntimeError: a bug"], (kind, name)
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MULTI_XPU"])
