@@ -1,1 +1,1 @@
-"""Benchmarks: a ratio against the naive way or a peer, both measured in the same run on the same machine."""
+"""Benchmarks: each measures a ratio against a plain implementation or another library in the same run; see speed.md."""

@@ -1,0 +1,176 @@
+"""Measures of a model in passes over it: local and exact norms, shares, SAM sharpness, Hessian products; how they grow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from experiments.benchmarks.common import (
+    Cost,
+    Row,
+    costs,
+    described,
+    model_of,
+    plain_forward,
+    plain_gradient,
+    random_model,
+    random_rows,
+)
+from sharpscope.probes import Objective, attribute, lm_surface, logp_gradient, score_norms, sharpness
+from sharpscope.probes.objectives import token_batch
+
+
+def norms(model_name: str, repeats: int, length: int) -> list[Row]:
+    """Local norms of all tokens of a row in forward and backward passes, and memory above weights and gradient."""
+    model = model_of(model_name)
+    ids, mask = random_rows(model, 1, length)
+    gradient = plain_gradient(model, ids)
+    gradient()  # allocates the gradient, which then counts as held
+    score_norms(model, ids[:, :16], mask[:, :16])  # the self-check
+    found = costs({"pass": gradient, "norms": lambda: score_norms(model, ids, mask)}, repeats)
+    ratio, extra = found["norms"].over(found["pass"]), found["norms"].extra / 2**30
+    note = f"{length} tokens; {described(model)}"
+    return [
+        Row("local norms of all tokens, forward and backward passes", ratio, "passes", "≤ 0.9", "≤ 0.6", note),
+        Row("their memory above weights and gradient", extra, "GiB", "≤ 0.7", "", note),
+    ]
+
+
+def exact(model_name: str, repeats: int, length: int, tokens: int = 8) -> list[Row]:
+    """Exact norms against a loop of `autograd.grad` over a kept graph."""
+    model = model_of(model_name)
+    ids, _ = random_rows(model, 1, length)
+    places = torch.linspace(1, length - 1, tokens).long()
+    chosen = torch.zeros_like(ids)
+    chosen[0, places] = 1
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def loop() -> None:
+        logp = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        for place in places.tolist():
+            one = logp[place - 1, ids[0, place]]
+            gradients = torch.autograd.grad(one, parameters, retain_graph=True)
+            float(torch.stack([g.square().sum() for g in gradients]).sum())
+
+    score_norms(model, ids[:, :16], chosen[:, :16].clone().index_fill_(1, torch.tensor([1]), 1), "exact")
+    found = costs({"loop": loop, "exact": lambda: score_norms(model, ids, chosen, "exact")}, repeats)
+    note = f"{tokens} of {length} tokens; {described(model)}"
+    return [Row("exact norms, speed of a loop", found["loop"].over(found["exact"]), "×", "≥ 2.5", "", note)]
+
+
+def shares(model_name: str, repeats: int, rows: int, length: int) -> list[Row]:
+    """Shares of one update beyond its gradient, in forward passes."""
+    model = model_of(model_name)
+    ids, mask = random_rows(model, rows, length)
+    coef = mask.float()
+    works: dict[str, Callable[[], object]] = {
+        "forward": plain_forward(model, ids),
+        "gradient": lambda: logp_gradient(model, ids, mask, coef),
+        "shares": lambda: attribute(model, ids, mask, coef),
+    }
+    found = costs(works, repeats)
+    beyond = Cost(found["shares"].cpu - found["gradient"].cpu, found["shares"].wall - found["gradient"].wall, 0)
+    note = f"{rows} × {length} tokens; {described(model)}"
+    ratio = beyond.over(found["forward"])
+    return [Row("shares of one update beyond the gradient, forward passes", ratio, "passes", "≤ 2.5", "≤ 2.1", note)]
+
+
+def surface(model_name: str, repeats: int, prompts: int, length: int) -> list[Row]:
+    """SAM with a standard error over prompts, and a Hessian product of nll, in gradients of the same rows."""
+    model = model_of(model_name)
+    ids, mask = random_rows(model, prompts, length)
+    gradient = plain_gradient(model, ids)
+    objective = Objective("nll", token_batch(ids, torch.ones_like(ids), mask))
+    note = f"{prompts} prompts × {length} tokens; {described(model)}"
+    rows = []
+    with lm_surface(model, objective, check="off") as measured:
+
+        def sam() -> None:
+            loss, slope, base = measured.gradient_by_prompt()
+            found = sharpness(measured, None, 0.05, "sam", at=(loss, slope), base=base)
+            assert found.by_prompt is not None
+
+        with torch.enable_grad():
+            found = costs({"gradient": gradient, "sam": sam}, repeats)
+        passes = found["sam"].over(found["gradient"])
+        rows.append(Row("SAM with a standard error, forward and backward passes", passes, "passes", "≤ 4", "≤ 3", note))
+        few = objective.rows(torch.arange(min(8, prompts)))
+    with lm_surface(model, few, check="off") as measured:
+        vector = torch.randn(sum(p.numel() for p in measured.parameters))
+        hessian = measured.hessian()
+        works = {"gradient": plain_gradient(model, ids[: len(few.batch)]), "product": lambda: hessian @ vector}
+        found = costs(works, repeats)
+    note = f"{len(few.batch)} prompts; {found['product'].extra / 2**30:.2f} GiB above what is held"
+    passes = found["product"].over(found["gradient"])
+    return [*rows, Row("a Hessian product of nll, in gradients", passes, "gradients", "≤ 3.5", "≤ 2.5", note)]
+
+
+AXES: dict[str, tuple[tuple[int, ...], float]] = {
+    "length": ((64, 128, 256, 512, 1024), 2.0),
+    "batch": ((2, 4, 8, 16, 32), 1.1),
+    "width": ((64, 128, 256, 512), 2.0),
+    "vocabulary": ((624, 2_496, 9_984, 39_936), 1.1),
+    "layers": ((2, 4, 8, 16), 1.1),
+}
+"""Sizes, and the greatest allowed slope of log(seconds) over log(size)."""
+
+
+def growth(repeats: int, axes: list[str], out: Path | None, small: bool = False) -> list[Row]:
+    """Slopes of processor time over each axis, fitted at the three largest sizes; `out`: one figure of all."""
+    curves: dict[tuple[str, str], list[float]] = {}
+    for axis in axes:
+        for size in AXES[axis][0][: 3 if small else None]:
+            shape = {axis: size} if axis in ("width", "vocabulary", "layers") else {}
+            model = random_model(**shape, **({"feed_forward": 3 * size} if axis == "width" else {}))  # type: ignore[arg-type]
+            rows, length = (size if axis == name else usual for name, usual in (("batch", 2), ("length", 128)))
+            for name, work in _works(model, rows, length).items():
+                work()
+                seconds = []
+                for _ in range(repeats):
+                    began = time.process_time()
+                    work()
+                    seconds.append(time.process_time() - began)
+                curves.setdefault((axis, name), []).append(float(np.median(seconds)))
+    if out is not None:
+        _picture(curves, out)
+    found = []
+    for (axis, name), values in curves.items():
+        sizes, limit = AXES[axis][0][: len(values)], AXES[axis][1]
+        slope = float(np.polyfit(np.log(sizes[-3:]), np.log(values[-3:]), 1)[0])
+        note = f"{values[-1]:.3g} s at {sizes[-1]:,}"
+        found.append(Row(f"growth of {name} with {axis}", slope, "(slope)", f"≤ {limit:g}", "", note))
+    return found
+
+
+def _works(model: nn.Module, rows: int, length: int) -> dict[str, Callable[[], object]]:
+    ids, mask = random_rows(model, rows, length)
+    few = torch.zeros_like(ids)
+    few[:, torch.linspace(1, length - 1, 8).long()] = 1
+    return {
+        "forward and backward": plain_gradient(model, ids, rows),
+        "local norms": lambda: score_norms(model, ids, mask),
+        "exact norms of 8 tokens a row": lambda: score_norms(model, ids, few, "exact"),
+        "shares": lambda: attribute(model, ids, mask, mask.float()),
+    }
+
+
+def _picture(curves: dict[tuple[str, str], list[float]], out: Path) -> None:
+    """One panel an axis: processor seconds over size."""
+    from matplotlib.figure import Figure
+
+    axes = list(dict.fromkeys(axis for axis, _ in curves))
+    figure = Figure(figsize=(3.2 * len(axes), 2.8), layout="constrained")
+    panels = figure.subplots(1, len(axes), squeeze=False)[0]
+    for axis, panel in zip(axes, panels, strict=True):
+        for (one, name), values in curves.items():
+            if one == axis:
+                panel.loglog(AXES[axis][0][: len(values)], values, marker="o", label=name)
+        panel.set(xlabel=axis, title=f"slope at most {AXES[axis][1]:g}")
+    panels[0].set_ylabel("processor time [s]")
+    panels[-1].legend(fontsize=7)
+    figure.savefig(out, dpi=150)

@@ -1,0 +1,308 @@
+"""Training: a step against plain PyTorch and TRL, the share of recording, a recorded TRL trainer, start-up, rotation."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from experiments.benchmarks.common import Cost, Row, described, plain_gradient, random_rows
+from sharpscope.config import RunConfig, build_config
+from sharpscope.policy import load_policy, render_prompts
+from sharpscope.tasks import Example, Reward, make_task
+from sharpscope.traces import load_run
+from sharpscope.training import train
+from sharpscope.training.display import Display
+
+ROOT = Path(__file__).resolve().parents[2]
+NEVER = ("rollouts", "tokens", "token_gradients", "rotation", "heldout_influence")
+BARE = ("probes.preset=off", *(f"recording.{name}_every=0" for name in NEVER))
+
+
+def questions(count: int = 512, seed: int = 0) -> tuple[dict[str, list[Example]], Any]:
+    """A task for any model: sums after worked examples; the reward is drawn from the completion's text."""
+    draw = Random(seed)
+    worked = "".join(f"{a} + {b} = {a + b}\n" for a, b in ((23, 45), (17, 31), (52, 29)))
+    prompts = [f"{worked}{draw.randrange(10, 100)} + {draw.randrange(10, 100)} =" for _ in range(count)]
+
+    def score(_: Example, completion: str) -> Reward:
+        right = hashlib.sha256(completion.encode()).digest()[0] < 128
+        return Reward(float(right), {"drawn": float(right)}, right)
+
+    return {"train": [Example(prompt, "") for prompt in prompts], "heldout": [Example(prompts[0], "")]}, score
+
+
+def _config(model: str, tokens: int, steps: int, folder: str, extra: Sequence[str] = (), size: int = 8) -> RunConfig:
+    """Steps of size × size completions of at most `tokens` tokens, two updates each, without evaluation."""
+    values = {
+        "policy.model": model,
+        "policy.prompt_format": "plain",
+        "task.kind": "custom",
+        "task.factory": "experiments.benchmarks.training:questions",
+        "rollout.prompts_per_step": size,
+        "rollout.group_size": size,
+        "rollout.max_new_tokens": tokens,
+        "update.mini_batches": 2,
+        "optimizer.lr": 1e-6,
+        "evaluation.every": 0,
+        "checkpoint.every": 0,
+        "steps": steps,
+        "out": folder,
+    }
+    return build_config(None, extra, values)
+
+
+def _between(marks: list[tuple[float, float]]) -> Cost:
+    """Mean cost of a step but the first, from the clocks at the ends of steps."""
+    (cpu, wall), (cpu_end, wall_end) = marks[0], marks[-1]
+    return Cost((cpu_end - cpu) / (len(marks) - 1), (wall_end - wall) / (len(marks) - 1), 0)
+
+
+def _now() -> tuple[float, float]:
+    return time.process_time(), time.perf_counter()
+
+
+def our_steps(config: RunConfig) -> Cost:
+    """Mean cost of a training step here, without the first."""
+    marks: list[tuple[float, float]] = []
+
+    class Clock(Display):
+        def step(self, row: Any) -> None:
+            marks.append(_now())
+
+    train(config, display=Clock())
+    return _between(marks)
+
+
+def plain_steps(config: RunConfig) -> Cost:
+    """The same written straightforwardly in PyTorch: generate with a cache, two forward and backward passes, AdamW."""
+    from sharpscope.policy.generation import left_pad
+
+    policy, task = load_policy(config.policy), make_task(config.task)
+    model, tokenizer, spec = policy.model, policy.tokenizer, config.rollout
+    examples = itertools.cycle(task.splits()["train"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr)
+    marks: list[tuple[float, float]] = []
+    for _ in range(config.steps):
+        batch = list(itertools.islice(examples, spec.prompts_per_step))
+        ids, present = left_pad(render_prompts(batch, policy), policy.pad_id)
+        ids, present = (x.repeat_interleave(spec.group_size, 0) for x in (ids, present))
+        with torch.no_grad():
+            out = model.generate(
+                input_ids=ids,
+                attention_mask=present,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                max_new_tokens=spec.max_new_tokens,
+                pad_token_id=policy.pad_id,
+            )
+        new = out[:, ids.shape[1] :]
+        ended = torch.isin(new, torch.tensor(policy.eos_ids)).int()
+        mask = (ended.cumsum(1) - ended == 0).float()
+        texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+        owners = [example for example in batch for _ in range(spec.group_size)]
+        rewards = torch.tensor([task.score(e, text).total for e, text in zip(owners, texts, strict=True)])
+        groups = rewards.view(-1, spec.group_size)
+        advantage = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+        whole = torch.cat([present, mask.long()], 1)
+        for part in torch.arange(len(out)).chunk(config.update.mini_batches):
+            logits = model(input_ids=out[part], attention_mask=whole[part], use_cache=False).logits
+            logp = logits[:, ids.shape[1] - 1 : -1].float().log_softmax(-1).gather(-1, new[part, :, None])[..., 0]
+            ratio = (logp - logp.detach()).exp()
+            loss = -(advantage[part, None] * ratio * mask[part]).sum() / mask[part].sum()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        marks.append(_now())
+    return _between(marks)
+
+
+def trl_trainer(config: RunConfig, folder: Path, callbacks: list[Any]) -> Any:
+    """TRL's GRPOTrainer with the policy, task, rollouts and optimizer of `config`; one update a step."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    policy, task, rollout = load_policy(config.policy), make_task(config.task), config.rollout
+    examples = task.splits()["train"]
+    by_prompt = {example.prompt: example for example in examples}
+
+    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        return [task.score(by_prompt[p], c).total for p, c in zip(prompts, completions, strict=True)]
+
+    arguments = GRPOConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=rollout.prompts_per_step * rollout.group_size,
+        num_generations=rollout.group_size,
+        max_completion_length=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        beta=0.0,
+        loss_type="grpo",
+        learning_rate=config.optimizer.lr,
+        lr_scheduler_type="constant",
+        max_steps=config.steps,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        use_cpu=policy.device.type == "cpu",
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    make: Any = GRPOTrainer  # its annotations are narrower than what it takes
+    return make(
+        model=policy.model,
+        processing_class=policy.tokenizer,
+        reward_funcs=reward,
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": [example.prompt for example in examples]}),
+        callbacks=callbacks,
+    )
+
+
+def trl_steps(config: RunConfig, folder: Path, recorded: bool = False) -> tuple[Cost, list[torch.Tensor]]:
+    """Mean cost of a step of TRL's trainer without the first, and the final weights."""
+    from transformers import TrainerCallback
+
+    import sharpscope
+
+    marks: list[tuple[float, float]] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            marks.append(_now())
+
+    trainer = trl_trainer(config, folder / "trl", [Clock()])
+    if recorded:
+        sharpscope.record(trainer, out=folder / "run")
+    trainer.train()
+    return _between(marks), [p.detach().clone() for p in trainer.model.parameters()]
+
+
+def step(model: str, steps: int, size: int) -> list[Row]:
+    """A step of 16 and of 64 tokens against plain PyTorch and, with one update, against TRL."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for tokens in (16, 64):
+            config = _config(model, tokens, steps + 1, f"{folder}/two-{tokens}", BARE, size)
+            ours, plain = our_steps(config), plain_steps(config)
+            note = f"{ours.cpu:.3g} against {plain.cpu:.3g} processor seconds"
+            what = f"a step, {size * size} × {tokens} tokens, two updates"
+            rows.append(Row(f"{what}, against plain PyTorch", plain.over(ours), "×", "≥ 1.5", "≥ 2", note))
+            one = _config(model, tokens, steps + 1, f"{folder}/one-{tokens}", (*BARE, "update.mini_batches=1"), size)
+            ours, (theirs, _) = our_steps(one), trl_steps(one, Path(folder) / str(tokens))
+            note = f"{ours.cpu:.3g} against {theirs.cpu:.3g} processor seconds"
+            rows.append(Row("the same with one update, against TRL", theirs.over(ours), "×", "≥ 2", "≥ 3", note))
+    return rows
+
+
+def recording(model: str, steps: int, size: int) -> list[Row]:
+    """Share of a run that recording takes, with the default settings."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = load_run(train(_config(model, 16, steps, f"{folder}/run", size=size)).run_dir)
+        share = float(run.info["measuring"]["share"])
+        note = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in run.info["measuring"]["seconds"].items())
+    return [Row(f"recording by default, run of {steps} steps", 100 * share, "%", "≤ 10", "≤ 5", note)]
+
+
+def recorded_trl(model: str, steps: int, size: int) -> list[Row]:
+    """A TRL trainer recorded with the defaults against the same not recorded; both must end with equal weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = _config(model, 16, steps + 1, f"{folder}/x", ("update.mini_batches=1",), size)
+        plain, weights = trl_steps(config, Path(folder) / "plain")
+        recorded, same = trl_steps(config, Path(folder) / "recorded", recorded=True)
+    equal = all(map(torch.equal, weights, same))
+    note = f"final weights are {'equal' if equal else 'NOT equal'} bit for bit"
+    return [Row("recorded TRL step against not recorded", recorded.over(plain), "×", "≤ 1.12", "≤ 1.05", note)]
+
+
+# Stops at the first draw and prints the seconds since the parent started the command.
+FIRST_TOKEN = """
+import sys, time
+import sharpscope.cli
+import sharpscope.policy.decoding as decoding
+draw = decoding.draw
+def first(*arguments, **named):
+    draw(*arguments, **named)
+    print(time.time() - float(sys.argv[1]), flush=True)
+    raise SystemExit
+decoding.draw = first
+sharpscope.cli.main(["run", "--quiet", "--out", "runs/first"])
+"""
+
+
+def _child(arguments: Sequence[str], folder: str) -> tuple[float, str]:
+    """Processor seconds and output of a Python process in an empty folder."""
+    own = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # what a new user has not set
+    environment = {k: v for k, v in os.environ.items() if k not in own} | {"PYTHONPATH": str(ROOT)}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
+
+
+def startup(repeats: int) -> list[Row]:
+    """Seconds from `run` to the first token, and processor seconds of a mistake in an option; the least of the repeats."""
+    first, mistake = [], []
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            first.append(float(_child(["-c", FIRST_TOKEN, str(time.time())], folder)[1].split()[-1]))
+            mistake.append(_child(["-m", "sharpscope", "run", "--method", "grop"], folder)[0])
+    return [
+        Row("`run` to the first token, embedded policy", min(first), "s", "≤ 4", "≤ 3"),
+        Row("a mistake in an option", min(mistake), "s CPU", "≤ 0.5"),
+    ]
+
+
+TEN = ("grpo", "grpo-sg", "tr-grpo", "ar-lopti", "gspo", "dapo", "cov-grpo", "cispo", "dr-grpo", "grpo-sg-reverse")
+
+
+def rotation(model: str, size: int, methods: Sequence[str] = TEN) -> list[Row]:
+    """Rotation of ten methods on one batch: processor time a method, in gradients of the same number of tokens."""
+    from sharpscope.forks import rotate
+
+    marks: list[float] = []
+    sizes = [f"rollout.prompts_per_step={size}", f"rollout.group_size={size}", "rollout.max_new_tokens=16"]
+    found = rotate(
+        methods,
+        model=model,
+        task="experiments.benchmarks.training:questions",
+        overrides=["policy.prompt_format=plain", *sizes],
+        on_progress=lambda text: marks.append(time.process_time()),
+    )
+    seconds = (time.process_time() - marks[1]) / len(methods)  # marks[0]: drawing; then one at the start of each method
+    policy = load_policy(build_config(None, [f"policy.model={model}"]).policy)
+    prompt = len(render_prompts([questions(1)[0]["train"][0]], policy)[0])
+    rows = int(found.batch["completions"])
+    ids, _ = random_rows(policy.model, rows, prompt + round(found.batch["tokens"] / rows))
+    gradient = plain_gradient(policy.model, ids)
+    gradient()
+    began = time.process_time()
+    gradient()
+    once = time.process_time() - began
+    note = f"{seconds:.3g} s a method, {once:.3g} s a gradient of {tuple(ids.shape)} tokens; {described(policy.model)}"
+    return [Row("rotation, a method, in gradients", seconds / once, "gradients", "≤ 1.3", "≤ 1.05", note)]
+
+
+BENCHMARKS: dict[str, Callable[..., list[Row]]] = {
+    "step": step,
+    "recording": recording,
+    "trl": recorded_trl,
+    "startup": startup,
+    "rotation": rotation,
+}
