@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # figures are drawn elsewhere
 
 COMPARISONS = {
     "step": "the optimizer's step as it is",
-    "norm": "scaled to the norm of the reference's step",
     "kl": "scaled to the KL of the reference's step",
 }
 """How the arms' updates are compared."""
@@ -45,8 +44,6 @@ UNITS: dict[str, tuple[str, float]] = {
     "heldout_failure": ("points", 100.0),
     "train_failure": ("points", 100.0),
     "heldout_failure_fresh": ("points", 100.0),
-    "heldout_nll": ("millinats / token", 1000.0),
-    "train_nll": ("millinats / token", 1000.0),
     "entropy": ("millinats", 1000.0),
     "kl": ("millinats / token", 1000.0),
     "gradient_rotation": ("degrees", 1.0),
@@ -58,8 +55,6 @@ NAMES: dict[str, str] = {
     "heldout_failure": "held-out failure",
     "train_failure": "training failure",
     "heldout_failure_fresh": "held-out failure, new completions",
-    "heldout_nll": "nll of correct held-out completions",
-    "train_nll": "nll of correct training completions",
     "entropy": "entropy at fixed tokens",
     "kl": "KL to the start",
     "sam_sharpness": "SAM sharpness",
@@ -83,7 +78,7 @@ def fork_differences(forks: pd.DataFrame, margin: float = MARGIN, reference: str
         forks: table `forks` of a run or of several, see `Run.forks`.
         margin: smallest difference of interest of an expected failure [fraction], for `needed`.
         reference: arm that the others are compared with; None for the one of the fork. Matched comparisons stay those with the
-            norm and the KL of the fork's reference.
+            KL of the fork's reference.
 
     Returns:
         Columns `state`, `fork`, `comparison`, `outcome`, `arm`, `reference`; `states` and `batches` used and `invalid` batches left out;
@@ -257,7 +252,7 @@ def fork_table(differences: pd.DataFrame, state: str, comparison: str, most: int
     Args:
         differences: from `fork_differences`.
         state: value of its column `state`.
-        comparison: `step`, `norm` or `kl`.
+        comparison: `step` or `kl`.
         most: outcomes; None: all.
     """
     here = differences[differences["state"] == state].set_index(["arm", "outcome"])

@@ -1,16 +1,57 @@
-"""`sharpscope fork`: counterfactual updates of several methods from the same state."""
+"""`sharpscope fork`: counterfactual updates from the same state, of several methods or with and without some tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 if TYPE_CHECKING:
     from sharpscope.traces import Run
 
-CAPTION = "Difference to the reference with 95 % interval; of the reference, its change. Predicted: to first order."
+T = TypeVar("T")
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="In place of a run: embedded:NAME, a model folder, or a hub id; AdamW is warmed up (--set fork.warm_up). With "
+        "--without-tokens: the checkpoint of a run that another trainer made."
+    ),
+]
+Checkpoints = Annotated[
+    list[str] | None,
+    typer.Option(help="step-000050 or 50; 0 is the run's initial policy. Repeatable. Default: the last one."),
+]
+Methods = Annotated[
+    str | None,
+    typer.Option(
+        help="Comma-separated arms, [name=]method[+field=value…]: grpo,grpo-sg,strong=grpo-sg+weight.U=4. The first is the "
+        "reference. Default: grpo, grpo-sg and its controls -reverse and -shuffled."
+    ),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        "--token-weights",
+        help="Token weights in place of those of the arms: module:function, or paper or calibrated (presets).",
+    ),
+]
+Outcomes = Annotated[
+    str | None,
+    typer.Option(
+        help="Comma-separated: failure, entropy (the default), sharpness, fresh (new completions, as a check)."
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Field of the run's configuration, such as optimizer.lr=1e-3, or of the fork, such as fork.prompts=128. "
+        "Repeatable. `sharpscope fork --explain` lists the fields of the fork.",
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -20,49 +61,21 @@ def register(app: typer.Typer) -> None:
 
 def fork(
     run: Annotated[Path | None, typer.Argument(help="Folder of a run, whose checkpoints are the states.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="In place of a run: embedded:NAME, a model folder, or a hub id; AdamW is warmed up (--set fork.warm_up)."
-        ),
-    ] = None,
+    model: Model = None,
     task: Annotated[str | None, typer.Option(help="Kind of a task, with --model. Default: that of the policy.")] = None,
-    checkpoint: Annotated[
-        list[str] | None,
-        typer.Option(help="step-000050 or 50; 0 is the run's initial policy. Repeatable. Default: the last one."),
+    checkpoint: Checkpoints = None,
+    step: Annotated[int | None, typer.Option(min=1, help="Step that --without-tokens makes again.")] = None,
+    without_tokens: Annotated[
+        str | None, typer.Option(help="top:K makes --step with and without the K tokens that lead its gradient.")
     ] = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated arms, [name=]method[+field=value…]: grpo,grpo-sg,strong=grpo-sg+weight.U=4. The first is the "
-            "reference. Default: grpo, grpo-sg and its controls -reverse and -shuffled."
-        ),
-    ] = None,
-    token_weights: Annotated[
-        str | None,
-        typer.Option(
-            "--token-weights",
-            help="Token weights in place of those of the arms: module:function, or paper or calibrated (presets).",
-        ),
-    ] = None,
+    methods: Methods = None,
+    token_weights: Weights = None,
     batches: Annotated[int | None, typer.Option(min=1, help="Batches of rollouts per state. Default: 30.")] = None,
     updates: Annotated[
         int | None, typer.Option(min=1, help="Steps of each arm, the later ones on rollouts of its own. Default: 1.")
     ] = None,
-    outcomes: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated: failure, nll, entropy (the default), sharpness, fresh (new completions, as a check)."
-        ),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="Field of the run's configuration, such as optimizer.lr=1e-3, or of the fork, such as fork.prompts=128. "
-            "Repeatable. `sharpscope fork --explain` lists the fields of the fork.",
-        ),
-    ] = None,
+    outcomes: Outcomes = None,
+    set_: Settings = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads. Default: those of the configuration.")
     ] = None,
@@ -72,19 +85,19 @@ def fork(
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="List the fields of --set fork.… and exit.")] = False,
 ) -> None:
-    """Compare methods by single updates from the same state, on the same rollouts, measured on the same completions.
+    """Compare single updates from the same state: of several methods, or of one step with and without its leading tokens.
 
-    Rows go to the table `forks`, batch by batch. Repeat the command to continue after an interruption or with more batches.
+    Rows go to the table `forks`. Repeat the command to continue after an interruption or with more batches.
 
     Examples:
       sharpscope fork --model embedded:knights_knaves --methods grpo,grpo-sg,ar --batches 10
 
       sharpscope fork runs/first --checkpoint 0 --checkpoint 50 --methods grpo,strong=grpo-sg+weight.U=4
 
-      sharpscope fork runs/first --methods grpo,low=grpo+tokens.kind=probability,high=grpo+tokens.kind=probability+tokens.side=high
+      sharpscope fork runs/first --step 40 --without-tokens top:12
     """
     from sharpscope.config import ForkSpec, parse_overrides, settings_of
-    from sharpscope.forks import fork as run_fork
+    from sharpscope.errors import UserError
 
     if explain:
         rows = settings_of(ForkSpec, "fork.")
@@ -92,37 +105,70 @@ def fork(
         return
     own = [text for text in set_ or [] if text.startswith("fork.")]
     settings: dict[str, Any] = parse_overrides(own).get("fork", {})
+    common = {"overrides": [text for text in set_ or [] if text not in own], "threads": threads}
     listed = {"methods": methods, "outcomes": outcomes}
-    settings |= {name: [part.strip() for part in text.split(",")] for name, text in listed.items() if text is not None}
-    settings |= {name: value for name, value in (("batches", batches), ("updates", updates)) if value is not None}
-    forked: Run | None = None
-    try:
-        forked = run_fork(
-            run,
-            model=model,
-            task=task,
-            checkpoint=checkpoint or (),
-            token_weights=token_weights,
-            overrides=[text for text in set_ or [] if text not in own],
-            out=out,
-            threads=threads,
-            on_progress=lambda text: typer.echo(f"  {text}", err=True),
-            **settings,
+    given = {name: [part.strip() for part in text.split(",")] for name, text in listed.items() if text is not None}
+    given |= {name: value for name, value in (("batches", batches), ("updates", updates)) if value is not None}
+    if without_tokens is None and step is None:
+        arms = {
+            "model": model,
+            "task": task,
+            "checkpoint": checkpoint or (),
+            "token_weights": token_weights,
+            "out": out,
+        }
+        _methods(run, **arms, **common, **settings, **given)
+        return
+    if run is None or step is None or without_tokens is None:
+        raise UserError(
+            "--without-tokens: needs a run's folder and --step, as in fork RUN --step 40 --without-tokens top:12"
         )
+    other = {**given, "checkpoint": checkpoint, "token-weights": token_weights, "out": out}
+    wrong = next((name for name, value in other.items() if value), None)
+    if wrong is not None:
+        raise UserError(f"--{wrong}: does not go with --without-tokens, which makes one step of the run as it was")
+    kind, _, count = without_tokens.partition(":")
+    if kind != "top" or not count.isdecimal() or not int(count):
+        raise UserError(f"--without-tokens {without_tokens}: give the number of leading tokens, as in top:12")
+    _without(run, step, int(count), **common, **settings)
+
+
+def _finished(work: Callable[[], T]) -> T:
+    """The result of `work`; Ctrl-C ends the command with a word on what is kept."""
+    try:
+        return work()
     except KeyboardInterrupt:
-        typer.echo("interrupted: finished batches are kept; repeat the command to continue", err=True)
+        typer.echo("interrupted: what was measured is kept; repeat the command to continue", err=True)
         raise typer.Exit(130) from None
-    _show(forked)
-    typer.echo(f"Written: {forked.path}/traces/forks\nview:    sharpscope analyze {forked.path}")
 
 
-def _show(run: Run) -> None:
-    """Print the differences in the first outcome of the newest fork, a table for each state and comparison."""
+def _tell(text: str) -> None:
+    typer.echo(f"  {text}", err=True)
+
+
+def _methods(run: Path | None, **given: Any) -> None:
+    """Make the updates of several methods; print the differences in the first outcome, a table for each state and comparison."""
     from rich.console import Console
 
     from sharpscope.analysis.forks import fork_differences, fork_sections
     from sharpscope.analysis.sections import to_terminal
+    from sharpscope.forks import fork as run_fork
 
-    rows = run.forks
+    forked: Run = _finished(lambda: run_fork(run, on_progress=_tell, **given))
+    rows = forked.forks
     differences = fork_differences(rows[rows["fork"] == rows["fork"].iloc[-1]])
     Console().print(to_terminal(fork_sections(differences, most=1)))
+    typer.echo(f"Written: {forked.path}/traces/forks\nview:    sharpscope analyze {forked.path}")
+
+
+def _without(run: Path, step: int, top: int, **given: Any) -> None:
+    """Make a step with and without its leading tokens, and print what each does."""
+    from rich.console import Console
+
+    from sharpscope.analysis.sections import to_terminal
+    from sharpscope.analysis.without import without_sections
+    from sharpscope.forks.without import without_tokens
+
+    forked, name = _finished(lambda: without_tokens(run, step, top, on_progress=_tell, **given))
+    Console().print(to_terminal(without_sections(forked, name)))
+    typer.echo(f"Written: {forked.path}/traces/forks (fork {name})")

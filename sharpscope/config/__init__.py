@@ -9,7 +9,6 @@ from sharpscope.config.base import check_keys as check_keys
 from sharpscope.config.base import settings_of as settings_of
 from sharpscope.config.base import validate as validate
 from sharpscope.config.claims import ClaimsSpec as ClaimsSpec
-from sharpscope.config.forks import Comparison as Comparison
 from sharpscope.config.forks import ForkSpec as ForkSpec
 from sharpscope.config.method import Method as Method
 from sharpscope.config.methods import arm_name as arm_name

@@ -1,4 +1,4 @@
-"""Configuration of counterfactual updates: arms, comparisons, outcomes and sample sizes."""
+"""Configuration of counterfactual updates: arms, outcomes and sample sizes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pydantic import Field, field_validator
 from sharpscope.config.base import Spec
 from sharpscope.config.methods import arm_name
 
-Comparison = Literal["step", "norm", "kl"]
-OutcomeGroup = Literal["failure", "nll", "entropy", "sharpness", "fresh"]
+OutcomeGroup = Literal["failure", "entropy", "sharpness", "fresh"]
 
 
 class ForkSpec(Spec):
@@ -23,16 +22,11 @@ class ForkSpec(Spec):
     )
     batches: int = Field(30, ge=1, le=100_000, description="Batches of rollouts per state; every arm learns from each.")
     updates: int = Field(1, ge=1, le=10_000, description="Steps of an arm from the state, each with its own rollouts.")
-    comparisons: tuple[Comparison, ...] = Field(
-        ("step", "norm", "kl"),
-        min_length=1,
-        description="step: the optimizer's step as it is; norm: scaled to the norm of the reference's; kl: scaled to its KL.",
-    )
     outcomes: tuple[OutcomeGroup, ...] = Field(
-        ("failure", "nll", "entropy"),
+        ("failure", "entropy"),
         min_length=1,
-        description="failure: expected failure on held-out and training prompts; nll: of the correct completions among them; "
-        "entropy: on their tokens; sharpness: SAM and critical sharpness and the gradient's norm on training prompts; fresh: "
+        description="failure: expected failure on held-out and training prompts; entropy: on the held-out tokens; "
+        "sharpness: SAM and critical sharpness and the gradient's norm on training prompts; fresh: "
         "failure of new held-out completions.",
     )
     prompts: int = Field(64, ge=2, le=100_000, description="Held-out prompts per batch for the outcomes.")
@@ -51,13 +45,6 @@ class ForkSpec(Spec):
         description="Where no optimizer state is stored: steps of the reference method, at a learning rate of 0, whose gradients fill AdamW's "
         "moments; 0: start from an empty state, whose first step is the gradient's sign.",
     )
-
-    @field_validator("comparisons")
-    @classmethod
-    def _step_is_measured(cls, value: tuple[Comparison, ...]) -> tuple[Comparison, ...]:
-        if len(set(value)) < len(value) or "step" not in value:
-            raise ValueError("must name step, which the matched comparisons refer to, and each comparison at most once")
-        return value
 
     @field_validator("methods")
     @classmethod

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sharpscope import distributed
 from sharpscope.config import (
-    Comparison,
     ForkSpec,
     Method,
     RunConfig,
@@ -75,7 +74,7 @@ def fork(
         out: folder of a run for the rows; None: `run` itself, or `forks/<model>`.
         threads: CPU threads; None: as configured.
         on_progress: called with a line of text on what is done.
-        **settings: fields of `ForkSpec`: batches, updates, comparisons, outcomes, prompts, samples, …
+        **settings: fields of `ForkSpec`: batches, updates, outcomes, prompts, samples, …
 
     Returns:
         The run with the rows, see `Run.forks`. `sharpscope.analysis.fork_differences` compares the arms.
@@ -118,25 +117,30 @@ def fork(
                 if not missing:
                     tell(f"step {step}: all {spec.batches} batches are there")
                     continue
-                start = first or Start(config, spec, arms, checkpoint_folder, made)
+                _state_rows(
+                    first or Start(config, spec, arms, checkpoint_folder, made), folder, name, missing, writer, tell
+                )
                 first = None
-                if start.warmed:
-                    tell(
-                        f"step {step}: no optimizer state is stored; AdamW's moments are those of {start.warmed} steps of "
-                        f"{next(iter(arms))} at these weights (fork.warm_up=0: empty)"
-                    )
-                _note_methods(folder, name, start)
-                began = time.perf_counter()
-                for count, batch in enumerate(missing, 1):
-                    # One append, so that an interruption never leaves a part of a batch.
-                    writer.append("forks", _joined(_batch_rows(start, name, batch)))
-                    writer.flush()
-                    left = (time.perf_counter() - began) / count * (len(missing) - count)
-                    tell(
-                        f"step {step}: batch {batch + 1} of {spec.batches}, {len(arms)} arms; {left / 60:.1f} min left"
-                    )
-                start.snapshot.restore()
     return load_run(folder)
+
+
+def _state_rows(start: Start, folder: Path, name: str, missing: Sequence[int], writer: TraceWriter, tell: Tell) -> None:
+    """Write the rows of the `missing` batches of one state, batch by batch."""
+    if start.warmed:
+        tell(
+            f"step {start.step}: no optimizer state is stored; AdamW's moments are those of {start.warmed} steps of "
+            f"{next(iter(start.methods))} at these weights (fork.warm_up=0: empty)"
+        )
+    _note_methods(folder, name, start)
+    began = time.perf_counter()
+    for count, batch in enumerate(missing, 1):
+        # One append, so that an interruption never leaves a part of a batch.
+        writer.append("forks", _joined(_batch_rows(start, name, batch)))
+        writer.flush()
+        left = (time.perf_counter() - began) / count * (len(missing) - count) / 60
+        arms = len(start.methods)
+        tell(f"step {start.step}: batch {batch + 1} of {start.spec.batches}, {arms} arms; {left:.1f} min left")
+    start.snapshot.restore()
 
 
 def _spec(settings: Mapping[str, Any]) -> ForkSpec:
@@ -167,20 +171,18 @@ def _batch_rows(start: Start, name: str, batch: int) -> Iterator[dict[str, Any]]
     measured = _Measured(start, batch)
     arms = list(start.methods)
     common = {"step": start.step, "fork": name, "batch": batch, "reference": arms[0], "updates": start.spec.updates}
-    reference: tuple[ArmUpdate, float, float] | None = None  # update, its norm and its KL
+    reference: tuple[ArmUpdate, float] | None = None  # update and its KL
     for arm in arms:
         began = time.perf_counter()
         update = start.update(arm, batch, measured.shared)
         at_step = measured.read(update, 1.0)
         norm = math.sqrt(inner(update.displacement, update.displacement))
         if reference is None:
-            reference = (update, norm, at_step.readings["kl"].value)
+            reference = (update, at_step.readings["kl"].value)
         own = {"arm": arm, **common}
         effects = measured.effects(update, reference[0], norm)
-        for comparison in start.spec.comparisons:
-            point = (
-                at_step if comparison == "step" else measured.matched(comparison, update, norm, at_step, reference[1:])
-            )
+        for comparison in ("step", "kl"):
+            point = at_step if comparison == "step" else measured.matched(update, at_step, reference[1])
             seconds = time.perf_counter() - began
             began = time.perf_counter()
             yield {**own, "comparison": comparison, **measured.columns(update, point, seconds)}
@@ -218,34 +220,12 @@ class _Measured:
         stats = {split: self.origin.scorer.statistics(fixed.rollouts) for split, fixed in self.sets.items()}
         return _Point(self._readings(stats, update), scale)
 
-    def matched(
-        self,
-        comparison: Comparison,
-        update: ArmUpdate,
-        norm: float,
-        step: _Point,
-        target: tuple[float, float],
-    ) -> _Point:
-        """Outcomes at the scale at which the update has the norm or the KL of the reference's.
-
-        Args:
-            comparison: `norm` or `kl`.
-            update: of the arm.
-            norm: of its displacement.
-            step: outcomes of the update as it is.
-            target: norm and KL of the reference's update.
-        """
-        origin, (wanted_norm, wanted_kl) = self.origin, target
-        by_norm = wanted_norm / norm if norm > 0 else math.nan
-        if comparison == "norm":
-            if by_norm == 1.0 or not math.isfinite(by_norm):
-                return replace(step, matched=math.isfinite(by_norm))
-            origin.snapshot.place(update.displacement, by_norm)
-            return self.read(update, by_norm)
-        present = step.readings["kl"].value
-        if present == wanted_kl and present > 0:
+    def matched(self, update: ArmUpdate, step: _Point, wanted: float) -> _Point:
+        """Outcomes at the scale at which the update has the KL `wanted`, the reference's; `step` are those of the update as it is."""
+        origin, present = self.origin, step.readings["kl"].value
+        if present == wanted and present > 0:
             return step
-        if not (math.isfinite(by_norm) and wanted_kl > 0 and present > 0):
+        if not (wanted > 0 and present > 0):
             return replace(step, matched=False)
         heldout = self.sets["heldout"]
         stats_by_scale: dict[float, TokenStats] = {}
@@ -257,7 +237,7 @@ class _Measured:
             stats_by_scale[scale] = origin.scorer.statistics(heldout.rollouts)
             return heldout.kl(stats_by_scale[scale].logp)
 
-        scale, reached = matching_scale(divergence, wanted_kl, math.sqrt(wanted_kl / present), KL_TOLERANCE)
+        scale, reached = matching_scale(divergence, wanted, math.sqrt(wanted / present), KL_TOLERANCE)
         stats = {"heldout": stats_by_scale[scale], "train": origin.scorer.statistics(self.sets["train"].rollouts)}
         return _Point(self._readings(stats, update), scale, reached)
 
@@ -268,8 +248,6 @@ class _Measured:
             present = stats[split]
             if "failure" in wanted:
                 readings[f"{split}_failure"] = fixed.failure(present.logp)
-            if "nll" in wanted:
-                readings[f"{split}_nll"] = Reading(fixed.nll(present.logp))
         heldout = self.sets["heldout"]
         if "entropy" in wanted:
             readings["entropy"] = Reading(heldout.entropy(stats["heldout"]))

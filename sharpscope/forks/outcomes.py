@@ -87,11 +87,6 @@ class FixedRollouts:
         """Mean entropy at the fixed tokens [nats]."""
         return float(stats.entropy.double()[self.mask].mean())
 
-    def nll(self, logp: Tensor) -> float:
-        """Mean −ln π over the tokens of the correct completions [nats / token]; NaN if there are none."""
-        chosen = self.mask & (self.success == 1).to(logp.device)[:, None]
-        return -float(logp.double()[chosen].mean()) if bool(chosen.any()) else math.nan
-
     def failure_coefficients(self) -> Tensor:
         """C (N, T) such that Σ c·∇log π is the gradient of `failure` at the starting weights: (F_i − mean F)/N."""
         failed = 1 - self.success.double()
@@ -167,9 +162,10 @@ def inner(one: Sequence[Tensor], two: Sequence[Tensor]) -> float:
     return float(sum(float((a.double() * b.double()).sum()) for a, b in zip(one, two, strict=True)))
 
 
-def _failure_objective(origin: Start, fixed: FixedRollouts) -> Objective:
+def failure_objective(fixed: FixedRollouts, temperature: float) -> Objective:
+    """The expected failure, importance-weighted from the policy that drew the completions."""
     rows = rollout_batch(replace(fixed.rollouts, behavior_logp=fixed.start.logp), reward=fixed.success.double())
-    return Objective("expected_failure", rows, origin.config.rollout.temperature, stale=True)
+    return Objective("expected_failure", rows, temperature, stale=True)
 
 
 def fork_radius(origin: Start) -> float:
@@ -181,7 +177,9 @@ def fork_radius(origin: Start) -> float:
     if known is not None:
         return known
     with limited_surface(
-        origin.policy.model, _failure_objective(origin, origin.fixed("train", 0)), origin.config.probes
+        origin.policy.model,
+        failure_objective(origin.fixed("train", 0), origin.config.rollout.temperature),
+        origin.config.probes,
     ) as surface:
         return find_radius(surface).rho
 
@@ -203,7 +201,7 @@ def sharpness_readings(
     if origin.rho is None:
         raise ValueError("sharpness is measured at a radius, which a fork has only with the outcome sharpness")
     _, share = fixed.weights(present.logp)
-    objective = _failure_objective(origin, fixed)
+    objective = failure_objective(fixed, origin.config.rollout.temperature)
     with limited_surface(origin.policy.model, objective, origin.config.probes) as surface:
         at = surface.gradient()
         found = sharpness(surface, None, origin.rho, "sam", at=at)

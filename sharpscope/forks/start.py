@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,11 @@ def saved_states(run: Path | str | None, wanted: Sequence[str | int]) -> list[Pa
         if step not in steps:
             steps.append(step)
     return [saved.get(step) for step in steps]
+
+
+def usable_checkpoints(run: Path | str) -> dict[int, Path]:
+    """Step -> folder of the checkpoints that are whole."""
+    return {step_of(folder): folder for folder in checkpoints(Path(run)) if damage(folder) is None}
 
 
 def arms_of(texts: Sequence[str], token_weights: str | None, config: RunConfig) -> dict[str, Method]:
@@ -422,13 +427,71 @@ class Start(State):
         step = self._seed_step(batch, number)
         return self._drawn(method, order, self.config.seed, step, SharedDraws() if shared is None else shared)
 
-    def update(self, name: str, batch: int, shared: SharedDraws | None = None) -> ArmUpdate:
+    def make_step(
+        self,
+        learner: Learner,
+        method: Method,
+        order: DataOrder,
+        number: int,
+        *,
+        batch: int = 0,
+        shared: SharedDraws | None = None,
+        without: Tensor | None = None,
+        before_step: Callable[[PendingUpdate], None] | None = None,
+        before_optimizer: Callable[[AppliedUpdate], None] | None = None,
+    ) -> tuple[RolloutBatch, StepResult]:
+        """Make step `number` after the state from the present weights, on the next rollouts of `order`."""
+        steps, shared = self.config.steps, SharedDraws() if shared is None else shared
+        set_learning_rate(
+            self.optimizer, learning_rate(self.config.optimizer, min(self.step + 1 + number, steps), steps)
+        )
+        drawn = self.rollouts(method, batch, number, order=order, shared=shared)
+        stats = shared.statistics(self.scorer, drawn.rollouts)
+        seed_step, progress = self._seed_step(batch, number), self.progress(number)
+        health = StepHealth(self.config.health, seed_step, drawn, method, progress, self.policy.device)
+        result = learner.learn(
+            drawn.rollouts,
+            drawn.advantage,
+            seed_step,
+            progress,
+            method=method,
+            stats=stats,
+            before_first_update=health.allows_updates,
+            before_step=before_step,
+            before_optimizer=before_optimizer,
+            without=without,
+        )
+        return drawn, result
+
+    def advance(self, steps: int, tell: Callable[[str], None]) -> None:
+        """Make so many steps of the first arm, as its run made them; the state is then the one after them."""
+        method, order = next(iter(self.methods.values())), self.order(0)
+        learner = self.learner(method)
+        for number in range(steps):
+            self.make_step(learner, method, order, number)
+            tell(f"step {self.step + 1 + number} made again, {steps - 1 - number} to go")
+        self.step, self._cursor = self.step + steps, order.cursor
+        self._entropy = dict(vars(learner.entropy_control))
+        self.lr = positive_learning_rate(self.config, min(self.step + 1, self.config.steps))
+        self.snapshot = Snapshot(self.policy.model, self.optimizer, self.proximal)
+
+    def update(
+        self,
+        name: str,
+        batch: int,
+        shared: SharedDraws | None = None,
+        *,
+        without: Tensor | None = None,
+        before_step: Callable[[PendingUpdate], None] | None = None,
+    ) -> ArmUpdate:
         """Restore the state, and make the steps of an arm. The model keeps the arm's weights.
 
         Args:
             name: of the arm.
             batch: index of the batch, from 0.
             shared: draws of the starting policy; every step after the first is drawn from the arm's own policy.
+            without: (N, T) bool, tokens of each step whose coefficients are set to 0.
+            before_step: observes each update between its gradient and the optimizer's step.
         """
         self.snapshot.restore()
         method, order = self.methods[name], self.order(batch)
@@ -438,6 +501,8 @@ class Start(State):
         results: list[StepResult] = []
 
         def keep(pending: PendingUpdate) -> None:
+            if before_step is not None:
+                before_step(pending)
             if not results and pending.index == 0:
                 first.append(self.snapshot.collect([p.grad for p in learner.parameters]))
 
@@ -446,21 +511,15 @@ class Start(State):
                 reshaped.append(self.snapshot.collect([p.grad for p in learner.parameters]))
 
         for number in range(self.spec.updates):
-            lr = learning_rate(self.config.optimizer, min(self.step + 1 + number, self.config.steps), self.config.steps)
-            set_learning_rate(self.optimizer, lr)
             common = shared if number == 0 and shared is not None else SharedDraws()
-            drawn = self.rollouts(method, batch, number, order=order, shared=common)
-            stats = common.statistics(self.scorer, drawn.rollouts)
-            seed_step, progress = self._seed_step(batch, number), self.progress(number)
-            health = StepHealth(self.config.health, seed_step, drawn, method, progress, self.policy.device)
-            result = learner.learn(
-                drawn.rollouts,
-                drawn.advantage,
-                seed_step,
-                progress,
-                method=method,
-                stats=stats,
-                before_first_update=health.allows_updates,
+            _, result = self.make_step(
+                learner,
+                method,
+                order,
+                number,
+                batch=batch,
+                shared=common,
+                without=without,
                 before_step=keep,
                 before_optimizer=keep_reshaped,
             )

@@ -402,8 +402,7 @@ batch! int32: index of the batch of rollouts, from 0; all arms learn from the sa
 arm! string [name]: method that made the update, with its changed fields
 reference! string [name]: arm that differences and matched comparisons refer to
 updates! int32 [steps]: steps that the arm made from the state, each with its own rollouts
-comparison! string [name]: step: the optimizer's step as it is; norm: scaled to the reference's norm; kl: scaled to
-    the reference's KL
+comparison! string [name]: step: the optimizer's step as it is; kl: scaled to the reference's KL
 outcome! string [name]: measured quantity
 value float64 [the outcome's]: value after the update; null if it could not be measured
 start float64 [the outcome's]: value before the update; null for quantities of the update

@@ -138,6 +138,7 @@ class Learner:
         before_step: BeforeStep | None = None,
         before_optimizer: BeforeOptimizer | None = None,
         rotations: bool = False,
+        without: Tensor | None = None,
     ) -> StepResult:
         """Make all updates of one step.
 
@@ -153,6 +154,7 @@ class Learner:
             before_step: observes each update whose loss and gradient are finite.
             before_optimizer: observes each update between clipping and the optimizer's step.
             rotations: whether to compare each update with the reference objective's; costs a forward and a backward pass each.
+            without: (N, T) bool, tokens whose coefficients ∂L/∂log π are set to 0; None: none.
         """
         stats = self.scorer.statistics(rollouts) if stats is None else stats
         tokens = StepTokens.unused(stats)
@@ -161,7 +163,9 @@ class Learner:
         try:
             plan = self.plan(rollouts, advantage, step, progress, method, stats)
             warnings = plan.warnings
-            work = _Updates(self, rollouts, advantage, progress, method, plan, tokens, rotations, before_optimizer)
+            work = _Updates(
+                self, rollouts, advantage, progress, method, plan, tokens, rotations, before_optimizer, without=without
+            )
             for index, (rows, pass_index) in enumerate(self._schedule(rollouts, step, method)):
                 gradient = work.gradient(index, rows, pass_index)
                 if index == 0 and before_first_update is not None and not before_first_update(stats, plan.weight):
@@ -281,6 +285,7 @@ class _Updates:
     rotations: bool = False
     before_optimizer: BeforeOptimizer | None = None
     references: dict[str, list[Gradient]] | None = None  # halves of reference gradients of all rows, by their objective
+    without: Tensor | None = None  # (N, T) bool, tokens whose coefficients are set to 0
 
     def gradient(self, index: int, rows: Tensor, pass_index: int) -> _Gradient:
         """Compute the gradient of update `index` and record what its tokens do."""
@@ -497,6 +502,9 @@ class _Updates:
         if moves:
             if out.divergence is not None:
                 (kl_coef,) = torch.autograd.grad(out.divergence, logp, retain_graph=True)
+            if self.without is not None:
+                left_out = self.without[micro].to(logp.device)[:, : logp.shape[1]]
+                logp.register_hook(lambda gradient: gradient.masked_fill(left_out, 0.0))
             logp.retain_grad()
         if scored.entropy is not None:  # a term of its own: `logp.grad`, the coefficients, does not have it
             bonus = entropy_bonus(self._entropy_coef, plan, scored.entropy, loss_tokens, pass_index=pass_index)

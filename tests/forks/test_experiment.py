@@ -46,14 +46,14 @@ def test_one_arm_equals_the_run_to_the_last_bit(trained, step, updates):
 
 
 def test_equal_arms_differ_by_exactly_zero_and_their_order_does_not_matter(trained):
-    spec = ForkSpec(prompts=2, samples=1, updates=2, outcomes=("failure", "nll", "entropy", "fresh", "sharpness"))
+    spec = ForkSpec(prompts=2, samples=1, updates=2, outcomes=("failure", "entropy", "fresh", "sharpness"))
     arms = {"a": "grpo", "b": "ar", "c": "grpo"}
     start = start_of(trained, spec, 2, **{name: arm_method(text, trained) for name, text in arms.items()})
     found = {}
     for row in experiment._batch_rows(start, "x", 1):
         found[row["arm"], row["comparison"], tuple(row["outcome"])] = row["value"]
     names = {key[1:] for key in found}
-    assert len(names) == 4
+    assert len(names) == 3
     for key in names:
         assert found[("a", *key)] == found[("c", *key)]
         assert found[("a", *key)] != found[("b", *key)]
@@ -81,17 +81,14 @@ def test_matched_comparisons_match(trained):
     start = start_of(trained, ForkSpec(**SMALL), 2, **arms)
     rows = list(experiment._batch_rows(start, "x", 0))
     value = {(r["arm"], r["comparison"], o): v for r in rows for o, v in zip(r["outcome"], r["value"], strict=True)}
-    norm = {r["arm"]: value[r["arm"], "step", "update_norm"] for r in rows}
     for row in rows:
         assert row["scale"] == 1.0 or row["comparison"] != "step"
-        if row["comparison"] == "norm":
-            assert row["scale"] * norm[row["arm"]] == pytest.approx(norm["grpo"], rel=1e-12)
         if row["comparison"] == "kl":
             assert value[row["arm"], "kl", "kl"] == pytest.approx(value["grpo", "step", "kl"], rel=0.01)
 
 
 def test_a_repeated_call_adds_what_is_missing_and_reads_the_same(trained):
-    options = {"checkpoint": [2], "methods": ["grpo", "ar"], "prompts": 3, "comparisons": ("step",)}
+    options = {"checkpoint": [2], "methods": ["grpo", "ar"], "prompts": 3}
     once = sharpscope.fork(trained.run_dir, batches=1, **options).forks
     more = sharpscope.fork(trained.run_dir, batches=2, **options).forks
     assert len(more) == 2 * len(once)
@@ -144,7 +141,7 @@ def test_the_gradient_rotation_is_that_of_what_the_optimizer_gets(trained, metho
 
 def test_a_model_without_a_run_gets_a_folder_of_its_own(tiny_policy, tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "set_threads", lambda *_: 7)
-    options = {"methods": ["grpo"], "prompts": 2, "batches": 1, "comparisons": ("step",)}
+    options = {"methods": ["grpo"], "prompts": 2, "batches": 1}
     small = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=6"]
     run = sharpscope.fork(
         model=str(tiny_policy), task="tests.toy_task:vowels", overrides=small, out=tmp_path / "forks", **options
@@ -199,7 +196,7 @@ def test_the_command_writes_shows_and_continues(trained, tmp_path, capsys):
 
 def test_what_a_stopped_fork_has_measured_is_kept(trained, tmp_path, monkeypatch, capsys):
     options = ["fork", str(trained.run_dir), "--checkpoint", "2", "--methods", "grpo,ar", "--batches", "3"]
-    options += ["--set", "fork.prompts=3", "--set", "fork.comparisons=[step]"]
+    options += ["--set", "fork.prompts=3"]
     call([*options, "--out", str(tmp_path / "whole")])
     whole = experiment._batch_rows
 
@@ -228,7 +225,6 @@ def test_what_a_stopped_fork_has_measured_is_kept(trained, tmp_path, monkeypatch
         ({"checkpoint": [77]}, "choose from 0, 1"),
         ({"checkpoint": [6], "overrides": ["optimizer.schedule=linear"]}, "learning rate is 0"),
         ({"methods": ["ppo-ewma"]}, "average of past weights"),
-        ({"comparisons": ("norm",)}, "must name step"),
         ({"batch": 3}, "batches"),
         ({"overrides": ["rollout.backend={}"]}, "backend"),
         ({"task": "math"}, "--task"),

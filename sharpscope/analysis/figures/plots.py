@@ -331,7 +331,7 @@ def fork_effects(table: pd.DataFrame) -> Figure | None:
     states, arms = list(dict.fromkeys(shown["state"])), list(dict.fromkeys(shown["arm"]))[::-1]
     if not arms or not outcomes:
         return None
-    titles = {"step": "optimizer's step", "norm": "matched norm", "kl": "matched KL"}
+    titles = {"step": "optimizer's step", "kl": "matched KL"}
     comparisons = [name for name in COMPARISONS if name in set(shown["comparison"])]
     with styled():
         size = (1.7 * len(outcomes) + 1.4, len(states) * (0.22 * len(arms) + 0.7) + 0.6)

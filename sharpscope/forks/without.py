@@ -1,0 +1,289 @@
+"""A step of a run made again with and without its leading tokens, from the same state: did these tokens do it?
+
+The leading tokens are those with the largest |share| of ‖∇L‖², c·⟨∇ log π, ∇L⟩/‖∇L‖² of their update. Without them, their
+coefficients c = ∂L/∂log π are 0 in every update of the step; a control leaves out as many other tokens, drawn at random.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sharpscope.config import ForkSpec, RunConfig, validate
+from sharpscope.errors import UserError
+from sharpscope.forks.outcomes import FixedRollouts, Reading, failure_objective
+from sharpscope.forks.start import Start, resolve, usable_checkpoints
+from sharpscope.policy import Rollouts
+from sharpscope.policy.generation import draw_scored
+from sharpscope.policy.scoring import Scorer
+from sharpscope.probes import Objective, Sharpness, attribute, limited_surface, sharpness
+from sharpscope.probes.perturbation import find_radius
+from sharpscope.probes.surface import Surface
+from sharpscope.recording.environment import set_threads
+from sharpscope.recording.step import PendingUpdate, UpdateResult
+from sharpscope.seeds import generator
+from sharpscope.tasks import make_task
+from sharpscope.traces import MAX_SATURATION, Run, RunLock, TraceWriter, load_run, update_run_info
+
+Tell = Callable[[str], None]
+ALL = "all tokens"
+GRADIENT, UPDATE = "layer_gradient:", "layer_update:"
+"""Prefixes of outcomes: norms of gradient and update of one group of parameters, mean over the step's updates."""
+
+
+@dataclass(frozen=True)
+class Leading:
+    """The leading tokens of a step: (row, position), the signed share of the step's update of each, and as many others."""
+
+    tokens: list[tuple[int, int]]
+    shares: list[float]
+    others: list[tuple[int, int]]
+
+
+class RecordedStep(Protocol):
+    """A step of a run that can be made again from its state."""
+
+    step: int
+    scorer: Scorer
+    rollouts: Rollouts
+
+    def update(self, without: Tensor | None, observe: Callable[[PendingUpdate], None] | None) -> Sequence[UpdateResult]:
+        """Restore the state and make the step; the model keeps its weights."""
+
+    def restore(self) -> None:
+        """Put the state back."""
+
+    def measure(self) -> dict[str, Reading]:
+        """Outcomes of the present weights."""
+
+
+class OwnStep:
+    """Step `step` of one of our runs, from the nearest checkpoint before it; the steps between are made again."""
+
+    def __init__(self, config: RunConfig, run: Path, step: int, spec: ForkSpec, tell: Tell) -> None:
+        saved = {at: folder for at, folder in usable_checkpoints(run).items() if at < step}
+        nearest = max(saved, default=0)
+        self.start = Start(config, spec, {"own": config.method}, saved.get(nearest), make_task(config.task))
+        if nearest + 1 < step:
+            tell(f"the nearest checkpoint is of step {nearest}: steps {nearest + 1} to {step - 1} are made again")
+        self.start.advance(step - 1 - nearest, tell)
+        self.step, self.scorer, self.spec = step, self.start.scorer, spec
+        self.rollouts = self.start.rollouts(next(iter(self.start.methods.values())), 0).rollouts
+        self.fixed = self.start.fixed("heldout", 0)
+        self.examples = self.start.heldout_examples(0)
+        self.rho = self.start.run_radius
+        self.chosen = False  # whether the radius has been judged at the state
+        self.before: dict[str, Tensor] = {}  # accuracy of each prompt at the state, by outcome
+
+    def restore(self) -> None:
+        """Put the state back."""
+        self.start.snapshot.restore()
+
+    def update(self, without: Tensor | None, observe: Callable[[PendingUpdate], None] | None) -> Sequence[UpdateResult]:
+        """Restore the state and make the step; the model keeps its weights."""
+        return self.start.update("own", 0, without=without, before_step=observe).results[0].updates
+
+    def measure(self) -> dict[str, Reading]:
+        """Accuracy on held-out prompts, entropy and KL at fixed completions, sharpness on the present policy's own completions."""
+        start, samples = self.start, self.spec.samples
+        sampled = start.drawer(self.examples, samples, start.draw_seed("heldout", 0))
+        greedy = start.config.rollout.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0, "backend": None})
+        _, rewards = draw_scored(start.policy, start.task, self.examples, 1, greedy, 0)
+        correct = {
+            "accuracy_greedy": torch.tensor([float(reward.correct) for reward in rewards], dtype=torch.float64),
+            "accuracy": sampled.correct.double().cpu().view(len(self.examples), samples).mean(1),
+        }
+        found = {}
+        for name, values in correct.items():  # (prompts,)
+            change = values - self.before.setdefault(name, values)
+            found[name] = Reading(float(values.mean()), float(change.std()) / math.sqrt(len(change)))
+        stats = self.scorer.statistics(self.fixed.rollouts)
+        found |= {"entropy": Reading(self.fixed.entropy(stats)), "kl": Reading(self.fixed.kl(stats.logp))}
+        own = FixedRollouts(sampled.rollouts, sampled.correct, self.scorer.statistics(sampled.rollouts))
+        objective = failure_objective(own, start.config.rollout.temperature)
+        return found | self._sharpness(objective)
+
+    def _sharpness(self, objective: Objective) -> dict[str, Reading]:
+        """SAM sharpness at a radius whose rise is no large part of its ceiling at the state."""
+        start = self.start
+        with limited_surface(start.policy.model, objective, start.config.probes) as surface:
+            at = surface.gradient()
+            found = self._sam(surface, at)
+            if not self.chosen and not (found and found.value <= MAX_SATURATION * found.ceiling):
+                self.rho = find_radius(surface).rho
+                found = self._sam(surface, at)
+        self.chosen = True
+        if found is None:
+            return {"sam_sharpness": Reading(math.nan), "saturation": Reading(math.nan)}
+        return {"sam_sharpness": Reading(found.value), "saturation": Reading(found.value / found.ceiling)}
+
+    def _sam(self, surface: Surface, at: tuple[float, Tensor]) -> Sharpness | None:
+        """SAM sharpness at the radius; None without a radius or a gradient."""
+        if self.rho is None or not math.isfinite(self.rho) or not bool(at[1].any()):
+            return None
+        return sharpness(surface, None, self.rho, "sam", at=at)
+
+
+def leading_tokens(
+    step: RecordedStep, top: int, temperature: float, seed: int
+) -> tuple[Leading, Sequence[UpdateResult]]:
+    """The `top` tokens with the largest |share| of the step, and the updates that they are part of, which are made."""
+    rollouts, scorer = step.rollouts, step.scorer
+    shares = torch.full(rollouts.completion_mask.shape, math.nan, dtype=torch.float64)
+    parameters = [p for p in scorer.model.parameters() if p.requires_grad]
+    updates = 0
+
+    def observe(update: PendingUpdate) -> None:
+        """Each token's share of its first update."""
+        nonlocal updates
+        updates += 1
+        if not update.grad_norm > 0:
+            return
+        part, width = rollouts.rows(update.rows), rollouts.prompt_width
+        coef = torch.nn.functional.pad(update.loss_coef.to(part.input_ids.device), (width, 0))
+        gradient = [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in parameters]
+        along = attribute(
+            scorer.model,
+            part.input_ids,
+            (coef != 0).long(),
+            coef.to(gradient[0].dtype),
+            gradient,
+            part.attention_mask,
+            temperature,
+        )
+        own = along[:, width:].double().cpu() / update.grad_norm**2
+        shares[update.rows] = torch.where(update.first_use & shares[update.rows].isnan(), own, shares[update.rows])
+
+    made = step.update(None, observe)
+    size = shares.abs().nan_to_num(0.0)
+    order = size.flatten().argsort(descending=True, stable=True)
+    order = order[size.flatten()[order] > 0]
+    if len(order) < 2 * top:
+        raise UserError(
+            f"--without-tokens top:{top}: only {len(order)} tokens of step {step.step} have a part in its gradient; give at most "
+            f"{len(order) // 2}"
+        )
+    rest = order[top:][torch.randperm(len(order) - top, generator=generator(seed, "without", step.step))[:top]]
+    wide = size.shape[1]
+    places = [[divmod(int(place), wide) for place in chosen] for chosen in (order[:top], rest)]
+    return Leading(places[0], [float(shares[place]) / max(updates, 1) for place in places[0]], places[1]), made
+
+
+def without_tokens(
+    run: Path | str,
+    step: int,
+    top: int = 12,
+    *,
+    overrides: Sequence[str] = (),
+    threads: int | None = None,
+    on_progress: Tell | None = None,
+    **settings: Any,
+) -> tuple[Run, str]:
+    """Make a step of a run again with all tokens, without its leading ones, and without as many others.
+
+    All start from the same weights, optimizer state and rollouts: those of the checkpoint after the step before, or of the nearest
+    earlier one, from which the steps between are made again. Rows go to the run's table `forks`, arms `all tokens`, `without top K`
+    and `without K others`; outcomes are accuracy on held-out prompts (greedy and at the sampling temperature), entropy and KL at
+    fixed completions, SAM sharpness with its saturation, and norms of gradient and update, in all and by layer.
+
+    Args:
+        run: folder of a run.
+        step: to make again, from 1.
+        top: number of leading tokens.
+        overrides: changes of the run's configuration that leave its training alone, such as `probes.check=off`.
+        threads: CPU threads; None: as configured.
+        on_progress: called with a line of text on what is done.
+        **settings: `prompts` and `samples` of `ForkSpec`.
+
+    Returns:
+        The run with the rows, and the name of the fork.
+
+    Raises:
+        UserError: the input is wrong, or the step has too few tokens with a gradient.
+    """
+    tell = on_progress or (lambda text: None)
+    loaded = load_run(run)
+    if step not in set(loaded.steps["step"]):
+        raise UserError(
+            f"--step {step}: the run has steps 1 to {int(loaded.steps['step'].max() if len(loaded.steps) else 0)}"
+        )
+    spec: ForkSpec = validate(ForkSpec, {**settings, "warm_up": 0, "batches": 1})
+    config = resolve("fork", run, None, None, None, overrides)
+    set_threads(config.threads if threads is None else threads, config.policy.model)
+    own = OwnStep(config, Path(run), step, spec, tell)
+    return _write(loaded, own, top, config.rollout.temperature, config.seed, spec, tell)
+
+
+def _write(
+    run: Run, own: RecordedStep, top: int, temperature: float, seed: int, spec: ForkSpec, tell: Tell
+) -> tuple[Run, str]:
+    """Make the arms and write their rows; returns the run and the name of the fork."""
+    settings = {"step": own.step, "top": top, **spec.model_dump(mode="json", include={"prompts", "samples"})}
+    name = hashlib.sha256(json.dumps(["without", settings]).encode()).hexdigest()[:8]
+    own.restore()
+    start = own.measure()
+    tell("leading tokens")
+    leading, made = leading_tokens(own, top, temperature, seed)
+    arms: dict[str, list[tuple[int, int]]] = {
+        ALL: [],
+        f"without top {top}": leading.tokens,
+        f"without {top} others": leading.others,
+    }
+    rows: list[dict[str, Any]] = []
+    for arm, places in arms.items():
+        if places:
+            left_out = torch.zeros(own.rollouts.completion_mask.shape, dtype=torch.bool)
+            left_out[tuple(torch.tensor(places).T)] = True
+            made = own.update(left_out, None)
+        readings = own.measure() | update_readings(made)
+        sound = not any(update.problem for update in made)
+        common = {"step": own.step - 1, "fork": name, "batch": 0, "arm": arm, "reference": ALL, "updates": 1}
+        saturated = readings.get("saturation", Reading(0.0)).value > MAX_SATURATION
+        for outcome, reading in readings.items():
+            finite = math.isfinite(reading.value)
+            rows.append(
+                common
+                | {
+                    "comparison": "step",
+                    "outcome": outcome,
+                    "value": reading.value if finite else None,
+                    "start": start[outcome].value if outcome in start and math.isfinite(start[outcome].value) else None,
+                    "std_error": reading.std_error if math.isfinite(reading.std_error) else None,
+                    "valid": finite and sound and not (saturated and outcome == "sam_sharpness"),
+                    "scale": 1.0,
+                    "seconds": 0.0,
+                }
+            )
+        tell(f"{arm}: measured")
+    own.restore()
+    tokens = [
+        {"rollout": row, "position": position, "share": share}
+        for (row, position), share in zip(leading.tokens, leading.shares, strict=True)
+    ]
+    with RunLock(run.path):
+        forks = dict(load_run(run.path).info.get("forks") or {})
+        if name not in forks:
+            with TraceWriter(run.path) as writer:
+                writer.append("forks", {key: [row.get(key) for row in rows] for key in rows[0]})
+            update_run_info(run.path, forks=forks | {name: settings | {"tokens": tokens}})
+    return load_run(run.path), name
+
+
+def update_readings(updates: Sequence[UpdateResult]) -> dict[str, Reading]:
+    """Norms of gradients before clipping and of updates, in all and by layer: means over the updates."""
+    sums: dict[str, list[float]] = {}
+    for update in updates:
+        values: dict[str, float] = {"grad_norm": update.grad_norm, "update_norm": update.update_norm}
+        for prefix, of in zip((GRADIENT, UPDATE), update.layers or ({}, {}), strict=True):
+            values |= {f"{prefix}{group}": value for group, value in of.items()}
+        for name, value in values.items():
+            sums.setdefault(name, []).append(value)
+    return {name: Reading(math.fsum(values) / len(values)) for name, values in sums.items()}

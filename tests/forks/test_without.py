@@ -1,0 +1,120 @@
+"""A step with and without its leading tokens: from the exact state, and a planted token is found to have done it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import sharpscope
+from sharpscope.analysis.layers import layer_tokens
+from sharpscope.cli.app import main
+from sharpscope.config import ForkSpec, build_config
+from sharpscope.errors import UserError
+from sharpscope.forks import start as start_module
+from sharpscope.forks.without import ALL, OwnStep, leading_tokens, without_tokens
+from sharpscope.training import loop, train
+from sharpscope.training.checkpoint import checkpoint_dir
+from tests.conftest import TOY
+
+STEP, PLANTED = 4, (3, 1)
+SMALL = {"prompts": 4, "samples": 2}
+
+
+def planted(draw):
+    """`draw_rollouts` whose batch of step STEP has one token with 100 times its advantage, and so its coefficient."""
+
+    def drawn(policy, task, order, method, spec, seed, step, *rest, **named):
+        batch = draw(policy, task, order, method, spec, seed, step, *rest, **named)
+        if step != STEP:
+            return batch
+        advantage = batch.advantage[:, None].expand(batch.rollouts.completion_mask.shape).clone()
+        row = int(batch.advantage.abs().argmax()) if batch.advantage[PLANTED[0]] == 0 else PLANTED[0]
+        assert row == PLANTED[0]
+        advantage[PLANTED] *= 100
+        return replace(batch, advantage=advantage)
+
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def spiked(tiny_policy, tmp_path_factory):
+    """A run with a token at step STEP whose coefficient is 100 times what it was, and only the checkpoint of step 2 and the last."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(loop, "draw_rollouts", planted(loop.draw_rollouts))
+    patch.setattr(start_module, "draw_rollouts", planted(start_module.draw_rollouts))
+    values = {**TOY, "policy.model": str(tiny_policy), "out": str(tmp_path_factory.mktemp("spiked") / "run")}
+    changes = {"steps": 5, "checkpoint.every": 2, "checkpoint.keep_last": 9, "evaluation.every": 0, "seed": 3}
+    changes |= {"recording.token_gradients_every": 1, "recording.group_share": 1.0, "optimizer.max_grad_norm": None}
+    config = build_config(values=values | changes)
+    assert train(config).status == "finished"
+    yield config
+    patch.undo()
+
+
+def test_the_state_before_a_step_is_that_of_the_run(spiked):
+    """From the checkpoint of step 2, step 3 made again gives step 4 the run's own coefficients, norms and completions."""
+    own = OwnStep(spiked, spiked.run_dir, STEP, ForkSpec(**SMALL, warm_up=0), lambda text: None)
+    assert own.start.step == STEP - 1
+    updates = own.update(None, None)
+    row = sharpscope.load_run(spiked.run_dir).updates.query(f"step == {STEP}").iloc[0]
+    assert updates[0].grad_norm == row["grad_norm"] and updates[0].update_norm == row["update_norm"]
+    named = dict(own.start.policy.model.named_parameters())
+    from safetensors.torch import load_file
+
+    saved = load_file(checkpoint_dir(spiked.run_dir, STEP) / "model.safetensors")
+    assert all(torch.equal(named[name], value) for name, value in saved.items() if name in named)
+
+
+def test_without_tokens_the_gradient_is_that_of_the_other_coefficients(spiked):
+    """Against the sum of c·∇log π over the other tokens, by autograd."""
+    from sharpscope.forks.outcomes import coefficient_gradient
+
+    own = OwnStep(spiked, spiked.run_dir, STEP, ForkSpec(**SMALL, warm_up=0), lambda text: None)
+    coefs, gradients = [], []
+    own.update(None, lambda update: coefs.append((update.rows, update.loss_coef)))
+    own.restore()
+    left_out = torch.zeros(own.rollouts.completion_mask.shape, dtype=torch.bool)
+    left_out[PLANTED], left_out[0, :2] = True, True
+    rows, coef = coefs[0]
+    expected = coefficient_gradient(own.scorer, own.rollouts.rows(rows), torch.where(left_out[rows], 0.0, coef))
+    parameters = [p for p in own.scorer.model.parameters() if p.requires_grad]
+    own.update(left_out, lambda update: gradients.append([p.grad.clone() for p in parameters]))
+    for one, other in zip(gradients[0], expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_the_planted_token_is_named_first_by_shares_layers_and_the_counterfactual(spiked, capsys):
+    run = sharpscope.load_run(spiked.run_dir)
+    tokens = run.tokens(steps=[STEP])
+    first = tokens.loc[tokens["attribution"].abs().idxmax()]
+    assert (first["rollout"], first["position"]) == PLANTED
+    by_layer = layer_tokens(run, STEP)
+    assert tuple(by_layer.loc[0, ["rollout", "position"]]) == PLANTED
+    assert all(by_layer[name].idxmax() == 0 for name in by_layer.columns[4:])
+    forked, name = without_tokens(spiked.run_dir, STEP, 2, **SMALL)
+    assert (
+        forked.info["forks"][name]["tokens"][0]["rollout"],
+        forked.info["forks"][name]["tokens"][0]["position"],
+    ) == PLANTED
+    rows = forked.forks[forked.forks["fork"] == name].set_index(["outcome", "arm"])
+    kl, grad = rows["value"]["kl"], rows["value"]["grad_norm"]
+    arms = list(dict.fromkeys(rows.index.get_level_values("arm")))
+    assert arms[0] == ALL and grad[arms[1]] < 0.5 * grad[ALL] and abs(grad[arms[2]] / grad[ALL] - 1) < 0.1
+    assert kl[arms[1]] != kl[ALL]
+    layers = rows.loc[[o for o in rows.index.get_level_values(0).unique() if o.startswith("layer_gradient:")], "value"]
+    for arm in arms:
+        assert math.hypot(*layers.xs(arm, level="arm")) == pytest.approx(grad[arm], rel=1e-4)
+    assert rows["value"]["accuracy_greedy"].between(0, 1).all() and np.isfinite(rows["value"]["entropy"]).all()
+    with pytest.raises(SystemExit) as ended:
+        main(["fork", str(spiked.run_dir), "--step", str(STEP), "--without-tokens", "top:2", "--set", "fork.prompts=4"])
+    assert ended.value.code == 0 and "leading tokens" in capsys.readouterr().out
+
+
+def test_a_step_with_too_few_tokens_is_refused(spiked):
+    own = OwnStep(spiked, spiked.run_dir, 1, ForkSpec(**SMALL, warm_up=0), lambda text: None)
+    with pytest.raises(UserError, match="top:5000"):
+        leading_tokens(own, 5000, 1.0, 0)
