@@ -49,6 +49,7 @@ class Completion:
         prompt_length: how many of `ids` are the prompt.
         tokens: column of the tokens table -> (n,) values of its n loss tokens, `position` and `logp` among them; empty: not
             known. None in a float column is null.
+        again: column of the table uses -> values, without rollout: uses of tokens by later updates of the step.
         group: what the completions of one prompt share; None: not known.
         env: name of the environment or data set; None: not known.
         reward: NaN where the file says so.
@@ -59,6 +60,7 @@ class Completion:
     ids: Sequence[int] | None = None
     prompt_length: int = 0
     tokens: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    again: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     group: str | None = None
     env: str | None = None
     prompt: str | None = None
@@ -110,7 +112,7 @@ def write(
                         f"{source}: step {step} has no completion; wait until it is written, or remove its file"
                     )
                 for table, columns in step_tables(step, given, decode).items():
-                    if columns:
+                    if columns and table in counts:
                         known[table] |= {name for name, values in columns.items() if not _nothing(values)}
                         counts[table] += writer.append(table, columns)
                 for event in step_events(step, given):
@@ -160,12 +162,12 @@ def _nothing(values: Any) -> bool:
 def step_tables(
     step: int, given: Sequence[Completion], decode: Callable[[Sequence[int]], str] | None
 ) -> dict[str, dict[str, Any]]:
-    """Columns of the tables rollouts, tokens (empty without tokens) and steps of one step; groups become adjacent."""
+    """Columns of the tables rollouts, tokens and uses (empty without any) and steps of one step; groups become adjacent."""
     rows = _grouped(given)
     groups = {name: index for index, name in enumerate(dict.fromkeys(one.group for one in rows))}
     grouped = None not in groups
     rollouts: dict[str, list[Any]] = {column.name: [] for column in TABLES["rollouts"].columns}
-    tokens: dict[str, list[Any]] = {column.name: [] for column in TABLES["tokens"].columns}
+    tokens, uses = ({column.name: [] for column in TABLES[table].columns} for table in ("tokens", "uses"))
     for index, one in enumerate(rows):
         count = len(one.tokens["position"]) if one.tokens else 0
         values = [value for value in one.tokens.get("advantage", ()) if value is not None]
@@ -191,10 +193,14 @@ def step_tables(
             column.append(rollout.get(name))
         for name, into in tokens.items():
             into.extend([index] * count if name == "rollout" else one.tokens.get(name, [None] * count))
+        later = len(one.again.get("position", ()))
+        for name, into in uses.items():
+            into.extend([index] * later if name == "rollout" else one.again.get(name, [None] * later))
     row = _step_row(rows, rollouts, tokens, grouped)
     return {
         "rollouts": {name: _column(v) for name, v in rollouts.items()} | {"step": step},
         "tokens": {name: _column(v) for name, v in tokens.items()} | {"step": step} if tokens["position"] else {},
+        "uses": {name: _column(v) for name, v in uses.items()} | {"step": step} if uses["position"] else {},
         "steps": row | {"step": step},
     }
 

@@ -25,6 +25,7 @@ from sharpscope import distributed
 from sharpscope.config import RunConfig, check_keys, validate
 from sharpscope.errors import UserError
 from sharpscope.integrations.guard import Guard, T, reason_of, warn_stopped
+from sharpscope.integrations.price import Work, places
 from sharpscope.integrations.steps import Batch, Step, generated_lengths, own_statistics, unused_tokens, widened
 from sharpscope.objective import Method, named_method
 from sharpscope.policy import make_policy
@@ -68,12 +69,14 @@ class Recorder(Guard):
         rewards: whether the training has rewards.
         rules: changes of the health rules.
         fields: the trainer's names of settings, as messages use them.
+        work: what a step does, for the price of measuring.
     """
 
     rewards = True
     fields = "sharpscope"
     rules: Mapping[str, Any] = {}
     weights: Method | None = None
+    work = Work()
 
     def __init__(
         self,
@@ -83,7 +86,7 @@ class Recorder(Guard):
         *,
         task: str,
         recording: Mapping[str, Any] | None,
-        critical: int,
+        critical: bool | int,
         temperature: float = 1.0,
         lr: float = 1e-6,
         seed: int = 0,
@@ -126,7 +129,7 @@ class Recorder(Guard):
         Raises:
             UserError: an option is wrong or not available for the run of another trainer.
         """
-        every = self._every if self._every else None
+        every = int(self._every)  # True: 1, at the places that the price allows
         data = {
             "seed": self._seed,
             "steps": max(1, steps),
@@ -209,6 +212,7 @@ class Recorder(Guard):
         note(self.run_dir, status="running", config=self._recorded_config())
         self._started, self._step = time.perf_counter(), Step()
         self.observers = Observers(self.config, self.policy, self._view)
+        self._choose_places(steps)
         self._observed: list[StepObserver] = []
         if active := dropout_of(self.model):
             text = f"{active} is active: statistics, norms and shares are those of the model without dropout"
@@ -220,6 +224,26 @@ class Recorder(Guard):
             optimizer.register_step_post_hook(lambda *_: self.together(self.after_update)),
         ]
         self.recording = True
+
+    def _choose_places(self, steps: int) -> None:
+        """Choose the places of what is measured by default."""
+        schedule, options = self.observers.schedule, self._options
+        plan = places(steps, self.work, critical=self._every is True)
+        reasons = {}
+        if "token_gradients_every" not in options:
+            schedule.at |= {"norms": plan.norms, "shares": plan.norms}
+            schedule.most_spikes = plan.spikes
+            if not plan.norms:
+                reasons["recording.token_gradients_every"] = plan.reason
+        if self._every is True:
+            schedule.at["surface"] = plan.critical
+            if not plan.critical:
+                reasons["probes.preset"] = plan.reason
+        note(self.run_dir, places=sorted(schedule.at.get("norms", ())), not_measured=reasons)
+        if reasons and distributed.is_rank_zero():
+            what = "norms, shares and critical sharpness" if len(reasons) > 1 else "critical sharpness"
+            text = f"sharpscope: {what} are not measured: {plan.reason}; to measure every step: "
+            sys.stderr.write(text + "recording={'token_gradients_every': 1}, critical_sharpness=1\n")
 
     def _open_folder(self, done_updates: int) -> tuple[Path, int]:
         """The run's folder and its next step; rows of updates that a resumed training makes again are removed."""

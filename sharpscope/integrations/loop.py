@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.integrations.core import WEIGHTS, Recorder
+from sharpscope.integrations.price import Work
 from sharpscope.integrations.steps import Step, TokenLoss, prompt_texts
 from sharpscope.integrations.trainers import Sequences, sequences_of
 from sharpscope.objective import k3
@@ -58,7 +59,7 @@ class LoopRecorder(Recorder):
         super().__init__(
             getattr(model, "module", model), tokenizer, out, lr=lr, seed=torch.initial_seed() % 2**31, **options
         )
-        self._updates, self._given = updates, set[str]()
+        self._updates, self._given, self.work = updates, set[str](), Work(epochs=updates)
         self._loss_fn: Callable[[], Tensor | float] | None = None
         self._of_step: Step | None = None
         self._rows: dict[Hashable, list[tuple[int, int]]] = {}  # name of a row -> batch and row in it, of this step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,6 @@ from torch import nn
 from sharpscope.errors import UserError
 from sharpscope.integrations.loop import LoopRecorder
 from sharpscope.objective import Method
-
-CRITICAL_EVERY = 10
-"""Default interval of critical sharpness [steps]; larger where it would be measured more than ten times."""
 
 
 def record(
@@ -55,8 +51,9 @@ def record(
         correct: which total rewards count as correct: those above a number, or a function. None: there is no accuracy, only the
             reward.
         recording: fields of the run configuration's part `recording`, such as {"token_gradients_every": 5}.
-        critical_sharpness: whether to measure the critical sharpness of the updates, about ten times over the training and at least
-            10 steps apart; or the interval [steps]. A loop gives `step` its loss as a function.
+        critical_sharpness: whether to measure the critical sharpness of updates; or the interval [steps]. A loop gives `step` its
+            loss as a function. By default it, norms and shares are measured at up to ten steps of the training, and at fewer where
+            they would cost more than 12 % of its passes (`integrations.price`).
         steps: number of steps of the loop, if known: the last one is measured like the first.
         updates_per_step: optimizer updates of the loop that use one batch of completions.
         temperature: at which the loop's log-probabilities are taken.
@@ -78,8 +75,7 @@ def record(
         >>> optimizer.step()  # doctest: +SKIP
         >>> rec.close()  # doctest: +SKIP
     """
-    options: dict[str, Any] = {"recording": recording, "correct": _judge(correct)}
-    interval = CRITICAL_EVERY if critical_sharpness is True else int(critical_sharpness)
+    options: dict[str, Any] = {"recording": recording, "correct": _judge(correct), "critical": critical_sharpness}
     if isinstance(model, nn.Module):
         if optimizer is None or tokenizer is None:
             raise UserError(
@@ -87,21 +83,12 @@ def record(
             )
         if weights is not None or shaping is not None:
             raise UserError("weights: a loop of your own applies its own; leave them out")
-        every = max(interval, math.ceil(steps / 10)) if critical_sharpness is True else interval
-        options |= {
-            "temperature": temperature,
-            "max_grad_norm": max_grad_norm,
-            "critical": every,
-            "task": task or "loop",
-        }
+        options |= {"temperature": temperature, "max_grad_norm": max_grad_norm, "task": task or "loop"}
         return LoopRecorder(model, optimizer, tokenizer, out, steps=steps, updates=updates_per_step, **options)
     from sharpscope.integrations.trainers import SupervisedRecorder, check_supervised, is_supervised, is_trainer
 
     if not is_trainer(model):
         raise UserError(f"record: {type(model).__name__} is no trainer and no torch module; give one of them")
-    planned = int(getattr(getattr(model, "args", None), "max_steps", 0))
-    if critical_sharpness is True and planned > 0:
-        interval = max(interval, math.ceil(planned / 10))
     names = [kind.__name__ for kind in type(model).__mro__]
     of_trl = any(kind.__module__.startswith("trl.") for kind in type(model).__mro__)
     if of_trl:
@@ -112,10 +99,7 @@ def record(
         raise UserError(f"weights: {type(model).__name__} has no surrogate that they multiply; leave them out")
     if is_supervised(model):
         kind = check_supervised(model)
-        own = {"token_gradients_every": 50} | dict(recording or {})  # nothing is generated, so that probes weigh more
-        return SupervisedRecorder(
-            model, out, kind, task=task or kind, critical=interval, **options | {"recording": own}
-        )
+        return SupervisedRecorder(model, out, kind, task=task or kind, **options)
     if "AsyncGRPOTrainer" in names:
         raise UserError(f"record: {type(model).__name__} packs samples into trees and is not recorded; use GRPOTrainer")
     from sharpscope.integrations.trl import GrpoRecorder, check_grpo, token_weights_of
@@ -124,7 +108,7 @@ def record(
     if shaping is not None and weights is None:
         raise UserError(f"shaping = {shaping!r}: belongs to weights, which are not given; add weights='grpo-sg'")
     method = None if weights is None else token_weights_of(model, weights, shaping)
-    return GrpoRecorder(model, out, weights=method, task=task or "trl", critical=interval, **options)
+    return GrpoRecorder(model, out, weights=method, task=task or "trl", **options)
 
 
 def _judge(correct: float | Callable[[float], bool] | None) -> Callable[[float], bool] | None:

@@ -27,6 +27,7 @@ from transformers import Trainer, TrainerCallback
 from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.integrations.core import Recorder, own_forward
+from sharpscope.integrations.price import Work
 from sharpscope.integrations.steps import Step, prompt_texts, same_prompts
 from sharpscope.policy import Rollouts, completions_of
 from sharpscope.policy.adapters import has_adapters
@@ -190,6 +191,11 @@ class _Callback(TrainerCallback):
         self.recorder.safely(self.recorder.evaluated)
 
 
+def rows_of_update(args: Any) -> int:
+    """Rows of the data set in an update, over all processes."""
+    return int(args.train_batch_size * args.gradient_accumulation_steps * distributed.world_size())
+
+
 def check_setup(trainer: Any) -> None:
     """Check the trainer's class and launch, and that its loss does not hide the log-probabilities.
 
@@ -336,10 +342,14 @@ class SupervisedRecorder(TrainerRecorder):
         rule: {"action": "off"} for rule in ("dead_groups", "truncation", "entropy_collapse", "near_uniform")
     }
 
-    def __init__(self, trainer: Any, out: str | Path, kind: str, *, critical: int, task: str, **options: Any) -> None:
+    def __init__(
+        self, trainer: Any, out: str | Path, kind: str, *, critical: bool | int, task: str, **options: Any
+    ) -> None:
         self.pairs, self._kind = kind == "dpo", kind
         self._held = _held_constant(trainer) if critical else ""
         self._kept: list[_Again] = []  # micro-batches of an update whose loss is computed again
+        rows = rows_of_update(trainer.args) * (2 if self.pairs else 1)
+        self.work = Work(rows=rows)
         super().__init__(trainer, out, critical=0 if self._held else critical, task=task, **options)
 
     def label(self) -> str:

@@ -26,9 +26,10 @@ from sharpscope import distributed
 from sharpscope.config.method import PpoClip
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
+from sharpscope.integrations.price import Work
 from sharpscope.integrations.record import record
 from sharpscope.integrations.steps import Batch, TokenLoss, prompt_texts, same_prompts, unused_tokens
-from sharpscope.integrations.trainers import TrainerRecorder, check_setup
+from sharpscope.integrations.trainers import TrainerRecorder, check_setup, rows_of_update
 from sharpscope.objective import Method, calibrate, gradient_killed, k3, named_method, prepare
 from sharpscope.policy import Completions, Rollouts, join_rollouts
 from sharpscope.recording.observers import StepObserver
@@ -136,7 +137,9 @@ class GrpoRecorder(TrainerRecorder):
         "_get_per_token_logps_and_entropies": "_logps",
     }
 
-    def __init__(self, trainer: Any, out: str | Path, *, weights: Method | None, critical: int, **options: Any) -> None:
+    def __init__(
+        self, trainer: Any, out: str | Path, *, weights: Method | None, critical: bool | int, **options: Any
+    ) -> None:
         self.weights, self._held = weights, trainer.loss_type in HELD_CONSTANT
         self.group_size = int(trainer.num_generations)
         self._current: dict[str, Any] | None = None
@@ -145,6 +148,8 @@ class GrpoRecorder(TrainerRecorder):
         self._evaluated: list[Tensor] = []
         temperature, beta = float(trainer.temperature), float(trainer.beta)
         critical = 0 if self._held else critical
+        parts = max(1, int(trainer.args.steps_per_generation) // trainer.args.gradient_accumulation_steps)
+        self.work = Work(int(trainer.num_iterations), parts, rows_of_update(trainer.args), generated=True)
         super().__init__(trainer, out, critical=critical, temperature=temperature, beta=beta, **options)
         self.scorer = replace(self.scorer, share_prompt=True)
         self._serial = 0  # the same in all processes, which have the same batches

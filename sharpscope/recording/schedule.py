@@ -23,6 +23,8 @@ class Schedule:
         seconds: time spent so far by measure [s]; a checkpoint stores it, as the rest.
         training: time of generation and training so far [s].
         spikes: steps so far at which a spike was measured.
+        at: measure -> the steps of it, in place of its interval.
+        most_spikes: steps at which a spike is measured.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -38,16 +40,20 @@ class Schedule:
         self.seconds: dict[str, float] = {}
         self.training = 0.0
         self.spikes: list[int] = []
+        self.at: dict[str, frozenset[int]] = {}
+        self.most_spikes = MOST_SPIKES
 
     def due(self, measure: str, step: int) -> bool:
         """Whether a measure is made in `step` (0: before training); spikes are not part of the schedule."""
+        if measure in self.at:
+            return step in self.at[measure]
         every = self.every[measure]
         ends = {"rotation": (1,), "influence": (), "surface": (0, self.last)}.get(measure, (1, self.last))
         return bool(every) and (step % every == 0 or step in ends)
 
     def spike_allowed(self, step: int) -> bool:
         """Whether a spike in `step` is measured; counts it."""
-        if step not in self.spikes and len(self.spikes) < MOST_SPIKES:
+        if step not in self.spikes and len(self.spikes) < self.most_spikes:
             self.spikes.append(step)
         return step in self.spikes
 

@@ -76,7 +76,7 @@ class SurfaceProbes:
 
     def update_due(self, step: int) -> bool:
         """Whether the critical sharpness is measured in `step`: where the surface is probed after it, and in step 1."""
-        return self.spec.critical_sharpness and (self.due(step) or (step == 1 and bool(self.schedule.every["surface"])))
+        return self.spec.critical_sharpness and (self.due(step) or (step == 1 and self.due(0)))
 
     def rows(self, step: int) -> tuple[dict[str, dict[str, Any]], list[Event]]:
         """Columns of the tables `probes` and `probe_prompts`, and an event for each estimate that is not reliable.

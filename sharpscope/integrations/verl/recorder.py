@@ -20,7 +20,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,15 +34,23 @@ from torch import Tensor
 from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.integrations.completions import Completion, step_events, step_tables
+from sharpscope.integrations.guard import Guard, reason_of, warn_stopped
 from sharpscope.policy import completions_of
 from sharpscope.probes import Estimate, columns, guarded
 from sharpscope.probes.token_gradients import ShardedNorms
 from sharpscope.recording import environment
 from sharpscope.recording.health import refusal
-from sharpscope.recording.norms import clip_factor, gradient_norm, update_norm
+from sharpscope.recording.norms import (
+    clip_factor,
+    gradient_norm,
+    gradient_norms,
+    layer_groups,
+    update_norm,
+    update_norms,
+)
 from sharpscope.recording.observers import critical_rows
 from sharpscope.recording.rows import update_columns
-from sharpscope.recording.step import UpdateResult, UpdateTokens
+from sharpscope.recording.step import UpdateResult, UpdateSummary, UpdateTokens
 from sharpscope.rules import Event
 from sharpscope.traces import RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
 from sharpscope.traces.files import now
@@ -81,7 +91,7 @@ def install(folder: str) -> None:
         if any(name not in data for name in NEEDED):  # another worker: a critic, or supervised fine-tuning
             return step(self, data)
         if not hasattr(self, "_sharpscope_recorder"):
-            self._sharpscope_recorder = Recorder(self, Path(folder))
+            self._sharpscope_recorder = VerlRecorder(self, Path(folder))
         return self._sharpscope_recorder.step(data, lambda: step(self, data))
 
     @functools.wraps(update)
@@ -169,6 +179,17 @@ def check_loss(loss_fn: Any) -> None:
 
 
 @dataclass
+class _Later:
+    """Tokens of some rows (n,) of the step that an update uses again."""
+
+    rows: Tensor
+    update: int
+    used: Tensor  # (n, T) bool
+    ratio: Tensor  # (n, T)
+    coef: Tensor  # (n, T), after the backward pass
+
+
+@dataclass
 class _Rows:
     """This process's rows of the step in progress: what the loss did with the response tokens (n, T), and its updates."""
 
@@ -180,41 +201,68 @@ class _Rows:
     update: Tensor  # int, −1 where no update has used the token
     entropy: Tensor  # NaN where it is not known
     norm: Tensor  # local score norm at the start of the step, NaN where it was not measured
-    updates: list[dict[str, float]] = field(default_factory=list)
+    updates: list[UpdateResult] = field(default_factory=list)
     ratios: list[list[Tensor]] = field(default_factory=list)  # of each update, ln r of its tokens, per micro-batch
+    later: list[_Later] = field(default_factory=list)
 
 
-class Recorder:
+class VerlRecorder(Guard):
     """Records the steps of one worker."""
 
     def __init__(self, worker: Any, folder: Path) -> None:
-        check_engine(worker.engine_config, bool(worker.engine_config.use_fused_kernels))
-        self.worker, self.folder = worker, folder
+        self.worker, self.folder, self.recording = worker, folder, True
         self.rows: _Rows | None = None
         self.count, self.seconds = 0, 0.0
-        self.group = worker.engine.get_data_parallel_group()
-        self.first = torch.distributed.get_rank() == 0
+        self.first = distributed.is_rank_zero()
         self.writer: TraceWriter | None = None
-        self.steps = int(
-            getattr(worker.optimizer_config, "total_training_steps", None) or -1
-        )  # of the training, if known
-        self.every = {"score_norm_local": interval(NORMS, NORMS_EVERY)}
-        self.every["critical_sharpness"] = interval(CRITICAL, max(CRITICAL_EVERY, -(-self.steps // ROUNDS)))
-        self.norms = ShardedNorms(worker.engine.module)
         self.events: list[Event] = []
         self.probes: list[Estimate] = []
         self.critical_lr: float | None = None  # found last
-        if worker.engine_config.strategy != "fsdp2":
-            for name in self.every:
-                self._refuse(name, UserError(f"strategy = {worker.engine_config.strategy}: needs fsdp2"))
+
+    def give_up(self, error: Exception) -> None:
+        """End the recording because of an error of its own; the training goes on."""
+        self.recording, self.rows = False, None
+        warn_stopped(self.count + 1, error)
+        if self.writer is not None:
+            event = Event(self.count + 1, "recorder", "error", math.nan, math.nan, "stop", reason_of(error)[:300])
+            with suppress(Exception):
+                self.writer.append("events", {name: [value] for name, value in event.row().items()})
+            with suppress(Exception):
+                self._close("interrupted", f"the recorder stopped: {reason_of(error)}")
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def step(self, data: Any, train: Callable[[], Any]) -> Any:
         """Run one `train_mini_batch` and record it."""
+        if not self.recording:
+            return train()
+        data[ROW] = torch.arange(data.shape[0])
         started = time.perf_counter()
-        n = data.shape[0]
-        data[ROW] = torch.arange(n)
+        try:
+            self.together(lambda: self._begin(data))
+            before, started, self.seconds = time.perf_counter() - started, time.perf_counter(), 0.0
+            output = train()
+            training = time.perf_counter() - started - self.seconds
+            self.together(lambda: self._write(training, before + self.seconds))
+        finally:
+            self.rows = None
+            del data[ROW]
+        return output
+
+    def _begin(self, data: Any) -> None:
+        """Take the step's batch, and measure what is due before its first update."""
+        worker = self.worker
+        if self.count == 0:
+            check_engine(worker.engine_config, bool(worker.engine_config.use_fused_kernels))
+            total = getattr(worker.optimizer_config, "total_training_steps", None)
+            self.steps = int(total or -1)  # of the training, if known
+            self.every = {"score_norm_local": interval(NORMS, NORMS_EVERY)}
+            self.every["critical_sharpness"] = interval(CRITICAL, max(CRITICAL_EVERY, -(-self.steps // ROUNDS)))
+            self.norms = ShardedNorms(worker.engine.module)
+            whole = worker.engine_config.strategy == "fsdp2"
+            self.groups = layer_groups(worker.engine.module) if whole else None
+            for name in () if whole else self.every:
+                self._refuse(name, UserError(f"strategy = {worker.engine_config.strategy}: needs fsdp2"))
         mask, old = _dense(data["response_mask"]).bool(), _dense(data["old_log_probs"]).double()
         if old.shape[1] < mask.shape[1]:
             raise UserError("verl: old_log_probs is shorter than response_mask, so tokens cannot be matched")
@@ -225,18 +273,6 @@ class Recorder:
         if self._due("score_norm_local"):
             self._score_norms(data, mask, norm)
         self.rows = _Rows(data, mask, old[:, : mask.shape[1]], blank.clone(), blank.clone(), never, entropy, norm)
-        before = time.perf_counter() - started
-        started = time.perf_counter()
-        self.seconds = 0.0
-        try:
-            output = train()
-            training = time.perf_counter() - started - self.seconds
-            started = time.perf_counter()
-            self._write(training, before + self.seconds, started)
-        finally:
-            self.rows = None
-            del data[ROW]
-        return output
 
     def _due(self, name: str) -> bool:
         """Whether `name` is measured in the coming step."""
@@ -271,43 +307,29 @@ class Recorder:
     def update(self, data: Any, train: Callable[[], Any]) -> Any:
         """Run one `train_batch` with a loss that is watched."""
         worker, rows = self.worker, self.rows
-        assert rows is not None
-        inner = worker.loss_fn
+        if rows is None:
+            return train()
+        inner, engine = worker.loss_fn, worker.engine
+        make_update, replaced = engine.optimizer_step, vars(engine).get("optimizer_step")
 
         def watched(**given: Any) -> Any:  # in distillation verl also calls it with the logits
             """The loss of verl; hooks the log-probabilities that it differentiates."""
             if torch.is_grad_enabled() and given.get("model_output", {}).get("log_probs") is not None:
-                started = time.perf_counter()
-                self._watch(rows, given["model_output"], given["data"])
-                self.seconds += time.perf_counter() - started
+                self._timed(lambda: self.safely(lambda: self._watch(rows, given["model_output"], given["data"])))
             return inner(**given)
-
-        engine, optimizer = worker.engine, worker.engine.optimizer
-        lr, make_update = float(optimizer.param_groups[0]["lr"]), engine.optimizer_step
-        adam = isinstance(optimizer, torch.optim.AdamW) and not any(g["amsgrad"] for g in optimizer.param_groups)
-        sizes: list[float] = []
 
         def measured() -> float:
             """The optimizer step of verl, with critical sharpness before it and the update's size after it."""
-            started = time.perf_counter()
-            hook = None
-            if not rows.updates and self._due("critical_sharpness"):
-                norm = gradient_norm(engine.module.parameters())
-                factor = clip_factor(norm, float(engine.optimizer_config.clip_grad))
-                # verl clips the gradient and then calls the optimizer, unless the gradient is not finite.
-                hook = optimizer.register_step_pre_hook(lambda *_: self._critical(rows, data, inner, factor))
-            self.seconds += time.perf_counter() - started
+            hooks: list[Any] = []
+            self._timed(lambda: self.together(lambda: hooks.extend(self._before(rows, data, inner))))
             norm = float(make_update())
-            started = time.perf_counter()
-            if hook is not None:
+            for hook in hooks:
                 hook.remove()
             # Here, as verl clears the gradients, which tell which parameters moved, before train_batch returns.
-            sizes.append(self._update_norm(optimizer) if adam and np.isfinite(norm) else np.nan)
-            self.seconds += time.perf_counter() - started
+            self._timed(lambda: self.together(lambda: self._after(rows, norm)))
             return norm
 
         rows.ratios.append([])
-        replaced = vars(engine).get("optimizer_step")
         worker.loss_fn, engine.optimizer_step = watched, measured
         try:
             output = train()
@@ -317,16 +339,51 @@ class Recorder:
                 del engine.optimizer_step
             else:
                 engine.optimizer_step = replaced
-        metrics = {} if output is None else dict(output["metrics"])
-        norm, loss = float(metrics.get("grad_norm", np.nan)), float(np.mean(metrics.get("loss", np.nan)))
-        rows.updates.append({"loss": loss, "grad_norm": norm, "update_norm": sizes[0], "lr": lr})
+        if output is not None:
+            self.safely(lambda: self._made(rows, dict(output["metrics"])))
         return output
 
+    def _timed(self, work: Callable[[], Any]) -> None:
+        """Do some work and count its time."""
+        started = time.perf_counter()
+        work()
+        self.seconds += time.perf_counter() - started
+
+    def _before(self, rows: _Rows, data: Any, loss_fn: Any) -> list[Any]:
+        """Take the gradient's norms, and return a hook that measures the critical sharpness where it is due."""
+        engine = self.worker.engine
+        self.lr = float(engine.optimizer.param_groups[0]["lr"])
+        self.gradient = None if self.groups is None else gradient_norms(_trained(engine.module), self.groups)
+        if rows.updates or not self._due("critical_sharpness"):
+            return []
+        norm = gradient_norm(engine.module.parameters()) if self.gradient is None else self.gradient.total
+        factor = clip_factor(norm, float(engine.optimizer_config.clip_grad))
+        # verl clips the gradient and then calls the optimizer, unless the gradient is not finite.
+        critical = partial(self._critical, rows, data, loss_fn, factor)
+        return [engine.optimizer.register_step_pre_hook(lambda *_: self._timed(lambda: self.together(critical)))]
+
+    def _after(self, rows: _Rows, norm: float) -> None:
+        """Take the size of the update that verl has made, if it has (`norm` is finite)."""
+        optimizer, groups = self.worker.engine.optimizer, self.groups
+        size, layers = math.nan, None
+        adam = isinstance(optimizer, torch.optim.AdamW) and not any(g["amsgrad"] for g in optimizer.param_groups)
+        if adam and math.isfinite(norm):
+            if groups is None or self.gradient is None:
+                size = self._update_norm(optimizer)
+            else:
+                moved = update_norms(optimizer, groups)
+                size, layers = moved.total, (self.gradient.layers, moved.layers)
+        skipped = not math.isfinite(norm)
+        rows.updates.append(UpdateResult(math.nan, norm, norm, size, 1.0, skipped, lr=self.lr, layers=layers))
+
+    def _made(self, rows: _Rows, metrics: dict[str, Any]) -> None:
+        """Take the loss and the gradient norm that verl reports of the update."""
+        norm, loss = float(metrics.get("grad_norm", math.nan)), float(np.mean(metrics.get("loss", math.nan)))
+        rows.updates[-1] = replace(rows.updates[-1], loss=loss, grad_norm=norm, plain_norm=norm)
+
     def _update_norm(self, optimizer: torch.optim.AdamW) -> float:
-        """The size of the update just made, over all processes."""
+        """The size of the update just made with FSDP 1, over all processes."""
         own, config = update_norm(optimizer), self.worker.engine_config
-        if config.strategy == "fsdp2":
-            return own
         # FSDP 1: each process's parameters are its part, as plain tensors, which several hold if fsdp_size divides the processes.
         processes, size = distributed.world_size(), config.fsdp_size
         copies = processes // size if 0 < size < processes else 1
@@ -334,7 +391,6 @@ class Recorder:
 
     def _critical(self, rows: _Rows, data: Any, loss_fn: Any, factor: float) -> None:
         """Measure the critical sharpness of the update; all processes call it, when verl has multiplied the gradient by `factor`."""
-        started = time.perf_counter()
         engine = self.worker.engine
         processes = engine.get_data_parallel_size()
 
@@ -347,6 +403,7 @@ class Recorder:
                 own.append(float(found[0]))  # a micro-batch's part of the loss
                 return found
 
+            distributed.gather(None)  # the forward passes exchange weights
             with guarded(engine.module, weights=False), torch.no_grad():
                 engine.forward_backward_batch(data, loss_function=kept, forward_only=True)
             return distributed.sum_values(math.fsum(own)) / processes
@@ -373,7 +430,6 @@ class Recorder:
                 self.events.append(Event(self.count + 1, "probe", "info", math.nan, math.nan, "none", text))
         except UserError as problem:
             self._refuse("critical_sharpness", problem)
-        self.seconds += time.perf_counter() - started
 
     def _watch(self, rows: _Rows, output: Mapping[str, Any], data: Any) -> None:
         """Take what the loss is about to do with a micro-batch's tokens, and hook the log-probabilities."""
@@ -400,22 +456,24 @@ class Recorder:
         if output.get("entropy") is not None and index == 0:
             rows.entropy[mine] = torch.where(first, responses(output["entropy"]), rows.entropy[mine])
         processes = self.worker.engine.get_data_parallel_size()
+        later = _Later(mine, index, used & ~first, change.exp(), torch.full_like(change, torch.nan))
+        if bool(later.used.any()):
+            rows.later.append(later)
 
         def keep(gradient: Tensor) -> None:
             coef = responses(gradient) / processes
             rows.coef[mine] = torch.where(first, coef, rows.coef[mine])
+            later.coef = coef
 
-        logp.register_hook(keep)
+        logp.register_hook(lambda gradient: self.safely(lambda: keep(gradient)))
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def _write(self, training: float, recording: float, started: float) -> None:
+    def _write(self, training: float, recording: float) -> None:
         """Gather the step's rows from all processes; the first writes them."""
-        rows = self.rows
+        started, rows = time.perf_counter(), self.rows
         assert rows is not None
-        own = (_completions(rows), [torch.cat(parts).numpy() for parts in rows.ratios])
-        parts: list[Any] = [None] * torch.distributed.get_world_size(self.group)
-        torch.distributed.all_gather_object(parts, own, group=self.group)
+        parts = distributed.gather((_completions(rows), [torch.cat(each).numpy() for each in rows.ratios]))
         self.count += 1
         if not self.first:
             return
@@ -432,27 +490,25 @@ class Recorder:
             writer.append("probes", {"step": step, **columns(self.probes)})
         self.events, self.probes = [], []
         ratios = [np.concatenate([one[index] for _, one in parts]) for index in range(len(rows.updates))]
-        results = [_result(values, ratio) for values, ratio in zip(rows.updates, ratios, strict=True)]
+        results = [replace(one, summary=_summary(ratio)) for one, ratio in zip(rows.updates, ratios, strict=True)]
         unclipped = dict.fromkeys(("clip_fraction_low", "clip_fraction_high", "clip_factor"))
-        updates = update_columns(step, results)
-        means = {
-            name: float(np.mean([one[name] for one in rows.updates])) for name in ("loss", "grad_norm", "update_norm")
-        }
-        tables["steps"] |= {name: None if np.isnan(value) else value for name, value in means.items()}
-        tables["steps"] |= {"updates": len(rows.updates), "lr": rows.updates[-1]["lr"]}
+        for name in ("loss", "grad_norm", "update_norm"):
+            mean = float(np.mean([getattr(one, name) for one in results]))
+            tables["steps"][name] = None if np.isnan(mean) else mean
         done = recording + time.perf_counter() - started
-        tables["steps"] |= {"generation_s": None, "training_s": training, "recording_s": done}
-        for table in ("rollouts", "tokens"):
-            if tables[table]:
-                writer.append(table, tables[table])
-        writer.append("updates", updates | unclipped)
-        writer.append("steps", tables["steps"])
+        tables["steps"] |= {"updates": len(results), "lr": results[-1].lr, "generation_s": None}
+        tables["steps"] |= {"training_s": training, "recording_s": done}
+        tables["updates"] = update_columns(step, results) | unclipped
+        for table, values in tables.items():
+            if values:
+                writer.append(table, values)
         writer.flush()
         update_run_info(self.folder, steps_done=step)
 
     def _open(self, data: Any) -> None:
         worker = self.worker
-        sys.stderr.write(f"sharpscope: recording the actor's updates to {self.folder}\n")
+        next_ = f"sharpscope show {self.folder}; sharpscope tokens {self.folder} --by loss_coef"
+        sys.stderr.write(f"sharpscope: recording the actor's updates to {self.folder} (try: {next_})\n")
         temperature = _temperature(data)
         rollout = {} if temperature is None else {"temperature": temperature}  # probes of a checkpoint need it
         made = create_run_dir(self.folder)
@@ -476,28 +532,30 @@ class Recorder:
             "trainer": {"name": "verl", **loss},
         }
         create_run_info(made, json.loads(json.dumps(info, default=str)))
-        lock = RunLock(made)
-        lock.__enter__()
+        self.lock = RunLock(made)
+        self.lock.__enter__()
         self.writer = TraceWriter(made)
+        atexit.register(self._close, "finished", "the process ended")
 
-        def end() -> None:
-            """Mark the run as finished and free its folder."""
-            assert self.writer is not None
-            self.writer.flush()
-            update_run_info(made, status="finished", finished=now(), end="the process ended")
-            lock.__exit__(None, None, None)
+    def _close(self, status: str, reason: str) -> None:
+        """End the run and free its folder."""
+        atexit.unregister(self._close)
+        assert self.writer is not None
+        self.writer.flush()
+        update_run_info(self.folder, status=status, finished=now(), end=reason)
+        self.lock.__exit__(None, None, None)
 
-        atexit.register(end)
+
+def _trained(module: torch.nn.Module) -> list[Tensor]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def _result(values: Mapping[str, float], log_ratio: np.ndarray) -> UpdateResult:
-    """One optimizer step with the statistics of its tokens' ratios over all processes."""
+def _summary(log_ratio: np.ndarray) -> UpdateSummary:
+    """Statistics of the ratios of an update's tokens over all processes."""
     change = torch.from_numpy(log_ratio)
     tokens = UpdateTokens.zeros(change.shape, torch.float64)
     tokens.used[:], tokens.ratio[:], tokens.log_ratio[:] = True, change.exp(), change
-    skipped = not np.isfinite(values["grad_norm"])
-    base = UpdateResult(values["loss"], values["grad_norm"], values["grad_norm"], values["update_norm"], 1.0, skipped)
-    return replace(base, lr=values["lr"], summary=tokens.summary())
+    return tokens.summary()
 
 
 def _completions(rows: _Rows) -> list[Completion]:
@@ -534,12 +592,21 @@ def _completions(rows: _Rows) -> list[Completion]:
         }
         if sampler is not None:
             tokens["behavior_logp"] = taken(sampler)
+        again: dict[str, list[Any]] = {name: [] for name in ("position", "update", "ratio", "loss_coef")}
+        for later in rows.later:
+            for place in (later.rows == row).nonzero()[:, 0].tolist():
+                where = later.used[place].nonzero()[:, 0]
+                again["position"] += where.tolist()
+                again["update"] += [later.update] * len(where)
+                again["ratio"] += later.ratio[place, where].tolist()
+                again["loss_coef"] += later.coef[place, where].tolist()
         reward = None if rewards is None else float(rewards[row])
         completions.append(
             Completion(
                 ids=ids[row],
                 prompt_length=prompts[row],
                 tokens=tokens,
+                again=again,
                 group=None if uids is None else uids[row],
                 reward=reward,
                 parts={} if reward is None else {"total": reward},

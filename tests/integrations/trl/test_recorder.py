@@ -640,7 +640,7 @@ def test_a_run_of_two_steps_has_norms_and_critical_sharpness_in_both(tmp_path: P
 
     monkeypatch.setattr(observers, "critical_sharpness", compared)
     one = trainer(tmp_path / "t", max_steps=2, max_grad_norm=0.05)
-    record(one, out=tmp_path / "run")
+    record(one, out=tmp_path / "run", recording={"token_gradients_every": 1}, critical_sharpness=1)
     one.train()
     for slope, difference, _ in seen:
         assert slope == pytest.approx(difference, rel=2e-2)

@@ -145,6 +145,20 @@ def worker_of(
     return worker
 
 
+def _fail(name: str) -> None:
+    """Let a method of the recorder fail in this process, in the second step if it is called there."""
+    from sharpscope.integrations.verl.recorder import VerlRecorder
+
+    work = getattr(VerlRecorder, name)
+
+    def fail(self: Any, *args: Any, **named: Any) -> Any:
+        if self.count == int(name == "_write"):
+            raise RuntimeError("a bug")
+        return work(self, *args, **named)
+
+    setattr(VerlRecorder, name, fail)
+
+
 def main(model: str, out: Path, plan: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -154,6 +168,8 @@ def main(model: str, out: Path, plan: dict[str, Any]) -> None:
 
     # FSDP 1 refuses to send a module's weights from the CPU, which gloo can do.
     torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states = lambda *_: None
+    if rank == 1 and "SHARPSCOPE_TEST_FAIL" in os.environ:
+        _fail(os.environ["SHARPSCOPE_TEST_FAIL"])
     packed = bool(plan.get("packed", False))
     worker = worker_of(model, plan.get("actor", {}), plan.get("optimizer", {}), packed, plan.get("engine", {}))
     weights: list[dict[str, torch.Tensor]] = []

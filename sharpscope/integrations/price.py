@@ -1,0 +1,78 @@
+"""At which steps a recorded training is measured, so that measuring costs a bounded share of it, by count of passes.
+
+The unit is a forward pass over the completions of a step. A pass of training over them costs three (forward and backward),
+drawing them about one. What a measurement costs was measured on SmolLM2 and on the embedded policy (docs/trainers/index.md).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+MOST_PLACES, MOST_SHARE = 10, 0.12
+"""Steps of a training at which norms, shares and critical sharpness are measured by default, spikes included; and the largest share of the
+training's passes that this costs."""
+TRAINING, GENERATION = 3, 1
+NORMS, EXACT, CRITICAL = 8, 32, 12
+"""Passes of local norms and shares; of the exact norms, divided by the completions of an update; and of a critical sharpness, at most,
+divided by the updates of an epoch."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step of a training does.
+
+    Attributes:
+        epochs: how often it trains on its completions.
+        parts: updates in an epoch.
+        rows: completions of an update.
+        generated: whether it draws the completions.
+    """
+
+    epochs: int = 1
+    parts: int = 1
+    rows: int = 8
+    generated: bool = False
+
+
+@dataclass(frozen=True)
+class Places:
+    """Steps at which a training is measured.
+
+    Attributes:
+        norms: of norms and shares.
+        critical: of the critical sharpness.
+        spikes: how many spikes of the gradient norm may be measured besides.
+        reason: why there are none; empty if there are.
+    """
+
+    norms: frozenset[int]
+    critical: frozenset[int]
+    spikes: int
+    reason: str = ""
+
+
+def places(steps: int, work: Work, *, critical: bool) -> Places:
+    """The default places of a training: the first and the last step and others between, as many as the price allows.
+
+    Args:
+        steps: of the training; 0: not known, then ever further apart.
+        work: of a step.
+        critical: whether the critical sharpness is measured.
+    """
+    budget = MOST_SHARE * (TRAINING * work.epochs + GENERATION * work.generated)  # passes a step
+    norms = NORMS + EXACT / max(work.rows, 1)
+    both = norms + critical * CRITICAL / work.parts
+    enough = math.ceil(both / budget)
+    if not steps:
+        chosen = frozenset(enough * 2**power for power in range(MOST_PLACES))
+        return Places(chosen, chosen if critical else frozenset(), 0)
+    most = min(MOST_PLACES, int(steps * budget / both))
+    if not most:
+        one = frozenset({1} if steps * budget >= norms else ())
+        reason = f"{steps} steps are too few for it within {MOST_SHARE:.0%} of the training's time; {enough} are enough"
+        return Places(one, frozenset(), 0, reason)
+    spikes = most * 3 // 10
+    count = most - spikes
+    chosen = frozenset({1} if count == 1 else (1 + round(i * (steps - 1) / (count - 1)) for i in range(count)))
+    return Places(chosen, chosen if critical else frozenset(), spikes)
