@@ -45,6 +45,6 @@ from sharpscope.config.run import read_recorded as read_recorded
 from sharpscope.config.tasks import KnightsKnavesSpec as KnightsKnavesSpec
 from sharpscope.config.tasks import TaskSpec as TaskSpec
 from sharpscope.config.token_weights import TokenWeight as TokenWeight
-from sharpscope.config.token_weights import find_token_weight as find_token_weight
-from sharpscope.config.token_weights import register_token_weight as register_token_weight
 from sharpscope.config.token_weights import token_weight_kinds as token_weight_kinds
+from sharpscope.config.weighting import find_token_weight as find_token_weight
+from sharpscope.config.weighting import register_token_weight as register_token_weight

@@ -38,14 +38,18 @@ class Schedule(Spec):
     """A constant that changes over training: a function of progress (0 at the first step, 1 at the last)."""
 
     kind: Literal["linear", "cosine"] = Field(
-        "linear", description="linear: start + (end − start)·progress; cosine: half a cosine from start to end."
+        "linear", description="linear: start + (end − start)·progress/until; cosine: half a cosine from start to end."
     )
     start: float = Field(description="Value at progress 0, in the unit of the field.")
-    end: float = Field(description="Value at progress 1.")
+    end: float = Field(description="Value at progress `until` and after it.")
+    until: float = Field(
+        1.0, gt=0, le=1, description="Progress at which `end` is reached; 0.8: after 80 % of the steps."
+    )
 
     def value(self, progress: float) -> float:
         """The constant at `progress` in [0, 1]."""
-        share = progress if self.kind == "linear" else (1 - math.cos(math.pi * progress)) / 2
+        done = min(progress / self.until, 1.0)
+        share = done if self.kind == "linear" else (1 - math.cos(math.pi * done)) / 2
         return self.start + (self.end - self.start) * share
 
 

@@ -6,8 +6,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from sharpscope.config.base import NonNegative, Part, Real
+from sharpscope.config.base import NonNegative, Part, Real, Schedule, Share
 from sharpscope.config.token_weights import TokenWeight, UniformWeight
+from sharpscope.config.weighting import number
 
 
 class _Band(Part):
@@ -118,9 +119,12 @@ Advantage = Annotated[
 
 
 class TokenRatio(Part):
-    """r_t = π(y_t)/π_old(y_t)."""
+    """r_t = π(y_t)/π_old(y_t), or π(y_t)/μ(y_t), μ the sampler's policy."""
 
     kind: Literal["token"] = "token"
+    to: Literal["old", "sampler"] = Field(
+        "old", description="Denominator: π_old, or the sampler's policy μ where it is known, else π_old (WAPO)."
+    )
 
 
 class SequenceRatio(Part):
@@ -222,6 +226,16 @@ class VespoGate(Part):
     lambda_negative: float = Field(2.0, gt=0, description="λ where A < 0; 2 as in TRL.")
 
 
+class DelightGate(Part):
+    """Objective sg[sigmoid(−A·ln π/eta)]·A·ln π: surprising tokens count where A > 0 (Delightful policy gradient, arXiv 2603.14608).
+
+    π is the present policy; there is no ratio and no clip. Where A·ln π = 0 the gate is 1/2.
+    """
+
+    kind: Literal["delight"] = "delight"
+    eta: float = Field(1.0, gt=0, description="Temperature of the gate [advantage × nats]; published 1.")
+
+
 class TruncatedCorrection(Part):
     """Multiply the surrogate by min(ρ, high), ρ = π_old/μ, μ the sampler's policy (truncated importance sampling, TIS)."""
 
@@ -254,7 +268,8 @@ class GeometricCorrection(_Band):
 Correction = Annotated[TruncatedCorrection | MaskedCorrection | GeometricCorrection, Field(discriminator="kind")]
 
 Clip = Annotated[
-    PpoClip | CispoClip | DualClip | SapoClip | GmpoClip | DppoMask | VespoGate, Field(discriminator="kind")
+    PpoClip | CispoClip | DualClip | SapoClip | GmpoClip | DppoMask | VespoGate | DelightGate,
+    Field(discriminator="kind"),
 ]
 
 
@@ -323,10 +338,75 @@ EntropyBonus = Annotated[FixedEntropyBonus | AdaptiveEntropyBonus, Field(discrim
 
 
 class HighEntropyTokens(Part):
-    """Only the `share` of the step's loss tokens with the highest entropy, with ties, is in the surrogate (arXiv 2506.01939)."""
+    """Only the `share` of the loss tokens with the highest entropy, with ties, is in the surrogate (arXiv 2506.01939)."""
 
     kind: Literal["high_entropy"] = "high_entropy"
-    share: float = Field(0.2, gt=0, le=1, description="Share of tokens kept; published 0.2.")
+    share: Annotated[float, Field(gt=0, le=1)] | Schedule = Field(
+        0.2, description="Share of tokens kept, rounded up; published 0.2."
+    )
+    over: Literal["step", "completion"] = Field(
+        "step", description="Tokens of the share: of the step, as published, or of each completion (arXiv 2605.25381)."
+    )
+
+
+class SuffixTokens(Part):
+    """Leave the first ⌊context·n⌋ of a completion's n loss tokens out of the surrogate, never its last (arXiv 2605.25381)."""
+
+    kind: Literal["suffix"] = "suffix"
+    context: Share = Field(0.5, description="Share that is left out; the authors' schedule goes from 0.99 to 0.")
+
+
+Bin = Literal["pos_peak", "pos_valley", "neg_peak", "neg_valley"]
+
+
+class BinTokens(Part):
+    """Only some of four bins of tokens are in the surrogate: A > 0 or A < 0, and π ≥ Σ_v π_v² (peak) or below (valley).
+
+    To first order, raising a peak's logit lowers the collision entropy −ln Σ_v π_v² and raising a valley's raises it
+    (arXiv 2606.16154). Give `include` or `exclude`. Tokens with A = 0 are in no bin.
+    """
+
+    kind: Literal["bins"] = "bins"
+    include: tuple[Bin, ...] = Field((), description="Bins that are kept.")
+    exclude: tuple[Bin, ...] = Field((), description="Bins that are left out.")
+
+    @model_validator(mode="after")
+    def _one_list(self) -> Self:
+        if bool(self.include) == bool(self.exclude):
+            raise ValueError("bins needs include or exclude, one of them, such as include=[pos_peak, pos_valley]")
+        return self
+
+
+class RelativeSurpriseTokens(_Band):
+    """Only tokens with low ≤ −ln π/(H + 1e-8) ≤ high are in the surrogate (RSI-S, arXiv 2606.31575).
+
+    The mean of the ratio is 1 at every position. Where the policy is certain (H = 0, ln π = 0) it is 0.
+    """
+
+    kind: Literal["relative_surprise"] = "relative_surprise"
+    low: float = Field(
+        0.5, ge=0, description="Smallest ratio kept; 0.5 by one reader, 0.1 by another (the paper's: not found)."
+    )
+    high: float = Field(
+        2.0, gt=0, description="Largest ratio kept; 2 by one reader, 3 by another (the paper's: not found)."
+    )
+
+
+class CurvatureTokens(Part):
+    """Leave tokens out whose own Adam step of the output layer would change objective or policy too much (CAPO, arXiv 2510.00819).
+
+    With v = e_y − π, h the layer's input, g = A·v⊗h and G the step per learning rate that AdamW would make from its present
+    moments on g alone: m_H = lr·⟨g, G⟩ + lr²/2·A·[(v·u)² − uᵀFu] with u = Gh and F = diag π − ππᵀ, m_F = lr²/2·(v·u)². A
+    token is kept if m_H and m_F are below their thresholds. Only the `top` most likely words and y have a gradient here.
+    """
+
+    kind: Literal["curvature"] = "curvature"
+    max_objective: float = Field(0.01, gt=0, description="Bound of m_H; published 0.01 (Dr.CAPO 5e-4, ReinCAPO 0.1).")
+    max_kl: float = Field(1e-4, gt=0, description="Bound of m_F [nats]; published 1e-4 (Dr.CAPO 1e-3, ReinCAPO 1e-5).")
+    symmetric: bool = Field(True, description="Whether m_H must be above −max_objective; false: at least 0.")
+    top: int = Field(
+        50, ge=1, description="Words of the vocabulary with a gradient; published: those of top-k sampling, 50."
+    )
 
 
 class ClipCovTokens(_Band):
@@ -385,7 +465,15 @@ class SpuriousTokens(Part):
 
 
 Tokens = Annotated[
-    HighEntropyTokens | ClipCovTokens | ProbabilityTokens | AdvantageTokens | SpuriousTokens,
+    HighEntropyTokens
+    | ClipCovTokens
+    | ProbabilityTokens
+    | AdvantageTokens
+    | SpuriousTokens
+    | SuffixTokens
+    | BinTokens
+    | RelativeSurpriseTokens
+    | CurvatureTokens,
     Field(discriminator="kind"),
 ]
 
@@ -483,6 +571,33 @@ class GradientNormPenalty(Part):
 Sharpness = Annotated[Sam | GradientNormPenalty, Field(discriminator="kind")]
 
 
+class ModuleClip(Part):
+    """Clip the gradient of each type of module by the history of its norm, before the clip of the global norm (AGGC, arXiv 2601.11864).
+
+    A group has the parameters of one module type (`q_proj`, `down_proj`, `norm`, …) over all layers. With S the moving average
+    of its norm n: n > high·S is scaled to high·S, n < low·S up to low·S but at most by `max_raise`; then S ← decay·S + (1 −
+    decay)·(scaled norm). S starts at the first norm, which is not clipped.
+    """
+
+    kind: Literal["aggc"] = "aggc"
+    decay: float = Field(0.95, ge=0, lt=1, description="Decay of the average per update; 0.95 as in the authors' code.")
+    high: Annotated[float, Field(gt=1)] | Schedule = Field(
+        2.0, description="Largest norm, in units of S; ours (their 0.6 clips a norm that does not change)."
+    )
+    low: Annotated[float, Field(ge=0, lt=1)] | Schedule = Field(
+        0.0, description="Smallest norm, in units of S; 0: norms are not raised, their default."
+    )
+    max_raise: float = Field(1.1, gt=1, description="Largest factor of a norm that is raised; 1.1 as in their code.")
+
+    def scaled(self, norm: float, average: float | None) -> tuple[float, float]:
+        """Factor for a group's gradient of this norm, and the average after it; None before the first. Schedules must be resolved."""
+        if average is None:
+            return 1.0, norm
+        low, high = number(self.low) * average, number(self.high) * average
+        factor = high / norm if norm > high else min(low / norm, self.max_raise) if 0 < norm < low else 1.0
+        return factor, self.decay * average + (1 - self.decay) * factor * norm
+
+
 class Overlong(Part):
     """DAPO's soft penalty on the reward of completions close to the length limit (arXiv 2503.14476)."""
 
@@ -524,11 +639,15 @@ class Method(Part):
         "surrogate", description="surrogate: w·(clipped objective); ratio: w multiplies the ratio inside the clip."
     )
     clip: Clip | None = Field(default_factory=PpoClip, description="Clip of the ratio; null: r·A without a clip.")
-    aggregate: Literal["sequence_mean", "token_mean", "constant", "sequence_sum", "kept_mean"] = Field(
+    aggregate: Literal[
+        "sequence_mean", "token_mean", "constant", "sequence_sum", "kept_mean", "kept_sequence_mean", "kept_groups"
+    ] = Field(
         "sequence_mean",
         description="sequence_mean: mean over a completion's tokens, then over completions; token_mean: mean over all "
         "tokens; constant: sum divided by completions × completion limit; sequence_sum: sum over a completion's tokens, "
-        "mean over completions; kept_mean: sum divided by the tokens that `tokens` leaves in the surrogate.",
+        "mean over completions; kept_mean: sum divided by the tokens that `tokens` leaves in the surrogate; "
+        "kept_sequence_mean: mean over a completion's tokens that it leaves, then over completions; kept_groups: sum over a group "
+        "divided by completions × completion limit, mean over groups with a token left.",
     )
     truncated: Literal["keep", "mask"] = Field(
         "keep",
@@ -550,6 +669,7 @@ class Method(Part):
     )
     passes: LoptiPasses | None = Field(None, description="Optimizer passes over a mini-batch; null: one.")
     sharpness: Sharpness | None = Field(None, description="Sharpness-aware gradient of the optimizer step.")
+    module_clip: ModuleClip | None = Field(None, description="Clip of the gradient by type of module; null: none.")
     sampling: Sampling = Field(
         default_factory=Sampling, description="Resampling and reward shaping before the advantages."
     )
@@ -560,7 +680,7 @@ class Method(Part):
         if self.passes is not None and not isinstance(ratio, TokenRatio):
             raise ValueError("passes needs ratio.kind=token: a sequence ratio couples the tokens of both passes")
         kind = "null" if clip is None else clip.kind
-        needed = {"gmpo": "sequence", "dppo": "token", "vespo": "token"}.get(kind, ratio.kind)
+        needed = {"gmpo": "sequence", "dppo": "token", "vespo": "token", "delight": "token"}.get(kind, ratio.kind)
         if needed != ratio.kind:
             raise ValueError(f"clip.kind={kind} needs ratio.kind={needed}, not {ratio.kind}")
         plain = clip is None or isinstance(clip, PpoClip | CispoClip)
@@ -578,6 +698,10 @@ class Method(Part):
             raise ValueError(
                 f"kl.place=reward has no effect with advantage.kind={advantage.kind}, which does not see the total reward; "
                 "set kl.place=loss"
+            )
+        if getattr(ratio, "to", "old") == "sampler" and (self.correction is not None or self.proximal is not None):
+            raise ValueError(
+                "ratio.to=sampler needs correction=null and proximal=null: its ratio is already to the sampler"
             )
         if self.proximal is not None and not (plain or isinstance(clip, DualClip)):
             raise ValueError(f"proximal.kind=ewma needs clip null, ppo, cispo or dual, not {kind}")

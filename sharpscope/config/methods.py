@@ -18,17 +18,20 @@ from sharpscope.config.token_weights import (
     ConstantWeight,
     CovarianceGaussianWeight,
     CustomWeight,
+    EntropyAdvantageWeight,
     EntropyWeight,
     LinearWeight,
     MeanOneWeight,
+    PepoWeight,
     PolarityWeight,
     ReverseWeight,
     ShuffledWeight,
     SigmoidWeight,
+    StareWeight,
     UniformWeight,
-    Weighting,
     token_weight_kinds,
 )
+from sharpscope.config.weighting import Weighting
 from sharpscope.errors import UserError, nearest
 
 
@@ -46,6 +49,9 @@ class MethodNote:
 
 _SG = SigmoidWeight(percentiles="gradient")
 _AR_CLIP = spec.DualClip(low=0.2, high=0.24, bound=10.0)
+_CENTERED = spec.GroupAdvantage(scale="none")
+_TEMPORAL_CLIP = spec.PpoClip(low=0.2, high=0.28)
+_FADING = Schedule(start=0.99, end=0.0, until=0.8)
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -107,6 +113,53 @@ METHODS: dict[str, Method] = {
         Method(name="otb", advantage=spec.TokenBaselineAdvantage(), aggregate="token_mean"),
         Method(name="gdpo", advantage=spec.DecoupledAdvantage()),
         Method(name="maxrl", advantage=spec.MeanScaledAdvantage(), aggregate="token_mean"),
+        Method(
+            name="wapo",
+            advantage=_CENTERED,
+            ratio=spec.TokenRatio(to="sampler"),
+            clip=spec.PpoClip(low=1.0, high=9.0),
+            tokens=spec.AdvantageTokens(),
+            aggregate="kept_groups",
+        ),
+        Method(name="delight", advantage=_CENTERED, clip=spec.DelightGate(), aggregate="token_mean"),
+        Method(
+            name="stare",
+            weight=StareWeight(),
+            clip=spec.DualClip(low=0.2, high=0.2, bound=3.0),
+            aggregate="token_mean",
+        ),
+        Method(name="rsi-s", tokens=spec.RelativeSurpriseTokens(), aggregate="kept_mean"),
+        Method(name="pepo", weight=PepoWeight(), clip=spec.PpoClip(low=0.2, high=0.28), aggregate="token_mean"),
+        Method(
+            name="tp-schedule", clip=_TEMPORAL_CLIP, tokens=spec.SuffixTokens(context=_FADING), aggregate="kept_mean"
+        ),
+        Method(
+            name="forking-schedule",
+            clip=_TEMPORAL_CLIP,
+            tokens=spec.HighEntropyTokens(share=Schedule(start=0.01, end=1.0, until=0.8), over="completion"),
+            aggregate="kept_mean",
+        ),
+        Method(
+            name="entropy-schedule",
+            weight=EntropyAdvantageWeight(strength=_FADING),
+            clip=_TEMPORAL_CLIP,
+            aggregate="token_mean",
+        ),
+        Method(name="capo", tokens=spec.CurvatureTokens(), aggregate="kept_sequence_mean"),
+        Method(
+            name="dr-capo",
+            advantage=_CENTERED,
+            tokens=spec.CurvatureTokens(max_objective=5e-4, max_kl=1e-3),
+            aggregate="kept_sequence_mean",
+        ),
+        Method(
+            name="rein-capo",
+            advantage=spec.LeaveOneOutAdvantage(),
+            clip=None,
+            tokens=spec.CurvatureTokens(max_objective=0.1, max_kl=1e-5),
+            aggregate="kept_sequence_mean",
+        ),
+        Method(name="aggc", module_clip=spec.ModuleClip()),
     )
 }
 

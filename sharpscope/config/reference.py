@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from sharpscope.config.method import (
+    DelightGate,
     LpRegPenalty,
     Method,
     PpoClip,
@@ -21,21 +22,21 @@ from sharpscope.config.token_weights import (
     MeanOneWeight,
     PolarityWeight,
     UniformWeight,
-    Weighting,
 )
+from sharpscope.config.weighting import Weighting
 
 
 def reference_method(method: Method) -> Method:
     """The objective that a method's gradient is compared with.
 
-    It is the method with all weights 1 and without masks, sampler correction, penalty, entropy bonus, separate passes and
-    sharpness control; advantages, ratio, clip, aggregation and KL coefficient stay. Where that changes nothing, the
+    It is the method with all weights 1 and without masks, sampler correction, penalty, entropy bonus, separate passes,
+    sharpness control and clip by module; advantages, ratio, clip, aggregation and KL coefficient stay. Where that changes nothing, the
     method differs from GRPO by its advantages, ratio, clip or aggregation: then it is plain GRPO with the method's KL
     term.
     """
     kl = method.kl.model_copy(update={"weighted": False})
     removed: dict[str, Any] = dict.fromkeys(
-        ("tokens", "correction", "off_policy", "penalty", "entropy", "passes", "sharpness", "label")
+        ("tokens", "correction", "off_policy", "penalty", "entropy", "passes", "sharpness", "module_clip", "label")
     )
     removed |= {"weight": UniformWeight(), "weight_on": "surrogate", "truncated": "keep", "kl": kl}
     unweighted = method.model_copy(update=removed)
@@ -70,7 +71,8 @@ def _at_ratio_one(method: Method) -> Method:
     alike = uniform and method.tokens is None
     alike = alike and not isinstance(method.advantage, TokenBaselineAdvantage | WhitenedAdvantage)
     alike = alike and not (method.kl.coef > 0 and method.kl.estimator == "k3_corrected")  # r·k3
-    if in_ratio or corrected or not (alike or by_token):
+    gated = isinstance(method.clip, DelightGate) or getattr(method.ratio, "to", "old") == "sampler"
+    if in_ratio or corrected or gated or not (alike or by_token):
         return method
     changed: dict[str, Any] = {"ratio": TokenRatio(), "clip": PpoClip(), "weight_on": "surrogate"}
     if method.proximal is None:

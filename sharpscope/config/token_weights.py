@@ -1,260 +1,30 @@
-"""Token weights: every weighting with its constants, bounds, formula and calibration, and the controls around one.
-
-Importing this module does not import torch: formulas get the array namespace `xp`, which is `torch` in training and may be
-a NumPy namespace with `exp`, `log`, `expm1` and `sigmoid` where a curve is drawn.
-"""
+"""The token weights with their constants, bounds, formulas and calibration, and the controls around one."""
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from sharpscope.config.base import NonNegative, Part, Positive, Real, Schedule, Share
-from sharpscope.errors import NonFiniteError, UserError, nearest
+from sharpscope.config.base import NonNegative, Positive, Real, Schedule, Share
+from sharpscope.config.weighting import (
+    PAPER_SIGMOID,
+    Weighting,
+    find_token_weight,
+    number,
+    percentile,
+    statistic_values,
+    top_tokens,
+)
+from sharpscope.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
-#: Constants published for GRPO-SG (arXiv 2511.00066): w = clip(alpha·[sigmoid(u/tau) − mu], L, U).
-PAPER_SIGMOID: dict[str, float] = {"alpha": 2.0, "tau": 9.0, "mu": 0.25, "L": 1.0, "U": 1.4, "u0": 0.0}
-SMALLEST_COMPLEMENT = 2.0**-24
-"""Smallest 1 − π that log-odds resolve: the resolution of float32 log-probabilities."""
-
 Offset = Annotated[float, Field(le=1)] | Schedule
 Counted = Literal["tokens", "gradient"]
 COUNTED = "tokens: every loss token counts once; gradient: by the gradient it carries, |A|·(its coefficient in the mean)·‖p − e_y‖"
-
-
-# -- functions of the user's own ---------------------------------------------------------------------------------------
-
-WeightFunction = Callable[..., "Tensor"]
-
-
-@dataclass(frozen=True)
-class Registered:
-    """A function (StepTensors, **arguments) → weights (N, T), and its declared properties."""
-
-    function: WeightFunction
-    pointwise: bool = False
-    bounds: tuple[float, float] | None = None
-
-
-_REGISTRY: dict[str, Registered] = {}
-
-
-def register_token_weight(
-    name: str, *, pointwise: bool = False, bounds: tuple[float, float] | None = None
-) -> Callable[[WeightFunction], WeightFunction]:
-    """Decorator that makes `function(step, **arguments) -> weights (N, T)` available as `{kind: custom, function: name}`.
-
-    Args:
-        name: without a colon.
-        pointwise: a token's weight depends on the statistics of that token only (no batch statistics, no randomness).
-        bounds: (L, U) with L ≤ w ≤ U; checked. The control `reverse` and the saturation need them.
-
-    Raises:
-        UserError: the name holds a colon or is taken by another function, or the bounds are not 0 ≤ L < U.
-
-    Examples:
-        >>> import torch
-        >>> import sharpscope
-        >>> @sharpscope.register_token_weight("one_minus_p", pointwise=True)
-        ... def one_minus_p(step):
-        ...     return 1 - step.logp.exp()
-        >>> from types import SimpleNamespace
-        >>> one_minus_p(SimpleNamespace(logp=torch.tensor([[0.5, 0.25]]).log()))
-        tensor([[0.5000, 0.7500]])
-    """
-    if ":" in name:
-        raise UserError(f"register_token_weight name {name!r}: leave out the colon, it marks an import path")
-    if bounds is not None and not 0 <= bounds[0] < bounds[1]:
-        raise UserError(f"register_token_weight {name!r}: bounds {bounds} must satisfy 0 <= L < U")
-
-    def decorate(function: WeightFunction) -> WeightFunction:
-        known = _REGISTRY.get(name)
-        if known is not None and _origin(known.function) != _origin(function):
-            taken = ":".join(_origin(known.function))
-            raise UserError(f"register_token_weight {name!r}: already taken by {taken}; choose another name")
-        _REGISTRY[name] = Registered(function, pointwise, bounds)
-        return function
-
-    return decorate
-
-
-def _origin(function: Any) -> tuple[str, str]:
-    return (getattr(function, "__module__", "?"), getattr(function, "__qualname__", repr(function)))
-
-
-def find_token_weight(name: str) -> Registered:
-    """The registered function called `name`, or the one at the import path `package.module:function`.
-
-    The module is looked for as Python does, and then in the working directory.
-
-    Raises:
-        UserError: no such name, module or function, or it cannot be called.
-    """
-    if name in _REGISTRY:
-        return _REGISTRY[name]
-    module_name, colon, attribute = name.partition(":")
-    if not colon or not module_name or not attribute:
-        known = nearest(name, _REGISTRY) if _REGISTRY else ""
-        raise UserError(f"weight function {name!r}: neither registered nor `package.module:function`{known}")
-    function = getattr(_module(name, module_name), attribute, None)
-    if not callable(function):
-        raise UserError(f"weight function {name!r}: module {module_name!r} has no function {attribute!r}")
-    # A decorated function that is named by its path keeps what the decorator declares.
-    return next((known for known in _REGISTRY.values() if known.function is function), Registered(function))
-
-
-def _module(name: str, module_name: str) -> ModuleType:
-    here = str(Path.cwd())
-    added = here not in sys.path
-    if added:  # an installed console script does not look where it is started
-        sys.path.append(here)
-    try:
-        return importlib.import_module(module_name)
-    except Exception as error:  # whatever a user's module raises while it is imported
-        text = f"importing {module_name!r} failed with {type(error).__name__}: {error}; check the path and the module"
-        raise UserError(f"weight function {name!r}: {text}") from error
-    finally:
-        if added:
-            sys.path.remove(here)
-
-
-# -- base --------------------------------------------------------------------------------------------------------------
-
-
-class Weighting(Part):
-    """Base of the token weights. A subclass has a `kind`, and `at_statistic` or `weights`."""
-
-    statistic: ClassVar[str | None] = None
-    """The one statistic that the weight is a function of: logit, log_odds, logp, prob or entropy; else None."""
-
-    @property
-    def pointwise(self) -> bool:
-        """Whether a token's weight depends on the statistics of that token only, without batch statistics or randomness."""
-        return self.statistic is not None
-
-    @property
-    def bounded(self) -> bool:
-        """Whether the weight has `bounds`."""
-        return "L" in type(self).model_fields
-
-    @property
-    def bounds(self) -> tuple[float, float] | None:
-        """[L, U] that contains every weight, or None. Schedules must be resolved (`at`)."""
-        return (_number(self._published("L")), _number(self._published("U"))) if self.bounded else None
-
-    @property
-    def needs_calibration(self) -> bool:
-        """Whether a constant is empty that a preset or the first step fills in."""
-        return False
-
-    @property
-    def needs_gradient(self) -> bool:
-        """Whether the calibration needs a step in which some token carries a gradient."""
-        return False
-
-    def with_preset(self, old: str, new: str) -> Self:
-        """The same weighting, also inside controls, with preset `new` where it has preset `old`."""
-        return self
-
-    def at_statistic(self, u: Any, xp: Any) -> Any:
-        """Weights at values `u` of the statistic, in its shape.
-
-        Raises:
-            ValueError: the weight is not a function of one statistic, or a constant is not a number yet.
-        """
-        raise ValueError(f"{type(self).__name__} is not a function of one statistic of a token")
-
-    def calibrated(self, step: Any, xp: Any) -> Self:
-        """The weighting with every constant filled in from a step (`StepTensors`); given constants are kept."""
-        return self
-
-    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
-        """Weights (N, T) of a step (`StepTensors`), anything outside the loss tokens; schedules must be resolved."""
-        return self.at_statistic(statistic_values(self, step, xp), xp)
-
-    def evaluate(self, step: Any, xp: Any, generator: Generator | None = None) -> Tensor:
-        """`weights`, checked, in the dtype of `step.logp`; 0 outside the loss tokens.
-
-        Raises:
-            UserError: a weight is negative, or a custom function fails.
-            NonFiniteError: a weight is not finite.
-        """
-        mask = step.mask.bool()
-        weight = self.weights(step, xp, generator) if bool(mask.any()) else xp.zeros_like(step.logp)
-        inside = weight[mask]
-        if not bool(xp.isfinite(inside).all()):
-            raise NonFiniteError(f"method.weight: {self.title} gives weights that are not finite; check its constants")
-        if bool((inside < 0).any()):
-            least = float(inside.min())
-            raise UserError(f"method.weight: {self.title} gives negative weights ({least:.4g}); weights must be ≥ 0")
-        return xp.where(mask, weight, 0.0).to(step.logp.dtype)
-
-    @property
-    def title(self) -> str:
-        """Name in messages."""
-        return f"weighting {getattr(self, 'kind', type(self).__name__)!r}"
-
-    def _published(self, name: str) -> Any:
-        value = getattr(self, name)
-        return PAPER_SIGMOID[name] if value is None else value
-
-    @model_validator(mode="after")
-    def _bounds_ordered(self) -> Self:
-        if "L" in type(self).model_fields:
-            low, high = self._published("L"), self._published("U")
-            if isinstance(low, float) and isinstance(high, float) and low >= high:
-                raise ValueError(f"L = {low} must be below U = {high}")
-        return self
-
-
-def statistic_values(weight: Weighting, tokens: Any, xp: Any) -> Any:
-    """The statistic that `weight` is a function of, in the shape of `tokens.logp`, `.logit` and `.entropy`.
-
-    Raises:
-        ValueError: it is not a function of one statistic.
-    """
-    match weight.statistic:
-        case None:
-            raise ValueError(f"{type(weight).__name__} is not a function of one statistic of a token")
-        case "log_odds":
-            return tokens.logp - xp.log((-xp.expm1(tokens.logp)).clip(min=SMALLEST_COMPLEMENT))
-        case "prob":
-            return xp.exp(tokens.logp)
-        case name:
-            return getattr(tokens, name)
-
-
-def percentile(value: Tensor, mask: Tensor, q: float, mass: Tensor | None = None) -> float:
-    """The `q`-th percentile (0..100) of `value` (N, T) over the mask, computed in float64.
-
-    Without `mass` values are interpolated linearly. With `mass` (N, T) ≥ 0 it is the smallest value whose tokens, with
-    those below it, have at least q % of the mass.
-    """
-    if mass is None:
-        import numpy as np
-
-        return float(np.percentile(value[mask].detach().double().cpu().numpy(), q))
-    values, order = value[mask].detach().double().sort()
-    below = mass[mask].detach().double()[order].cumsum(0)
-    index = int((below < below[-1] * (q / 100)).sum())
-    return float(values[min(index, len(values) - 1)])
-
-
-def _number(value: object) -> float:
-    if not isinstance(value, int | float):
-        raise ValueError(f"a constant is still {value!r}: call calibrate() and .at(progress) first")
-    return float(value)
 
 
 # -- weightings --------------------------------------------------------------------------------------------------------
@@ -299,7 +69,7 @@ class _Sigmoid(Weighting):
     def at_statistic(self, u: Any, xp: Any) -> Any:
         """clip(alpha·[sigmoid((±u − u0)/tau) − mu], L, U)."""
         known = self.constants()
-        alpha, tau, mu, low, high, u0 = (_number(known.get(name)) for name in ("alpha", "tau", "mu", "L", "U", "u0"))
+        alpha, tau, mu, low, high, u0 = (number(known.get(name)) for name in ("alpha", "tau", "mu", "L", "U", "u0"))
         return (alpha * (xp.sigmoid((self.signed(u) - u0) / tau) - mu)).clip(low, high)
 
     def calibrated(self, step: Any, xp: Any) -> Self:
@@ -400,7 +170,7 @@ class SigmoidWeight(_Sigmoid):
             del known["tau"], known["u0"]
         known |= super().constants()
         if self.alpha is None and self.mu is None:
-            known["alpha"], known["mu"] = fitted_gain(_number(known["L"]), _number(known["U"]))
+            known["alpha"], known["mu"] = fitted_gain(number(known["L"]), number(known["U"]))
         return known
 
     @property
@@ -454,13 +224,13 @@ class LinearWeight(Weighting):
     @property
     def bounds(self) -> tuple[float, float]:
         """[1 − alpha, 1]."""
-        return 1.0 - _number(self.alpha), 1.0
+        return 1.0 - number(self.alpha), 1.0
 
     statistic: ClassVar[str | None] = "prob"
 
     def at_statistic(self, u: Any, xp: Any) -> Any:
         """alpha·π + 1 − alpha."""
-        return _number(self.alpha) * u + (1 - _number(self.alpha))
+        return number(self.alpha) * u + (1 - number(self.alpha))
 
 
 class PowerWeight(Weighting):
@@ -475,7 +245,7 @@ class PowerWeight(Weighting):
 
     def at_statistic(self, u: Any, xp: Any) -> Any:
         """clip(π^gamma, L, U)."""
-        return xp.exp(_number(self.gamma) * u).clip(_number(self.L), _number(self.U))
+        return xp.exp(number(self.gamma) * u).clip(number(self.L), number(self.U))
 
 
 class CovarianceGaussianWeight(Weighting):
@@ -542,10 +312,104 @@ class PolarityWeight(Weighting):
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
         """See the class."""
-        alpha, target = _number(self.alpha), _number(self.target)
+        alpha, target = number(self.alpha), number(self.target)
         entropy = float(step.entropy[step.mask.bool()].double().mean())
         phase = max(-1.0, min(1.0, (target - entropy) / target))
         return 1 + alpha * phase * xp.sign(-step.token_advantage * step.polarity)
+
+
+class StareWeight(Weighting):
+    """w = W on the most surprising tokens with A > 0, M on those with A < 0, else 1 (STARE, arXiv 2606.19236).
+
+    Surprise is −ln π. Of the step's n loss tokens with A > 0 (A < 0) these are the ⌈share·n⌉ with the largest, at least one,
+    with ties. All weights are 1 in a step whose mean entropy is not below `target`. With `step` > 0, W and M move by it
+    before each step, apart while the entropy is below the target and back while it is above, W within [1, 1.5] and M within [0.5, 1].
+    """
+
+    kind: Literal["stare"] = "stare"
+    share: float = Field(0.1, gt=0, le=1, description="Share of the tokens of one sign; published 0.1.")
+    W: float = Field(1.1, ge=1, le=1.5, description="Weight where A > 0; published 1.1 (14 B and 32 B models: 1.05).")
+    M: float = Field(
+        1.0, ge=0.5, le=1, description="Weight where A < 0; 1 in variant O1, 0.9 in C2 (large models: 0.95)."
+    )
+    target: float = Field(0.3, gt=0, description="Mean entropy below which weights act [nats]; published 0.3.")
+    step: float = Field(
+        0.0, ge=0, lt=0.5, description="Change of W and M per step; 0: fixed, published adaptive form 0.01."
+    )
+
+    @property
+    def bounded(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """[M, W]."""
+        return self.M, self.W
+
+    @property
+    def moves(self) -> bool:
+        """Whether the adaptive form is on."""
+        return self.step > 0
+
+    def moved(self, entropy: float) -> Self:
+        """W and M of a step with this mean entropy [nats], after those of the step before."""
+        sign = math.copysign(self.step, self.target - entropy) if entropy != self.target else 0.0
+        return self.replace(W=min(max(self.W + sign, 1.0), 1.5), M=min(max(self.M - sign, 0.5), 1.0))
+
+    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+        """See the class."""
+        mask, weight = step.mask.bool(), xp.ones_like(step.logp)
+        if float(step.entropy[mask].double().mean()) >= self.target:
+            return weight
+        for sign, value in ((1, self.W), (-1, self.M)):
+            side = mask & (sign * step.token_advantage > 0)
+            chosen = top_tokens(-step.logp, side, count=math.ceil(self.share * int(side.sum()) - 1e-9))
+            weight = xp.where(chosen, value, weight)
+        return weight
+
+
+class PepoWeight(Weighting):
+    """w_t = T·e_t/Σ_k e_k over the completion where A > 0, else 1; e_t = exp(H_t)/Σ_{|k − t| ≤ window/2} exp(H_k).
+
+    PEPO (arXiv 2609.39402) weights the tokens of rollouts with positive reward; for rewards of 0 and 1 these are those with A > 0.
+    T and positions count loss tokens of the completion; at both ends the window has those that there are. The mean over a
+    completion is 1, and a shift of all its entropies changes nothing.
+    """
+
+    kind: Literal["pepo"] = "pepo"
+    window: int = Field(101, ge=1, description="Width of the window [tokens]; published 101.")
+
+    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+        """See the class."""
+        mask, half = step.mask.bool(), self.window // 2
+        order = (~mask).to(xp.int8).argsort(dim=-1, stable=True)  # (N, T) loss tokens first, in order
+        inside = mask.gather(-1, order)
+        entropy = xp.where(inside, step.entropy.gather(-1, order).double(), -xp.inf)
+        entropy = entropy - xp.where(mask.any(-1, keepdim=True), entropy.amax(-1, keepdim=True), 0.0)
+        e = entropy.exp()  # 0 outside
+        near = xp.nn.functional.pad(e, (half, half)).unfold(-1, 2 * half + 1, 1).sum(-1)  # (N, T)
+        e = xp.where(inside, e / xp.where(inside, near, 1.0), 0.0)
+        scaled = e * inside.sum(-1, keepdim=True) / xp.where(mask.any(-1, keepdim=True), e.sum(-1, keepdim=True), 1.0)
+        weight = xp.ones_like(scaled).scatter(-1, order, scaled)
+        return xp.where(step.token_advantage > 0, weight, 1.0)
+
+
+class EntropyAdvantageWeight(Weighting):
+    """A ← A + strength·min(alpha·H, |A|/kappa), as a weight: w = 1 + strength·sign(A)·min(alpha·H/|A|, 1/kappa); 1 where A = 0."""
+
+    kind: Literal["entropy_advantage"] = "entropy_advantage"
+    strength: Share = Field(1.0, description="Factor of the term; a schedule lets it fade (arXiv 2605.25381).")
+    alpha: float = Field(
+        0.4, ge=0, description="Advantage per nat; 0.4 in the authors' runs (default of their code: 1)."
+    )
+    kappa: float = Field(2.0, ge=1, description="The term is at most |A|/kappa; 2 in the authors' runs (default: 1).")
+
+    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+        """See the class."""
+        size = step.token_advantage.abs()
+        term = xp.minimum(self.alpha * step.entropy / xp.where(size > 0, size, 1.0), xp.full_like(size, 1 / self.kappa))
+        return 1 + number(self.strength) * step.token_advantage.sign() * term
 
 
 class CustomWeight(Weighting):
@@ -639,6 +503,15 @@ class Control(Weighting):
     def with_preset(self, old: str, new: str) -> Self:
         """See `Weighting`."""
         return self.model_copy(update={"of": self.inner.with_preset(old, new)})
+
+    @property
+    def moves(self) -> bool:
+        """See `Weighting`."""
+        return self.inner.moves
+
+    def moved(self, entropy: float) -> Self:
+        """See `Weighting`."""
+        return self.model_copy(update={"of": self.inner.moved(entropy)})
 
     def calibrated(self, step: Any, xp: Any) -> Self:
         """The control around the calibrated weighting."""
@@ -811,6 +684,9 @@ TokenWeight = Annotated[
     | PowerWeight
     | CovarianceGaussianWeight
     | PolarityWeight
+    | StareWeight
+    | PepoWeight
+    | EntropyAdvantageWeight
     | CustomWeight
     | ReverseWeight
     | ShuffledWeight

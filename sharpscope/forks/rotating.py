@@ -277,7 +277,7 @@ class _Start(State):
         mask = loss_mask(rollouts, method)
         logp = stats.logp.detach().clone().requires_grad_()
         normalizer = token_normalizer(
-            method, mask, self.config.rollout.max_new_tokens, keep=plan.keep, dtype=logp.dtype
+            method, mask, self.config.rollout.max_new_tokens, keep=plan.keep, group=rollouts.group, dtype=logp.dtype
         )
         other = learner.reference_logp(rollouts) if method.needs_reference else None
         policy_loss(method, plan, logp, normalizer, reference_logp=other, proximal_logp=stats.logp).loss.backward()

@@ -27,7 +27,7 @@ from sharpscope.config.policy import EMBEDDED_PREFIX
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
 from sharpscope.forks.outcomes import FixedRollouts, fork_radius
-from sharpscope.objective import EntropyControl, calibrate
+from sharpscope.objective import MethodState, calibrate
 from sharpscope.policy import Policy, Rollouts, RolloutSpec, TokenStats, embedded_policy
 from sharpscope.policy.scoring import Scorer
 from sharpscope.recording.health import StepHealth
@@ -188,7 +188,7 @@ class State:
         self.proximal = copy.deepcopy(self.policy.model).eval() if averaged else None
         self.optimizer = build_optimizer(self.policy.model, config.optimizer)
         self.step, self._cursor = 0, 0
-        self._entropy: dict[str, float | None] = {}  # state of the run's entropy bonus
+        self._state: dict[str, Any] = {}  # of the run's method
         if checkpoint is not None:
             kept = (checkpoint / PROXIMAL).exists()
             if averaged and stored_average and not kept:
@@ -199,7 +199,7 @@ class State:
             average = self.proximal if stored_average and kept else None
             progress = restore(checkpoint, self.policy, self.optimizer, average)
             self.step, self._cursor = progress.step, progress.cursor
-            self._entropy = dict(progress.entropy_control)
+            self._state = dict(progress.entropy_control)
             own = config.resolved_method.unlabeled
             calibrated = Method.model_validate(without_none_kinds(progress.method))
             self.methods = {name: calibrated if one.unlabeled == own else one for name, one in self.methods.items()}
@@ -220,7 +220,7 @@ class State:
             self._learner,
             reference=self.reference if method.needs_reference else None,
             proximal=self.proximal if method.proximal is not None else None,
-            entropy_control=EntropyControl(**self._entropy),
+            state=MethodState(**copy.deepcopy(self._state)),
         )
 
 

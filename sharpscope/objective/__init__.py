@@ -16,7 +16,7 @@ from sharpscope.objective.advantages import estimate_advantages as estimate_adva
 from sharpscope.objective.advantages import group_advantages as group_advantages
 from sharpscope.objective.advantages import informative_groups as informative_groups
 from sharpscope.objective.advantages import overlong_penalty as overlong_penalty
-from sharpscope.objective.loss import EntropyControl as EntropyControl
+from sharpscope.objective.loss import MethodState as MethodState
 from sharpscope.objective.loss import entropy_bonus as entropy_bonus
 from sharpscope.objective.loss import gradient_killed as gradient_killed
 from sharpscope.objective.loss import gradient_mass as gradient_mass

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from sharpscope.config.method import (
     AdaptiveEntropyBonus,
     CispoClip,
     Clip,
+    DelightGate,
     DppoMask,
     DualClip,
     EntropyBonus,
@@ -30,6 +32,7 @@ from sharpscope.config.method import (
     TokenRatio,
     VespoGate,
 )
+from sharpscope.config.token_weights import TokenWeight
 from sharpscope.objective.values import LossOutput, Plan, per_token
 
 LARGEST_LOG_RATIO = 80.0
@@ -125,14 +128,29 @@ def policy_loss(
 
 
 @dataclass
-class EntropyControl:
-    """State of an entropy bonus between updates: its coefficient, and the mean entropy of the last update's tokens [nats].
+class MethodState:
+    """What a method keeps between updates.
 
-    `coef` is None before the first use of an adaptive bonus, `last` before the first update.
+    Attributes:
+        coef: coefficient of an adaptive entropy bonus; None before its first use.
+        last: mean entropy of the last update's tokens [nats]; None before the first update or without a bonus.
+        weight: the settings of a token weight that moves from step to step, as of the last one.
+        norms: moving average of the gradient norm of each module type (`ModuleClip`).
     """
 
     coef: float | None = None
     last: float | None = None
+    weight: dict[str, Any] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)
+
+    def moved(self, weight: TokenWeight, entropy: Tensor) -> TokenWeight:
+        """The token weight of a step whose loss tokens have this entropy (M,) [nats]; remembered if it moves."""
+        if not weight.moves:
+            return weight
+        last = self.weight if self.weight.get("kind") == weight.kind else weight.model_dump()
+        now = type(weight).model_validate(last).moved(float(entropy.double().mean()))
+        self.weight = now.model_dump()
+        return now
 
     def applied(self, spec: EntropyBonus | None) -> float:
         """The coefficient in the next update's loss; schedules of a fixed bonus must be resolved (`at`)."""
@@ -170,13 +188,14 @@ def clipped_objective(clip: Clip | None, ratio: Tensor, advantage: Tensor, logp:
     None: x·A. ppo: min(x·A, clip(x, 1 − low, 1 + high)·A); a bound acts where it takes the gradient away: above for A >
     0, below for A < 0. cispo: sg[clip(x, 1 − low, 1 + high)]·A·ln π; a bound acts where it binds and A ≠ 0. dual:
     ppo's, but at least bound·A for A < 0; there the upper bound acts where x > bound. sapo: (4/τ)·sigmoid(τ·(x − 1))·A;
-    no bound acts. dppo: sg[min(x, bound)]·A·ln π where the mask keeps the token, else 0; a bound acts on the others.
+    no bound acts. dppo: sg[min(x, bound)]·A·ln π where the mask keeps the token, else 0; a bound acts on the others. delight:
+    sg[sigmoid(−A·ln π/eta)]·A·ln π; no bound acts.
 
     Args:
         clip: which, and its bounds.
         ratio: (n, T) x: the ratio, or weight × ratio.
         advantage: (n, T).
-        logp: (n, T) [nats]; read by cispo and dppo only.
+        logp: (n, T) [nats]; read by cispo, dppo and delight only.
     """
     if isinstance(clip, SapoClip):
         tau = _choose(advantage > 0, clip.tau_positive, clip.tau_negative, ratio)
@@ -189,6 +208,9 @@ def clipped_objective(clip: Clip | None, ratio: Tensor, advantage: Tensor, logp:
         objective, flags = clipped_objective(PpoClip(low=clip.low, high=clip.high), ratio, advantage, logp)
         beyond = (ratio.detach() > clip.bound) & (advantage < 0)
         return torch.where(beyond, clip.bound * advantage, objective), torch.where(beyond, 1, flags)
+    if isinstance(clip, DelightGate):
+        gate = torch.sigmoid(-advantage * logp.detach() / clip.eta)
+        return gate * advantage * logp, torch.zeros_like(ratio, dtype=torch.int32)
     if isinstance(clip, CispoClip):
         low, high = ratio.detach() < 1 - clip.low, ratio.detach() > 1 + clip.high
         objective = ratio.detach().clamp(1 - clip.low, 1 + clip.high) * advantage * logp
@@ -340,26 +362,29 @@ def token_normalizer(
     max_completion_length: int,
     *,
     keep: Tensor | None = None,
+    group: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Coefficient of each token's loss, over all completions of ONE update; loss = Σ coefficient·token loss.
 
     sequence_mean: 1/(n·length_i); token_mean: 1/Σ length; constant: 1/(n·max_completion_length); sequence_sum: 1/n;
-    kept_mean: 1/Σ keep. Otherwise token selections do not change it, and passes never do: every pass of Lopti divides by the
-    full token count.
+    kept_mean: 1/Σ keep; kept_sequence_mean: 1/(n·kept_i); kept_groups: 1/(n_g·max_completion_length·K), n_g the completions
+    of the group and K the groups with a kept token, at least 1. Otherwise token selections do not change it, and passes never
+    do: every pass of Lopti divides by the full token count.
 
     Args:
         method: its `aggregate` decides.
         mask: (n, T) loss tokens of all completions of the update; a row without tokens still counts in n.
         max_completion_length: the completion limit [tokens].
-        keep: (n, T) bool, rows of the plan's `keep`; needed by `kept_mean` unless the method keeps all tokens.
+        keep: (n, T) bool, rows of the plan's `keep`; needed by `kept_…` unless the method keeps all tokens.
+        group: (n,) integer labels; needed by `kept_groups`.
         dtype: of the result.
 
     Returns:
         (n, T), 0 outside the mask.
 
     Raises:
-        ValueError: `keep` is needed and missing.
+        ValueError: `keep` or `group` is needed and missing.
     """
     mask = mask.bool()
     rows = mask.shape[0]
@@ -368,11 +393,20 @@ def token_normalizer(
         return counts / (rows * counts.sum(-1, keepdim=True).clamp(min=1))
     if method.aggregate == "token_mean":
         return counts / counts.sum(dtype=torch.float64).clamp(min=1).to(dtype)
-    if method.aggregate == "kept_mean":
+    if method.aggregate.startswith("kept"):
         if keep is None and method.tokens is not None:
-            raise ValueError("aggregate=kept_mean needs keep")
+            raise ValueError(f"aggregate={method.aggregate} needs keep")
         kept = mask if keep is None else mask & keep
-        return counts / kept.sum(dtype=torch.float64).clamp(min=1).to(dtype)
+        if method.aggregate == "kept_mean":
+            return counts / kept.sum(dtype=torch.float64).clamp(min=1).to(dtype)
+        if method.aggregate == "kept_sequence_mean":
+            return counts / (rows * kept.to(dtype).sum(-1, keepdim=True).clamp(min=1))
+        if group is None:
+            raise ValueError("aggregate=kept_groups needs group")
+        labels, member = group.to(mask.device).unique(return_inverse=True)
+        active = member[kept.any(-1)].unique().numel()
+        size = member.bincount(minlength=len(labels))[member].to(dtype)[:, None]  # (n, 1)
+        return counts / (size * max_completion_length * max(active, 1))
     if method.aggregate == "sequence_sum":
         return counts / rows
     return counts / (rows * max_completion_length)
@@ -392,6 +426,7 @@ def gradient_mass(method: Method, mask: Tensor, advantage: Tensor, logit_grad_no
     Returns:
         (N, T) in the dtype of `logit_grad_norm`, 0 outside the mask.
     """
-    coefficient = token_normalizer(method, mask, 1, keep=mask.bool(), dtype=logit_grad_norm.dtype)
+    together = torch.zeros(len(mask), dtype=torch.long)  # all groups have one size, up to the common factor
+    coefficient = token_normalizer(method, mask, 1, keep=mask.bool(), group=together, dtype=logit_grad_norm.dtype)
     size = per_token(advantage, logit_grad_norm).to(logit_grad_norm).abs() * logit_grad_norm
     return torch.where(mask.bool(), coefficient * size, 0.0)

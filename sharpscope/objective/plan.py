@@ -10,18 +10,23 @@ from torch import Tensor
 
 from sharpscope.config.method import (
     AdvantageTokens,
+    BinTokens,
     ClipCovTokens,
     Correction,
+    CurvatureTokens,
     GeometricCorrection,
     HighEntropyTokens,
     KlCovPenalty,
     LpRegPenalty,
     Method,
     ProbabilityTokens,
+    RelativeSurpriseTokens,
     SpuriousTokens,
+    SuffixTokens,
     TruncatedCorrection,
 )
-from sharpscope.config.token_weights import TokenWeight, Weighting, percentile
+from sharpscope.config.token_weights import TokenWeight
+from sharpscope.config.weighting import Weighting, number, percentile, top_tokens
 from sharpscope.objective.values import Plan, StepTensors
 
 SATURATION_LIMIT = 0.95
@@ -95,6 +100,7 @@ def prepare(method: Method, step: StepTensors, generator: torch.Generator | None
     if step.sampler_logp is None and method.correction is not None:
         raise ValueError("method.correction needs the sampler's log-probabilities")
     sampler = step.behavior_logp if step.sampler_logp is None else step.sampler_logp
+    old = sampler if getattr(method.ratio, "to", "old") == "sampler" else step.behavior_logp
     return Plan(
         mask=mask,
         advantage=torch.where(mask, step.token_advantage.to(dtype), 0.0),
@@ -103,7 +109,7 @@ def prepare(method: Method, step: StepTensors, generator: torch.Generator | None
         pass_index=_passes(method, step, mask),
         penalty=penalty,
         proxy_logp=proxy,
-        behavior_logp=torch.where(mask, step.behavior_logp, 0.0).to(dtype),
+        behavior_logp=torch.where(mask, old, 0.0).to(dtype),
         sampler_logp=torch.where(mask, sampler, 0.0).to(dtype),
         correction=_correction(method.correction, torch.where(mask, step.behavior_logp - sampler, 0.0).to(dtype), mask),
         progress=step.progress,
@@ -147,7 +153,29 @@ def _kept(
     if isinstance(tokens, AdvantageTokens):
         return mask & (step.token_advantage > 0 if tokens.sign == "positive" else step.token_advantage < 0)
     if isinstance(tokens, HighEntropyTokens):
-        return top_tokens(step.entropy, mask, count=math.ceil(tokens.share * int(mask.sum()) - 1e-9))
+        share = number(tokens.share)
+        if tokens.over == "step":
+            return top_tokens(step.entropy, mask, count=math.ceil(share * int(mask.sum()) - 1e-9))
+        rows = zip(step.entropy, mask, strict=True)
+        return torch.stack([top_tokens(h, m, count=math.ceil(share * int(m.sum()) - 1e-9)) for h, m in rows])
+    if isinstance(tokens, SuffixTokens):
+        count = mask.sum(1, keepdim=True)  # (N, 1)
+        left_out = (number(tokens.context) * count.double() + 1e-9).floor().minimum(count.double() - 1)
+        return mask & (mask.cumsum(1) > left_out)
+    if isinstance(tokens, BinTokens):
+        binned = torch.zeros_like(mask)
+        for name in tokens.include or tokens.exclude:
+            binned |= token_bins(step)[name]
+        return binned if tokens.include else mask & ~binned
+    if isinstance(tokens, RelativeSurpriseTokens):
+        ratio = -step.logp / (step.entropy + 1e-8)
+        return mask & (ratio >= tokens.low) & (ratio <= tokens.high)
+    if isinstance(tokens, CurvatureTokens):
+        if step.curvature is None:
+            raise ValueError("method.tokens.kind=curvature needs curvature")
+        objective, kl = step.curvature.unbind(-1)
+        low = objective > -tokens.max_objective if tokens.symmetric else objective >= 0
+        return mask & low & (objective < tokens.max_objective) & (kl < tokens.max_kl)
     if isinstance(tokens, ClipCovTokens):
         if generator is None:
             raise ValueError("Clip-Cov's draw needs a generator")
@@ -168,6 +196,15 @@ def _kept(
     return mask
 
 
+def token_bins(step: StepTensors) -> dict[str, Tensor]:
+    """Loss tokens (N, T) bool by bin: sign of A (pos, neg), and π at least Σ_v π_v² (peak) or below (valley). See `BinTokens`."""
+    mask, advantage = step.mask.bool(), step.token_advantage
+    peak = step.logp.exp() >= step.collision
+    signs = {"pos": mask & (advantage > 0), "neg": mask & (advantage < 0)}
+    kinds = {"peak": peak, "valley": ~peak}
+    return {f"{sign}_{kind}": one & other for sign, one in signs.items() for kind, other in kinds.items()}
+
+
 def _passes(method: Method, step: StepTensors, mask: Tensor) -> Tensor:
     """(N, T) int8: the pass of each loss token, −1 outside the mask. Lopti: π_old < |eta| first, reversed for eta < 0."""
     index = torch.zeros(mask.shape, dtype=torch.int8, device=mask.device)
@@ -175,15 +212,6 @@ def _passes(method: Method, step: StepTensors, mask: Tensor) -> Tensor:
         rare = step.logp.exp() < abs(method.passes.eta)
         index = (rare if method.passes.eta < 0 else ~rare).to(torch.int8)
     return torch.where(mask, index, -1)
-
-
-def top_tokens(value: Tensor, mask: Tensor, *, count: int) -> Tensor:
-    """(N, T) bool: the `count` loss tokens with the largest value, and all that tie with the last of them."""
-    inside = value[mask]
-    if inside.numel() == 0:
-        return mask
-    count = min(max(count, 1), inside.numel())
-    return mask & (value >= inside.topk(count).values.min())
 
 
 def _share_count(name: str, share: float, mask: Tensor, warnings: list[str]) -> int:

@@ -35,6 +35,7 @@ class StepTensors:
             common factor; None: not known.
         proxy_logp: (N, T) [nats] under π_old without tokens below `Method.proxy_min_p`, renormalized; −inf for a token that
             is left out; None: not computed.
+        curvature: (N, T, 2) m_H and m_F of `CurvatureTokens`; None: not computed.
 
     Values at masked-out places are never read, so they may be anything.
     """
@@ -52,6 +53,7 @@ class StepTensors:
     sampler_logp: Tensor | None = None
     gradient_mass: Tensor | None = None
     proxy_logp: Tensor | None = None
+    curvature: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.mask.dim() != 2:
@@ -61,6 +63,7 @@ class StepTensors:
             value = getattr(self, field.name)
             each = field.name == "group" or (field.name == "advantage" and self.advantage.dim() == 1)
             wanted = (rows,) if each else tuple(self.mask.shape)
+            wanted += (2,) if field.name == "curvature" else ()
             if isinstance(value, Tensor) and tuple(value.shape) != wanted:
                 raise ValueError(f"{field.name} must be {wanted}, is {tuple(value.shape)}")
         if not 0.0 <= self.progress <= 1.0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope.policy.cache import read_prompts, take_rows
-from sharpscope.policy.head import backbone, computing, output_head, recompute_layers
+from sharpscope.policy.head import Head, backbone, computing, output_head, recompute_layers
 from sharpscope.policy.rollouts import Completions
-from sharpscope.policy.token_stats import TokenStats, flat_entropy, flat_logp, flat_proxy, flat_stats, spread
+from sharpscope.policy.token_stats import TokenStats, flat_entropy, flat_logp, flat_stats, spread
+
+PerToken = Callable[[Tensor, Head, Tensor, float], Tensor]
+"""From hidden states (M, d), output layer, targets (M,) and temperature to values of the tokens, (M,) or (M, k)."""
 
 # Overhead of a forward and backward pass, in tokens; less padding than this is cheaper than another bucket.
 BUCKET_TOKENS = {"cpu": 64, "cuda": 4096}
@@ -28,14 +31,13 @@ class Scored:
         logp: (n, T) [nats], 0 outside the mask; differentiable with `with_grad`.
         stats: Statistics of the same tokens, or None.
         entropy: (n, T) [nats], 0 outside the mask, differentiable; None if not requested.
-        proxy_logp: (n, T) [nats] under the filtered policy, 0 outside the mask, −inf for a token that it leaves out; None if
-            not requested.
+        values: (n, T) or (n, T, k) what the given function returned, 0 outside the mask; None without one.
     """
 
     logp: Tensor
     stats: TokenStats | None
     entropy: Tensor | None = None
-    proxy_logp: Tensor | None = None
+    values: Tensor | None = None
 
 
 def score_completions(
@@ -50,7 +52,7 @@ def score_completions(
     gradient_checkpointing: bool = False,
     one_pass: bool = False,
     entropy: bool = False,
-    proxy_min_p: float | None = None,
+    function: PerToken | None = None,
 ) -> Scored:
     """Compute log-probabilities of completion tokens (mask 1) under softmax(z/T), before top-p and top-k.
 
@@ -71,8 +73,7 @@ def score_completions(
         one_pass: Whether to run all rows in one forward pass, with padding. If weights are sharded, all processes must run
             the same number of passes. Not with `share_prompt`.
         entropy: Whether to also return the entropy with its graph, at the cost of another pass over the logits.
-        proxy_min_p: If given, also return log-probabilities under the policy without tokens below this share of the largest
-            probability, renormalized (`token_stats.flat_proxy`).
+        function: If given, also return its values of the masked tokens, which it gets row by row.
 
     Raises:
         ValueError: The temperature is not positive, rows of a group have different prompts, or both `one_pass` and
@@ -106,10 +107,8 @@ def score_completions(
             logp = values["logp"]
         token_stats = TokenStats(**{name: spread(value, mask) for name, value in values.items()}) if stats else None
         entropies = spread(flat_entropy(hidden, head, targets, temperature), mask) if entropy else None
-        proxy = None
-        if proxy_min_p is not None:
-            proxy = spread(flat_proxy(hidden, head, targets, temperature, proxy_min_p), mask)
-        return Scored(spread(logp, mask), token_stats, entropies, proxy)
+        given = None if function is None else spread(function(hidden, head, targets, temperature), mask)
+        return Scored(spread(logp, mask), token_stats, entropies, given)
 
 
 def _plain_hidden(model: nn.Module, rows: Completions, one_pass: bool = False) -> Iterator[tuple[Tensor, Tensor]]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
 from sharpscope import distributed
-from sharpscope.policy.forward import Scored, microbatches, score_completions
+from sharpscope.policy.forward import PerToken, Scored, microbatches, score_completions
 from sharpscope.policy.head import bare
 from sharpscope.policy.rollouts import Rollouts
 from sharpscope.policy.sharding import is_sharded
@@ -71,7 +72,7 @@ class Scorer:
         with_grad: bool = False,
         stats: bool = False,
         entropy: bool = False,
-        proxy_min_p: float | None = None,
+        function: PerToken | None = None,
     ) -> Scored:
         """Compute log-probabilities (n, T) of rows in one microbatch, with `model` instead of the policy if given."""
         return score_completions(
@@ -85,7 +86,7 @@ class Scorer:
             one_pass=self.sharded,
             gradient_checkpointing=self.gradient_checkpointing,
             entropy=entropy,
-            proxy_min_p=proxy_min_p,
+            function=function,
         )
 
     @torch.no_grad()
@@ -102,22 +103,39 @@ class Scorer:
         return result
 
     @torch.no_grad()
-    def log_probabilities(
-        self, rollouts: Rollouts, *, model: nn.Module | None = None, proxy_min_p: float | None = None
-    ) -> Tensor:
-        """Compute log-probabilities (N, T) [nats] of all rows under the policy, or under `model`. All processes must call it.
+    def log_probabilities(self, rollouts: Rollouts, *, model: nn.Module | None = None) -> Tensor:
+        """Compute log-probabilities (N, T) [nats] of all rows under the policy, or under `model`. All processes must call it."""
+        return self._gathered(rollouts, self.zeros(rollouts).logp, lambda part, _: self.score(part, model=model).logp)
 
-        With `proxy_min_p`, those of the filtered policy (`score_completions`).
+    @torch.no_grad()
+    def per_token(self, rollouts: Rollouts, function: PerToken, width: int = 0, **given: Tensor) -> Tensor:
+        """Compute values of all rows' tokens under the policy, (N, T), or (N, T, `width`) if that is not 0; 0 outside the mask.
+
+        `given` (N, T) are passed on to the function by name, (M,) of its tokens. All processes must call it.
         """
         result = self.zeros(rollouts).logp
+        if width:
+            result = result[..., None].repeat(1, 1, width)
+
+        def values(part: Rollouts, rows: Tensor) -> Tensor:
+            mask = part.completion_mask.bool()
+            named = {name: value[rows][mask] for name, value in given.items()}
+            scored = self.score(part, function=partial(function, **named))
+            assert scored.values is not None
+            return scored.values
+
+        return self._gathered(rollouts, result, values)
+
+    def _gathered(self, rollouts: Rollouts, result: Tensor, values: Callable[[Rollouts, Tensor], Tensor]) -> Tensor:
+        """Fill `result` (N, …) with the values of each microbatch and its rows, on all processes."""
         own_rows, batches = self.split(rollouts, torch.arange(len(rollouts)))
         idle = self.idle_passes(batches)
         for rows in batches:
-            scored = self.score(rollouts.rows(rows), model=model, proxy_min_p=proxy_min_p)
-            values = scored.logp if scored.proxy_logp is None else scored.proxy_logp
-            result[rows] = values.to(result.dtype)
-        for _ in range(idle):
-            self.score(shortest_row(rollouts), model=model)
+            result[rows] = values(rollouts.rows(rows), rows).to(result.dtype)
+        if idle:
+            shortest = (rollouts.lengths + rollouts.prompt_lengths).argmin()[None].cpu()
+            for _ in range(idle):
+                values(rollouts.rows(shortest), shortest)
         distributed.exchange_rows(own_rows, [result])
         return result
 

@@ -75,9 +75,10 @@ def token_stats(
 
 
 def spread(values: Tensor, keep: Tensor) -> Tensor:
-    """Scatter `values` (M,) to the true positions of `keep` (N, T), row by row; 0 elsewhere. Differentiable."""
+    """Copy `values` (M, …) to the true positions of `keep` (N, T), row by row; 0 elsewhere. Differentiable."""
     index = keep.flatten().nonzero()[:, 0]
-    return values.new_zeros(keep.numel()).scatter(0, index, values).view(keep.shape)
+    rest = values.shape[1:]
+    return values.new_zeros(keep.numel(), *rest).index_copy(0, index, values).view(*keep.shape, *rest)
 
 
 @torch.no_grad()
@@ -172,6 +173,71 @@ def flat_proxy(hidden: Tensor, head: Head, targets: Tensor, temperature: float, 
         kept = torch.where(z >= floor, z, -torch.inf)
         parts.append((kept.gather(1, targets[start:stop, None]) - kept.logsumexp(1, keepdim=True))[:, 0])
     return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """AdamW's state of the output layer: averages (V, d) of the loss's gradient and its square, and what the next step needs."""
+
+    mean: Tensor
+    square: Tensor
+    step: int  # updates made
+    betas: tuple[float, float]
+    eps: float
+
+    def next(self, rows: Tensor, gradient: Tensor) -> Tensor:
+        """The next ascent step per learning rate of the rows (C, k) on `gradient` (C, k, d) of an objective to be raised."""
+        (beta1, beta2), number = self.betas, self.step + 1
+        mean = torch.lerp(gradient, -self.mean[rows].to(gradient), beta1).div_(1 - beta1**number)
+        square = torch.lerp(gradient.square(), self.square[rows].to(gradient), beta2).div_(1 - beta2**number)
+        return mean.div_(square.sqrt_().add_(self.eps))
+
+
+@torch.no_grad()
+def flat_curvature(
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    temperature: float,
+    *,
+    advantage: Tensor,
+    top: int,
+    lr: float,
+    moments: Moments | None,
+) -> Tensor:
+    """m_H and m_F (M, 2) of tokens: change of objective and policy by an AdamW step of the output layer on one token's gradient.
+
+    With x = ∂z/∂W = h·scale/T, v = e_y − π, g = A·v⊗x, G the step per learning rate and u = Gx: m_H = lr·⟨g, G⟩ + lr²/2·A·[(v·u)² −
+    (Σ π u² − (Σ π u)²)] and m_F = lr²/2·(v·u)² (arXiv 2510.00819). The rows are y and the `top` − 1 most likely others.
+
+    Args:
+        hidden: (M, d).
+        head: The output layer; a soft cap changes π and not x.
+        targets: (M,) y.
+        temperature: T > 0.
+        advantage: (M,) A.
+        top: Rows of W with a gradient.
+        lr: Learning rate.
+        moments: Of the optimizer; None: it has none yet, and G = g.
+    """
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    out = torch.empty(len(hidden), 2, dtype=dtype, device=hidden.device)
+    top = min(top, head.weight.shape[0])
+    bytes_per_row = dtype.itemsize * max(head.weight.shape[0], 6 * top * hidden.shape[1])
+    for start, stop in chunks(len(hidden), bytes_per_row, hidden.device, LOGIT_BYTES):
+        h, a, y = hidden[start:stop].to(dtype), advantage[start:stop].to(dtype), targets[start:stop, None]
+        p = torch.softmax(head.logits(h).to(dtype) / temperature, -1)  # (C, V)
+        rows = p.scatter(1, y, torch.inf).topk(top).indices  # (C, k)
+        pi = p.gather(1, rows)
+        v = (rows == y).to(dtype) - pi
+        x = h[:, None] * (head.scale / temperature)  # (C, 1, d)
+        g = (a[:, None] * v)[:, :, None] * x  # (C, k, d)
+        step = g if moments is None else moments.next(rows, g)
+        u = (step * x).sum(-1)  # (C, k)
+        vu, spread_u = (v * u).sum(-1), (pi * u * u).sum(-1) - (pi * u).sum(-1) ** 2
+        out[start:stop, 0] = lr * (g * step).sum((1, 2)) + lr**2 / 2 * a * (vu**2 - spread_u)
+        out[start:stop, 1] = lr**2 / 2 * vu**2
+    return out
 
 
 def logit_stats(z: Tensor, targets: Tensor, temperature: float, out: dict[str, Tensor]) -> None:

@@ -293,7 +293,7 @@ class UpdateSplit:
 
 @torch.no_grad()
 def coming_update(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], clip_factor: float = 1.0
+    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], clip_factor: float | Sequence[float] = 1.0
 ) -> UpdateSplit:
     """The step that `optimizer.step()` will take, from the unclipped `.grad`.
 
@@ -302,7 +302,7 @@ def coming_update(
     Args:
         optimizer: AdamW, or Adam without weight decay.
         parameters: trainable parameters in the model's order; those without a gradient do not move.
-        clip_factor: κ, the factor by which clipping will multiply the gradients.
+        clip_factor: κ, the factor by which clipping will multiply the gradients, or one for each parameter.
 
     Raises:
         UserError: another optimizer, or an option that changes the step.
@@ -310,7 +310,9 @@ def coming_update(
     gradients = [p.grad for p in parameters]
     direction = []
     squared = from_gradient = from_momentum = from_decay = 0.0
-    for parameter, part in zip(parameters, _coming_parts(optimizer, parameters, gradients, clip_factor), strict=True):
+    factors = _each(clip_factor, parameters)
+    parts = _coming_parts(optimizer, parameters, gradients, factors)
+    for parameter, factor, part in zip(parameters, factors, parts, strict=True):
         if part is None:
             direction.append(torch.zeros_like(parameter))
             continue
@@ -319,7 +321,7 @@ def coming_update(
         from_gradient += _inner(part.fresh, step)
         from_momentum += _inner(part.kept, step)
         from_decay += _inner(part.shrunk, step)
-        direction.append(step.mul_(part.rate).mul_(-(1 - part.beta1) * clip_factor))
+        direction.append(step.mul_(part.rate).mul_(-(1 - part.beta1) * factor))
     if squared == 0.0:
         return UpdateSplit(direction, 0.0, math.nan, math.nan, math.nan)
     return UpdateSplit(direction, squared, from_gradient / squared, from_momentum / squared, from_decay / squared)
@@ -330,7 +332,7 @@ def coming_step(
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[nn.Parameter],
     gradients: Sequence[Tensor | None],
-    clip_factor: float = 1.0,
+    clip_factor: float | Sequence[float] = 1.0,
     *,
     per_lr: bool = False,
 ) -> Iterator[Tensor | None]:
@@ -342,14 +344,18 @@ def coming_step(
         optimizer: AdamW, or Adam without weight decay.
         parameters: trainable parameters in the model's order.
         gradients: one for each parameter, unclipped; None: the parameter does not move, and None is yielded.
-        clip_factor: κ, which clipping multiplies the gradients by.
+        clip_factor: κ, which clipping multiplies the gradients by, or one for each parameter.
         per_lr: give the step divided by the largest learning rate of the groups, also where that is 0.
 
     Raises:
         UserError: another optimizer, or an option that changes the step.
     """
-    for part in _coming_parts(optimizer, parameters, gradients, clip_factor, per_lr=per_lr):
+    for part in _coming_parts(optimizer, parameters, gradients, _each(clip_factor, parameters), per_lr=per_lr):
         yield None if part is None else part.kept + part.fresh + part.shrunk
+
+
+def _each(factor: float | Sequence[float], parameters: Sequence[nn.Parameter]) -> Sequence[float]:
+    return [factor] * len(parameters) if isinstance(factor, int | float) else factor
 
 
 class _Parts(NamedTuple):
@@ -366,14 +372,14 @@ def _coming_parts(
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[nn.Parameter],
     gradients: Sequence[Tensor | None],
-    clip_factor: float,
+    factors: Sequence[float],
     *,
     per_lr: bool = False,
 ) -> Iterator[_Parts | None]:
     """The parts of the coming step, one parameter after the other; None for parameters that do not move."""
     settings = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     largest = max(float(group["lr"]) for group in optimizer.param_groups)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+    for parameter, gradient, factor in zip(parameters, gradients, factors, strict=True):
         group = settings.get(id(parameter))
         if group is None or gradient is None:
             yield None
@@ -387,7 +393,7 @@ def _coming_parts(
         k = float(state.get("step", 0)) + 1
         m = state.get("exp_avg", torch.zeros_like(parameter))
         v = state.get("exp_avg_sq", torch.zeros_like(parameter))
-        g = gradient * clip_factor
+        g = gradient * factor
         root = (v * beta2).addcmul_(g, g, value=1 - beta2).div_(1 - beta2**k).sqrt_().add_(group["eps"])
         rate = lr / (1 - beta1**k) / root
         yield _Parts(-beta1 * rate * m, -(1 - beta1) * rate * g, -lr * decay * parameter, rate, beta1)

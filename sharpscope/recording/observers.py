@@ -455,7 +455,7 @@ class _UpdateProbes:
     def _update_attribution(self, check: Check) -> None:
         """Shares of ‖Δθ‖² of the step that the optimizer is about to take; what is not the tokens' goes to the probes table."""
         part, mask, view = self.part, self.mask, self.view
-        split = coming_update(view.optimizer, view.parameters, self.update.clip_factor)
+        split = coming_update(view.optimizer, view.parameters, self.update.clip_factors)
 
         def shares_of(some: Tensor) -> Tensor:
             """Attribution of the optimizer's update to some rows."""

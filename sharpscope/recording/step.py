@@ -220,7 +220,7 @@ class PendingUpdate:
     first_use: Tensor  # (n, T) bool, on the CPU: loss tokens that this update is the first of the step to use
     loss_coef: Tensor  # (n, T), ∂L/∂log π_t
     grad_norm: float
-    clip_factor: float  # what this gradient is multiplied by if the method does not reshape it
+    clip_factors: list[float]  # what clipping multiplies each parameter's gradient by if the method does not reshape it
 
 
 def loss_mask(rollouts: Rollouts, method: Method) -> Tensor:
@@ -237,11 +237,10 @@ def step_tensors(
     old_logp: Tensor,
     progress: float,
     method: Method,
-    proxy_logp: Tensor | None = None,
 ) -> StepTensors:
     """What the objective needs of a step, from rollouts (N, T) and the statistics of the policy at its start.
 
-    `advantage` is (N,) or (N, T); `proxy_logp` is needed where `method.proxy_min_p` is not None.
+    `advantage` is (N,) or (N, T).
     """
     mask = loss_mask(rollouts, method)
     return StepTensors(
@@ -257,5 +256,4 @@ def step_tensors(
         progress=progress,
         sampler_logp=rollouts.behavior_logp,
         gradient_mass=gradient_mass(method, mask, advantage, stats.logit_grad_norm),
-        proxy_logp=proxy_logp,
     )

@@ -48,7 +48,7 @@ class Progress:
     method: dict[str, Any]  # the method with calibrated constants filled in
     said: Sequence[str] = ()  # warnings of the method that were reported, which a resumed run does not repeat
     score: float | None = None  # held-out accuracy at this step; None if it was not evaluated
-    entropy_control: Mapping[str, float | None] = field(default_factory=dict)  # of an adaptive entropy bonus
+    entropy_control: Mapping[str, Any] = field(default_factory=dict)  # the method's state (`MethodState`)
     measuring: Mapping[str, Any] = field(default_factory=dict)  # time spent on recording and training
 
 

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope import distributed
-from sharpscope.config.method import EwmaProximal, GradientNormPenalty, Sam
-from sharpscope.errors import NonFiniteError
+from sharpscope.config.method import CurvatureTokens, EwmaProximal, GradientNormPenalty, Sam
+from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.objective import (
-    EntropyControl,
     LossOutput,
     Method,
+    MethodState,
     Plan,
     entropy_bonus,
     group_advantages,
     k3,
+    per_token,
     policy_loss,
     prepare,
     reference_method,
@@ -30,10 +31,12 @@ from sharpscope.objective import (
 )
 from sharpscope.policy import Rollouts, TokenStats
 from sharpscope.policy.adapters import without_adapters
+from sharpscope.policy.head import output_head
 from sharpscope.policy.scoring import Scorer, shortest_row
 from sharpscope.policy.sharding import ModelView, gathered_copy
+from sharpscope.policy.token_stats import Moments, flat_curvature, flat_proxy
 from sharpscope.probes import coming_step, noise_rotation, rotation
-from sharpscope.recording.norms import Norms, clip_factor, gradient_norms, layer_groups, total_norm, update_norms
+from sharpscope.recording.norms import Norms, gradient_norms, layer_groups, total_norm, update_norms
 from sharpscope.recording.step import (
     PendingUpdate,
     StepResult,
@@ -45,6 +48,7 @@ from sharpscope.recording.step import (
     step_tensors,
 )
 from sharpscope.seeds import generator
+from sharpscope.training.clipping import Clipping, clipping, module_types
 from sharpscope.training.rollouts import finite_group_rows
 
 Gradient = list[Tensor | None]
@@ -95,7 +99,7 @@ class Learner:
     seed: int
     reference: nn.Module | None = None  # the policy itself, if its adapters can be switched off
     proximal: nn.Module | None = None
-    entropy_control: EntropyControl = field(default_factory=EntropyControl)
+    state: MethodState = field(default_factory=MethodState)
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
@@ -106,6 +110,16 @@ class Learner:
     def groups(self) -> dict[int, str]:
         """Layer and kind of each trainable parameter by its identity."""
         return layer_groups(self.scorer.model)
+
+    @cached_property
+    def _module_types(self) -> dict[int, str]:
+        return module_types(self.scorer.model)
+
+    def clipping(self, method: Method, gradients: Gradient, norm: float, progress: float) -> Clipping:
+        """The clip of a gradient with this global norm by a method; the history of norms stays as it is."""
+        spec = None if method.module_clip is None else method.module_clip.at(progress)
+        pairs = list(zip(self.parameters, gradients, strict=True))
+        return clipping(pairs, norm, self.max_grad_norm, spec, self._module_types, self.state.norms)
 
     def view(self) -> ModelView:
         """The present model, gradients and optimizer for probes; of a sharded model a gathered copy.
@@ -160,6 +174,9 @@ class Learner:
         tokens = StepTokens.unused(stats)
         updates: list[UpdateResult] = []
         warnings: tuple[str, ...] = ()
+        mask = loss_mask(rollouts, method).bool().cpu()
+        if bool(mask.any()):
+            method = method.model_copy(update={"weight": self.state.moved(method.weight, stats.entropy.cpu()[mask])})
         try:
             plan = self.plan(rollouts, advantage, step, progress, method, stats)
             warnings = plan.warnings
@@ -174,8 +191,10 @@ class Learner:
                 if before_step is not None and gradient.finite:
                     # Before the gradient is reshaped: the tokens' coefficients are those of the loss's own gradient.
                     first_use = tokens.update[rows] == index
-                    factor = clip_factor(gradient.norm, self.max_grad_norm)
-                    before_step(PendingUpdate(index, rows, first_use, gradient.tokens.coef, gradient.norm, factor))
+                    clip = self.clipping(method, [p.grad for p in self.parameters], gradient.norm, progress)
+                    before_step(
+                        PendingUpdate(index, rows, first_use, gradient.tokens.coef, gradient.norm, clip.factors)
+                    )
                 updates.append(work.apply(gradient))
         except NonFiniteError as error:  # a token weight
             self.optimizer.zero_grad(set_to_none=True)
@@ -231,11 +250,37 @@ class Learner:
         self, rollouts: Rollouts, advantage: Tensor, step: int, progress: float, method: Method, stats: TokenStats
     ) -> Plan:
         """What is fixed for a step; `stats` are of the present policy."""
-        proxy = None
+        tensors = step_tensors(rollouts, advantage, stats, stats.logp, progress, method)
         if method.proxy_min_p is not None:
-            proxy = self.scorer.log_probabilities(rollouts, proxy_min_p=method.proxy_min_p)
-        tensors = step_tensors(rollouts, advantage, stats, stats.logp, progress, method, proxy)
+            proxy = self.scorer.per_token(rollouts, partial(flat_proxy, min_p=method.proxy_min_p))
+            tensors = replace(tensors, proxy_logp=proxy)
+        if isinstance(method.tokens, CurvatureTokens):
+            tensors = replace(tensors, curvature=self.curvature(rollouts, advantage, method.tokens))
         return prepare(method, tensors, generator(self.seed, "plan", step))
+
+    def curvature(self, rollouts: Rollouts, advantage: Tensor, spec: CurvatureTokens) -> Tensor:
+        """(N, T, 2) m_H and m_F (`flat_curvature`) at the present weights, learning rate and moments.
+
+        Raises:
+            UserError: The output layer is not trained, or sharded.
+        """
+        weight = output_head(self.scorer.model).weight
+        group = next(
+            (group for group in self.optimizer.param_groups if any(p is weight for p in group["params"])), None
+        )
+        if group is None or self.scorer.sharded:
+            why = "is sharded" if self.scorer.sharded else "is not trained"
+            raise UserError(
+                f"method.tokens.kind = curvature: the output layer {why}; train it whole, or choose another method"
+            )
+        state = self.optimizer.state.get(weight)
+        moments = None
+        if state:
+            averages = state["exp_avg"], state["exp_avg_sq"]
+            moments = Moments(*averages, int(state["step"]), group["betas"], group["eps"])
+        function = partial(flat_curvature, top=spec.top, lr=float(group["lr"]), moments=moments)
+        each = per_token(advantage.to(rollouts.completion_ids.device), rollouts.completion_mask)
+        return self.scorer.per_token(rollouts, function, 2, advantage=each)
 
     def _schedule(self, rollouts: Rollouts, step: int, method: Method) -> Iterator[tuple[Tensor, int]]:
         """Rows and pass of each update: groups stay whole and are assigned to mini-batches in a seeded order."""
@@ -299,7 +344,7 @@ class _Updates:
     @property
     def _entropy_coef(self) -> float:
         """Coefficient of the entropy bonus in the present update."""
-        return self.learner.entropy_control.applied(self.method.at(self.progress).entropy)
+        return self.learner.state.applied(self.method.at(self.progress).entropy)
 
     def skip(self, gradient: _Gradient, norm: float) -> UpdateResult:
         """Leave the update out."""
@@ -328,11 +373,12 @@ class _Updates:
         norm = norms.total
         if not (math.isfinite(gradient.loss) and math.isfinite(norm)):
             return self.skip(gradient, norm)
-        factor = clip_factor(norm, learner.max_grad_norm)
+        clip = learner.clipping(self.method, [p.grad for p in learner.parameters], norm, self.progress)
         rotation = self.rotation(gradient.rows, norm) if self.rotations else None
-        _scale_gradients(learner.parameters, factor)
+        _scale_gradients(learner.parameters, clip.factors)
+        learner.state.norms = clip.averages
         if self.before_optimizer is not None:
-            plain = factor if self.method.sharpness is None else None
+            plain = clip.share if self.method.sharpness is None and self.method.module_clip is None else None
             loss_fn = partial(self._loss, gradient.rows, gradient.pass_index)
             self.before_optimizer(AppliedUpdate(gradient.index, gradient.loss, plain, loss_fn))
         learner.optimizer.step()
@@ -347,7 +393,7 @@ class _Updates:
             norm,
             gradient.norm,
             size,
-            factor,
+            clip.share,
             skipped=False,
             problem=BROKEN if broken else "",
             broken=broken,
@@ -356,7 +402,7 @@ class _Updates:
         )
         described = self._described(made, gradient)
         if gradient.entropy is not None:
-            learner.entropy_control.count(self.method.entropy, gradient.entropy)
+            learner.state.count(self.method.entropy, gradient.entropy)
         return described
 
     def _moving(self, rows: Tensor) -> Tensor:
@@ -374,7 +420,9 @@ class _Updates:
         learner, rollouts, scorer = self.learner, self.rollouts, self.learner.scorer
         mask, dtype = loss_mask(rollouts, self.method)[rows], self.tokens.stats.logp.dtype
         keep = self.plan.keep[rows]
-        normalizer = token_normalizer(self.method, mask, learner.max_new_tokens, keep=keep, dtype=dtype)
+        normalizer = token_normalizer(
+            self.method, mask, learner.max_new_tokens, keep=keep, group=rollouts.group[rows], dtype=dtype
+        )
         position = {int(row): index for index, row in enumerate(rows)}
         prompts = rollouts.group[rows].unique().cpu()
         total = torch.zeros(len(prompts), dtype=torch.float64)
@@ -439,7 +487,9 @@ class _Updates:
         dtype = self.tokens.stats.logp.dtype
         mask = loss_mask(rollouts, self.method)[rows]
         keep = self.plan.keep[rows]
-        normalizer = token_normalizer(self.method, mask, learner.max_new_tokens, keep=keep, dtype=dtype)  # (n, T)
+        normalizer = token_normalizer(
+            self.method, mask, learner.max_new_tokens, keep=keep, group=rollouts.group[rows], dtype=dtype
+        )  # (n, T)
         position = {int(row): i for i, row in enumerate(rows)}
         tokens = UpdateTokens.zeros(mask.shape, dtype)
         total, entropy = 0.0, 0.0
@@ -606,8 +656,11 @@ class _Updates:
         noise = noise_rotation(halves[0], halves[1], len(groups[::2]) / len(groups)) if len(halves) == 2 else math.nan
         own, reference = [p.grad for p in parameters], _added(halves)
         steps = [
-            coming_step(learner.optimizer, parameters, gradient, clip_factor(length, learner.max_grad_norm))
-            for gradient, length in ((own, norm), (reference, total_norm(reference)))
+            coming_step(learner.optimizer, parameters, gradient, learner.clipping(*one, self.progress).factors)
+            for gradient, one in (
+                (own, (self.method, own, norm)),
+                (reference, (self._reference.method, reference, total_norm(reference))),
+            )
         ]
         return UpdateRotation(rotation(own, reference), rotation(*steps), noise, time.perf_counter() - started)
 
@@ -654,11 +707,10 @@ def _problem(loss: float, norm: float) -> str:
     return "the loss is not finite" if not math.isfinite(loss) else "" if math.isfinite(norm) else NO_GRADIENT
 
 
-def _scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
-    if factor != 1.0:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+def _scale_gradients(parameters: Sequence[nn.Parameter], factors: Sequence[float]) -> None:
+    for parameter, factor in zip(parameters, factors, strict=True):
+        if parameter.grad is not None and factor != 1.0:
+            parameter.grad.mul_(factor)
 
 
 def _updates_done(optimizer: torch.optim.AdamW) -> int:

@@ -471,7 +471,7 @@ class _Run:
             self.method.model_dump(mode="json"),
             sorted(self.shown),
             self.scores.get(step),
-            vars(self.learner.entropy_control),
+            vars(self.learner.state),
             self.observers.state(),
         )
         save(self.config, self.policy, self.optimizer, progress, self.proximal, self.observers.surface.vectors)
@@ -484,8 +484,7 @@ class _Run:
         self.shown = set(progress.said)
         self.method = type(self.method).model_validate(without_none_kinds(progress.method))
         self.observers.restore(progress.measuring)
-        control = self.learner.entropy_control
-        control.coef, control.last = (progress.entropy_control.get(name) for name in ("coef", "last"))
+        vars(self.learner.state).update(progress.entropy_control)
         return step_of(checkpoint)
 
 

@@ -75,10 +75,16 @@ def make_case(
     proxy = old + 0.3 * torch.rand(rows, places, generator=other, dtype=torch.float64)  # renormalized: more than π_old
     proxy[torch.rand(rows, places, generator=other) < 0.3] = -torch.inf  # or left out
     tensors["proxy_logp"] = proxy
+    third = torch.Generator().manual_seed(seed + 3)
+    tensors["curvature"] = torch.rand(rows, places, 2, generator=third, dtype=torch.float64) * torch.tensor(
+        [0.03, 2e-4]
+    )
+    tensors["curvature"][..., 0] -= 0.015
     if garbage:  # values outside the mask must never matter
         for value in (*tensors.values(), now, reference, proximal):
+            shape = (int((~mask).sum()), *value.shape[2:])
             value[~mask] = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=torch.float64)[
-                torch.randint(0, 3, (int((~mask).sum()),), generator=g)
+                torch.randint(0, 3, shape, generator=g)
             ]
     form = torch.randint(0, 2, (rows,), generator=g).double() - 0.3
     parts = {"answer": reward - form, "format": form}
@@ -124,6 +130,7 @@ def as_batch(case: Case, *, beta: float = 0.0, choose=None) -> Batch:
         parts={name: part.tolist() for name, part in case.parts.items()},
         collision=step.collision.tolist(),
         proxy=step.proxy_logp.tolist(),
+        curvature=step.curvature.tolist(),
         limit=LIMIT,
         beta=beta,
         progress=step.progress,

@@ -12,6 +12,7 @@ import torch
 from sharpscope.config.method import (
     ClipCovTokens,
     Correction,
+    CurvatureTokens,
     DualClip,
     GeometricCorrection,
     Kl,
@@ -22,7 +23,7 @@ from sharpscope.config.method import (
     SpuriousTokens,
     TruncatedCorrection,
 )
-from sharpscope.config.token_weights import PolarityWeight
+from sharpscope.config.token_weights import PepoWeight, PolarityWeight, StareWeight
 from sharpscope.objective import (
     Method,
     StepTensors,
@@ -45,6 +46,10 @@ TOY = {
     **{name: {"clip": DualClip(low=0.2, high=0.24, bound=1.3)} for name in ("ar", "lopti", "ar-lopti")},
     "stapo": {"tokens": SpuriousTokens(probability=0.5, quantile=0.6)},
     "lp-reg": {"penalty": LpRegPenalty(share=0.5)},
+    "stare": {"weight": StareWeight(share=0.3, M=0.9, target=1.2)},
+    "pepo": {"weight": PepoWeight(window=3)},
+    "dr-capo": {"tokens": CurvatureTokens()},
+    "rein-capo": {"tokens": CurvatureTokens()},
 }
 ORACLES: dict[str, list[Callable[[oracle.Batch], oracle.Dual]]] = {
     "grpo": [oracle.grpo],
@@ -85,6 +90,18 @@ ORACLES: dict[str, list[Callable[[oracle.Batch], oracle.Dual]]] = {
     "otb": [oracle.otb],
     "gdpo": [oracle.gdpo],
     "maxrl": [oracle.maxrl],
+    "wapo": [oracle.wapo],
+    "delight": [oracle.delight],
+    "stare": [lambda b: oracle.stare(b, 0.3, 1.1, 0.9, 1.2)],
+    "rsi-s": [oracle.rsi_s],
+    "pepo": [lambda b: oracle.pepo(b, 3)],
+    "tp-schedule": [oracle.tp_schedule],
+    "forking-schedule": [oracle.forking_schedule],
+    "entropy-schedule": [oracle.entropy_schedule],
+    "capo": [oracle.capo],
+    "dr-capo": [lambda b: oracle.capo(b, adv=oracle.advantages(b, divide=False))],
+    "rein-capo": [lambda b: oracle.capo(b, adv=oracle.leave_one_out(b), clipped=False)],
+    "aggc": [oracle.grpo],
 }
 
 
@@ -94,7 +111,7 @@ def test_every_named_method_has_an_oracle():
 
 def compare(method: Method, case: Case, expected: oracle.Dual, pass_index: int, seed: int) -> None:
     plan = prepare(method, case.step, torch.Generator().manual_seed(seed))
-    normalizer = token_normalizer(method, case.mask, LIMIT, keep=plan.keep, dtype=torch.float64)
+    normalizer = token_normalizer(method, case.mask, LIMIT, keep=plan.keep, group=case.step.group, dtype=torch.float64)
     logp = case.now.clone().requires_grad_()
     out = policy_loss(
         method,

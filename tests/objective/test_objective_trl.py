@@ -23,8 +23,8 @@ from sharpscope.config.method import (
     TruncatedCorrection,
 )
 from sharpscope.objective import (
-    EntropyControl,
     Method,
+    MethodState,
     StepTensors,
     entropy_bonus,
     estimate_advantages,
@@ -207,7 +207,7 @@ def our_loss(method: Method, model: torch.nn.Module, batch: dict[str, Tensor], s
     plan = prepare(method, step)
     loss = policy_loss(method, plan, now, normalizer, reference_logp=reference).loss
     if method.entropy is not None:
-        loss = loss - entropy_bonus(EntropyControl().applied(method.entropy), plan, entropy, int(mask.sum()))
+        loss = loss - entropy_bonus(MethodState().applied(method.entropy), plan, entropy, int(mask.sum()))
     inputs = {k: batch[k] for k in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")} | {
         "advantages": advantage,
         "old_per_token_logps": behavior,
@@ -426,7 +426,7 @@ def test_adaptive_entropy_is_trls(batch: dict[str, Tensor], tmp_path: Path):
     spec = trl_method(trainer, None)[0].entropy
     assert spec == AdaptiveEntropyBonus(initial=0.01, target=2.5, step=0.02, low=0.005, high=0.04)
     method = named_method("bnpo").model_copy(update={"entropy": spec})
-    control, mask, applied = EntropyControl(), batch["completion_mask"], []
+    control, mask, applied = MethodState(), batch["completion_mask"], []
     kept = [p.detach().clone() for p in model.parameters()]
     for scale in (4.0, 4.0, 4.0, 1.0, 1.0, 4.0, 4.0):  # larger weights, lower entropy
         with torch.no_grad():

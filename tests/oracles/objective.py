@@ -92,6 +92,7 @@ class Batch:
     progress: float = 0.0
     parts: dict[str, list[float]] = field(default_factory=dict)  # of the reward
     collision: list[list[float]] = field(default_factory=list)
+    curvature: list[list[list[float]]] = field(default_factory=list)  # m_H and m_F
     proxy: list[list[float]] = field(
         default_factory=list
     )  # under the filtered policy, −inf where it leaves a token out
@@ -614,3 +615,119 @@ def maxrl(b: Batch) -> Dual:
     """Answers with a reward above the lower median are correct."""
     middle = sorted(b.reward)[(len(b.reward) - 1) // 2]
     return with_advantages(b, mean_scaled(b, [float(r > middle) for r in b.reward]), "token")
+
+
+# -- 2026 --------------------------------------------------------------------------------------------------------------
+
+
+def kept_loss(b: Batch, objective, keep: dict, how: str = "token") -> Dual:
+    """−Σ objective over the kept tokens / their number (or mean by completion first), + β·Σ k3 over all tokens / the same."""
+    loss, rows = Dual(0.0), len(b.mask)
+    for i, t in b.tokens():
+        count = sum(keep[i, s] for s in b.row(i)) if how == "sequence" else sum(keep.values())
+        c = 1 / max(count, 1) / (rows if how == "sequence" else 1)
+        if keep[i, t]:
+            loss = loss - c * as_dual(objective(i, t))
+        if b.beta:
+            loss = loss + c * b.beta * k3(b, i, t)
+    return loss
+
+
+def wapo(b: Batch) -> Dual:
+    """Groups with a positive completion: Σ over them of min(π/μ, 10)·A / (completions · limit), mean over such groups."""
+    adv = advantages(b, divide=False)
+    groups = {g for g, a in zip(b.group, adv, strict=True) if a > 0}
+    loss = Dual(0.0)
+    for i, t in b.tokens():
+        c = 1 / (b.group.count(b.group[i]) * b.limit * max(len(groups), 1))
+        r = (b.now[i][t] - b.sampler[i][t]).exp()
+        if adv[i] > 0:
+            loss = loss - c * minimum(r * adv[i], as_dual(10.0 * adv[i]))
+        if b.beta:
+            loss = loss + c * b.beta * k3(b, i, t)
+    return loss
+
+
+def delight(b: Batch) -> Dual:
+    adv = advantages(b, divide=False)
+
+    def objective(i, t):
+        surprise = -b.now[i][t].value
+        return adv[i] / (1 + math.exp(-adv[i] * surprise)) * b.now[i][t]
+
+    return total(b, objective, how="token")
+
+
+def stare(b: Batch, share: float, high: float, low: float, target: float) -> Dual:
+    adv, weight = advantages(b), dict.fromkeys(b.tokens(), 1.0)
+    if sum(b.entropy[i][t] for i, t in weight) / len(weight) < target:
+        for sign, value in ((1, high), (-1, low)):
+            ranked = sorted((b.old[i][t], i, t) for i, t in weight if sign * adv[i] > 0)
+            for _, i, t in ranked[: max(math.ceil(share * len(ranked) - 1e-9), 1)]:
+                weight[i, t] = value
+    return total(b, lambda i, t: weight[i, t] * dual_ppo(ratio(b, i, t), adv[i], 0.2, 0.2, 3.0), how="token")
+
+
+def rsi_s(b: Batch) -> Dual:
+    adv = advantages(b)
+    keep = {(i, t): 0.5 <= -b.old[i][t] / (b.entropy[i][t] + 1e-8) <= 2.0 for i, t in b.tokens()}
+    return kept_loss(b, lambda i, t: ppo(ratio(b, i, t), adv[i]), keep)
+
+
+def pepo_weights(b: Batch, window: int) -> dict:
+    adv, weight = advantages(b), dict.fromkeys(b.tokens(), 1.0)
+    for i in range(len(b.mask)):
+        h = [math.exp(b.entropy[i][t]) for t in b.row(i)]
+        e = [x / sum(h[max(0, k - window // 2) : k + window // 2 + 1]) for k, x in enumerate(h)]
+        if adv[i] > 0:
+            weight |= {(i, t): len(e) * x / sum(e) for t, x in zip(b.row(i), e, strict=True)}
+    return weight
+
+
+def pepo(b: Batch, window: int) -> Dual:
+    adv, weight = advantages(b), pepo_weights(b, window)
+    return total(b, lambda i, t: weight[i, t] * ppo(ratio(b, i, t), adv[i], 0.2, 0.28), how="token")
+
+
+def fading(b: Batch) -> float:
+    return 0.99 * (1 - min(b.progress / 0.8, 1.0))
+
+
+def tp_schedule(b: Batch) -> Dual:
+    adv, keep = advantages(b), {}
+    for i in range(len(b.mask)):
+        left_out = min(math.floor(fading(b) * len(b.row(i)) + 1e-9), len(b.row(i)) - 1)
+        keep |= {(i, t): place >= left_out for place, t in enumerate(b.row(i))}
+    return kept_loss(b, lambda i, t: ppo(ratio(b, i, t), adv[i], 0.2, 0.28), keep)
+
+
+def forking_schedule(b: Batch) -> Dual:
+    adv, keep = advantages(b), {}
+    for i in range(len(b.mask)):
+        count = math.ceil((1 - fading(b)) * len(b.row(i)) - 1e-9)
+        ranked = sorted(b.row(i), key=lambda t, i=i: -b.entropy[i][t])
+        keep |= {(i, t): t in ranked[:count] for t in ranked}
+    return kept_loss(b, lambda i, t: ppo(ratio(b, i, t), adv[i], 0.2, 0.28), keep)
+
+
+def entropy_schedule(b: Batch) -> Dual:
+    """With another advantage instead of a weight."""
+    adv = advantages(b)
+
+    def shaped(i, t):
+        return adv[i] + fading(b) * min(0.4 * b.entropy[i][t], abs(adv[i]) / 2)
+
+    return total(b, lambda i, t: ppo(ratio(b, i, t), shaped(i, t), 0.2, 0.28), how="token")
+
+
+def capo(b: Batch, objective_bound: float = 0.01, kl_bound: float = 1e-4, adv=None, clipped: bool = True) -> Dual:
+    adv = advantages(b) if adv is None else adv
+    keep = {}
+    for i, t in b.tokens():
+        m_h, m_f = b.curvature[i][t]
+        keep[i, t] = -objective_bound < m_h < objective_bound and m_f < kl_bound
+
+    def objective(i, t):
+        return ppo(ratio(b, i, t), adv[i]) if clipped else ratio(b, i, t) * adv[i]
+
+    return kept_loss(b, objective, keep, "sequence")

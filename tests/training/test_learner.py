@@ -571,7 +571,7 @@ def test_the_adaptive_bonus_follows_the_entropy(world):
         coef = min(coef + 0.3, 0.6) if update.entropy <= spec.target else max(coef - 0.3, 0.05)
         last = update.entropy
     assert applied[0] == 0.0 and max(applied) == 0.6  # what it is for: applied, up to its bound
-    assert vars(observed.entropy_control) == {"coef": coef, "last": last}
+    assert (observed.state.coef, observed.state.last) == (coef, last)
     table = pd.DataFrame(update_columns(1, learn(observed, drawn, method).updates))
     assert table["entropy"].notna().all()
 

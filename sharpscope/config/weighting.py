@@ -1,0 +1,271 @@
+"""Base of the token weights: what a weighting declares and computes, and functions of the user's own by name.
+
+Importing this module does not import torch: formulas get the array namespace `xp`, which is `torch` in training and may be
+a NumPy namespace with `exp`, `log`, `expm1` and `sigmoid` where a curve is drawn.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pydantic import model_validator
+
+from sharpscope.config.base import Part
+from sharpscope.errors import NonFiniteError, UserError, nearest
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+#: Constants published for GRPO-SG (arXiv 2511.00066): w = clip(alpha·[sigmoid(u/tau) − mu], L, U).
+PAPER_SIGMOID: dict[str, float] = {"alpha": 2.0, "tau": 9.0, "mu": 0.25, "L": 1.0, "U": 1.4, "u0": 0.0}
+SMALLEST_COMPLEMENT = 2.0**-24
+"""Smallest 1 − π that log-odds resolve: the resolution of float32 log-probabilities."""
+
+
+# -- functions of the user's own ---------------------------------------------------------------------------------------
+
+WeightFunction = Callable[..., "Tensor"]
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A function (StepTensors, **arguments) → weights (N, T), and its declared properties."""
+
+    function: WeightFunction
+    pointwise: bool = False
+    bounds: tuple[float, float] | None = None
+
+
+_REGISTRY: dict[str, Registered] = {}
+
+
+def register_token_weight(
+    name: str, *, pointwise: bool = False, bounds: tuple[float, float] | None = None
+) -> Callable[[WeightFunction], WeightFunction]:
+    """Decorator that makes `function(step, **arguments) -> weights (N, T)` available as `{kind: custom, function: name}`.
+
+    Args:
+        name: without a colon.
+        pointwise: a token's weight depends on the statistics of that token only (no batch statistics, no randomness).
+        bounds: (L, U) with L ≤ w ≤ U; checked. The control `reverse` and the saturation need them.
+
+    Raises:
+        UserError: the name holds a colon or is taken by another function, or the bounds are not 0 ≤ L < U.
+
+    Examples:
+        >>> import torch
+        >>> import sharpscope
+        >>> @sharpscope.register_token_weight("one_minus_p", pointwise=True)
+        ... def one_minus_p(step):
+        ...     return 1 - step.logp.exp()
+        >>> from types import SimpleNamespace
+        >>> one_minus_p(SimpleNamespace(logp=torch.tensor([[0.5, 0.25]]).log()))
+        tensor([[0.5000, 0.7500]])
+    """
+    if ":" in name:
+        raise UserError(f"register_token_weight name {name!r}: leave out the colon, it marks an import path")
+    if bounds is not None and not 0 <= bounds[0] < bounds[1]:
+        raise UserError(f"register_token_weight {name!r}: bounds {bounds} must satisfy 0 <= L < U")
+
+    def decorate(function: WeightFunction) -> WeightFunction:
+        known = _REGISTRY.get(name)
+        if known is not None and _origin(known.function) != _origin(function):
+            taken = ":".join(_origin(known.function))
+            raise UserError(f"register_token_weight {name!r}: already taken by {taken}; choose another name")
+        _REGISTRY[name] = Registered(function, pointwise, bounds)
+        return function
+
+    return decorate
+
+
+def _origin(function: Any) -> tuple[str, str]:
+    return (getattr(function, "__module__", "?"), getattr(function, "__qualname__", repr(function)))
+
+
+def find_token_weight(name: str) -> Registered:
+    """The registered function called `name`, or the one at the import path `package.module:function`.
+
+    The module is looked for as Python does, and then in the working directory.
+
+    Raises:
+        UserError: no such name, module or function, or it cannot be called.
+    """
+    if name in _REGISTRY:
+        return _REGISTRY[name]
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not module_name or not attribute:
+        known = nearest(name, _REGISTRY) if _REGISTRY else ""
+        raise UserError(f"weight function {name!r}: neither registered nor `package.module:function`{known}")
+    function = getattr(_module(name, module_name), attribute, None)
+    if not callable(function):
+        raise UserError(f"weight function {name!r}: module {module_name!r} has no function {attribute!r}")
+    # A decorated function that is named by its path keeps what the decorator declares.
+    return next((known for known in _REGISTRY.values() if known.function is function), Registered(function))
+
+
+def _module(name: str, module_name: str) -> ModuleType:
+    here = str(Path.cwd())
+    added = here not in sys.path
+    if added:  # an installed console script does not look where it is started
+        sys.path.append(here)
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:  # whatever a user's module raises while it is imported
+        text = f"importing {module_name!r} failed with {type(error).__name__}: {error}; check the path and the module"
+        raise UserError(f"weight function {name!r}: {text}") from error
+    finally:
+        if added:
+            sys.path.remove(here)
+
+
+# -- base --------------------------------------------------------------------------------------------------------------
+
+
+class Weighting(Part):
+    """Base of the token weights. A subclass has a `kind`, and `at_statistic` or `weights`."""
+
+    statistic: ClassVar[str | None] = None
+    """The one statistic that the weight is a function of: logit, log_odds, logp, prob or entropy; else None."""
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether a token's weight depends on the statistics of that token only, without batch statistics or randomness."""
+        return self.statistic is not None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the weight has `bounds`."""
+        return "L" in type(self).model_fields
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """[L, U] that contains every weight, or None. Schedules must be resolved (`at`)."""
+        return (number(self._published("L")), number(self._published("U"))) if self.bounded else None
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether a constant is empty that a preset or the first step fills in."""
+        return False
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether the calibration needs a step in which some token carries a gradient."""
+        return False
+
+    def with_preset(self, old: str, new: str) -> Self:
+        """The same weighting, also inside controls, with preset `new` where it has preset `old`."""
+        return self
+
+    @property
+    def moves(self) -> bool:
+        """Whether the weighting changes from step to step by `moved`."""
+        return False
+
+    def moved(self, entropy: float) -> Self:
+        """The weighting of a step with this mean entropy [nats], after that of the step before."""
+        return self
+
+    def at_statistic(self, u: Any, xp: Any) -> Any:
+        """Weights at values `u` of the statistic, in its shape.
+
+        Raises:
+            ValueError: the weight is not a function of one statistic, or a constant is not a number yet.
+        """
+        raise ValueError(f"{type(self).__name__} is not a function of one statistic of a token")
+
+    def calibrated(self, step: Any, xp: Any) -> Self:
+        """The weighting with every constant filled in from a step (`StepTensors`); given constants are kept."""
+        return self
+
+    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+        """Weights (N, T) of a step (`StepTensors`), anything outside the loss tokens; schedules must be resolved."""
+        return self.at_statistic(statistic_values(self, step, xp), xp)
+
+    def evaluate(self, step: Any, xp: Any, generator: Generator | None = None) -> Tensor:
+        """`weights`, checked, in the dtype of `step.logp`; 0 outside the loss tokens.
+
+        Raises:
+            UserError: a weight is negative, or a custom function fails.
+            NonFiniteError: a weight is not finite.
+        """
+        mask = step.mask.bool()
+        weight = self.weights(step, xp, generator) if bool(mask.any()) else xp.zeros_like(step.logp)
+        inside = weight[mask]
+        if not bool(xp.isfinite(inside).all()):
+            raise NonFiniteError(f"method.weight: {self.title} gives weights that are not finite; check its constants")
+        if bool((inside < 0).any()):
+            least = float(inside.min())
+            raise UserError(f"method.weight: {self.title} gives negative weights ({least:.4g}); weights must be ≥ 0")
+        return xp.where(mask, weight, 0.0).to(step.logp.dtype)
+
+    @property
+    def title(self) -> str:
+        """Name in messages."""
+        return f"weighting {getattr(self, 'kind', type(self).__name__)!r}"
+
+    def _published(self, name: str) -> Any:
+        value = getattr(self, name)
+        return PAPER_SIGMOID[name] if value is None else value
+
+    @model_validator(mode="after")
+    def _bounds_ordered(self) -> Self:
+        if "L" in type(self).model_fields:
+            low, high = self._published("L"), self._published("U")
+            if isinstance(low, float) and isinstance(high, float) and low >= high:
+                raise ValueError(f"L = {low} must be below U = {high}")
+        return self
+
+
+def statistic_values(weight: Weighting, tokens: Any, xp: Any) -> Any:
+    """The statistic that `weight` is a function of, in the shape of `tokens.logp`, `.logit` and `.entropy`.
+
+    Raises:
+        ValueError: it is not a function of one statistic.
+    """
+    match weight.statistic:
+        case None:
+            raise ValueError(f"{type(weight).__name__} is not a function of one statistic of a token")
+        case "log_odds":
+            return tokens.logp - xp.log((-xp.expm1(tokens.logp)).clip(min=SMALLEST_COMPLEMENT))
+        case "prob":
+            return xp.exp(tokens.logp)
+        case name:
+            return getattr(tokens, name)
+
+
+def percentile(value: Tensor, mask: Tensor, q: float, mass: Tensor | None = None) -> float:
+    """The `q`-th percentile (0..100) of `value` (N, T) over the mask, computed in float64.
+
+    Without `mass` values are interpolated linearly. With `mass` (N, T) ≥ 0 it is the smallest value whose tokens, with
+    those below it, have at least q % of the mass.
+    """
+    if mass is None:
+        import numpy as np
+
+        return float(np.percentile(value[mask].detach().double().cpu().numpy(), q))
+    values, order = value[mask].detach().double().sort()
+    below = mass[mask].detach().double()[order].cumsum(0)
+    index = int((below < below[-1] * (q / 100)).sum())
+    return float(values[min(index, len(values) - 1)])
+
+
+def number(value: object) -> float:
+    """A constant that is filled in and no schedule, as a float."""
+    if not isinstance(value, int | float):
+        raise ValueError(f"a constant is still {value!r}: call calibrate() and .at(progress) first")
+    return float(value)
+
+
+def top_tokens(value: Tensor, mask: Tensor, *, count: int) -> Tensor:
+    """(N, T) bool: the `count` loss tokens with the largest value, and all that tie with the last of them."""
+    inside = value[mask]
+    if inside.numel() == 0:
+        return mask
+    count = min(max(count, 1), inside.numel())
+    return mask & (value >= inside.topk(count).values.min())

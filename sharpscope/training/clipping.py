@@ -1,0 +1,71 @@
+"""Clipping of an update's gradient: by the norms of module types, and by the global norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from sharpscope.config.method import ModuleClip
+from sharpscope.recording.norms import clip_factor, norms
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """What clipping does to a gradient.
+
+    Attributes:
+        factors: what each parameter's gradient is multiplied by.
+        share: norm after clipping divided by the norm before; 1 for a gradient of 0.
+        averages: moving average of each module type's norm after this gradient; empty without a clip by module.
+    """
+
+    factors: list[float]
+    share: float
+    averages: dict[str, float] = field(default_factory=dict)
+
+
+def module_types(model: nn.Module) -> dict[int, str]:
+    """Module type of each trainable parameter by its identity: the last part of its module's name, without an adapter's parts.
+
+    `model.layers.3.mlp.down_proj.weight` and `….down_proj.lora_A.default.weight` are of type `down_proj`.
+    """
+    made = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".lora_")[0].split(".")
+        if len(parts) > 1 and parts[-1] in ("weight", "bias"):
+            parts.pop()
+        if parameter.requires_grad:
+            made[id(parameter)] = parts[-1]
+    return made
+
+
+def clipping(
+    pairs: Sequence[tuple[Tensor, Tensor | None]],
+    norm: float,
+    limit: float | None,
+    spec: ModuleClip | None,
+    types: Mapping[int, str],
+    averages: Mapping[str, float],
+) -> Clipping:
+    """The clip of a gradient with global norm `norm`.
+
+    Args:
+        pairs: parameters and their gradients; of sharded ones every process calls this.
+        norm: the global norm of these gradients.
+        limit: largest global norm, applied after the clip by module; None: none.
+        spec: the clip by module, its schedules resolved; None: none.
+        types: as `module_types` returns it.
+        averages: of the norms so far, by module type.
+    """
+    if spec is None or not (norm > 0 and math.isfinite(norm)):
+        factor = clip_factor(norm, limit)
+        return Clipping([factor] * len(pairs), factor, dict(averages))
+    found = norms(pairs, types).layers
+    by_type = {kind: spec.scaled(size, averages.get(kind)) for kind, size in found.items()}
+    scaled = math.sqrt(sum((by_type[kind][0] * size) ** 2 for kind, size in found.items()))
+    factor = clip_factor(scaled, limit)
+    factors = [factor * by_type[types[id(parameter)]][0] for parameter, _ in pairs]
+    return Clipping(factors, factor * scaled / norm, {kind: average for kind, (_, average) in by_type.items()})
