@@ -17,7 +17,7 @@ ALIASES = {"__version__", "record"}
 @pytest.fixture
 def unregistered(monkeypatch):
     """Forgets the tasks and weights that an example registers."""
-    for module in (sharpscope.config.token_weights, sharpscope.tasks.custom):
+    for module in (sharpscope.config.weighting, sharpscope.tasks.custom):
         monkeypatch.setattr(module, "_REGISTRY", dict(module._REGISTRY))
 
 

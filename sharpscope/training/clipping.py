@@ -66,6 +66,8 @@ def clipping(
     found = norms(pairs, types).layers
     by_type = {kind: spec.scaled(size, averages.get(kind)) for kind, size in found.items()}
     scaled = math.sqrt(sum((by_type[kind][0] * size) ** 2 for kind, size in found.items()))
+    if all(scale == 1.0 for scale, _ in by_type.values()):
+        scaled = norm  # without the rounding of the sum
     factor = clip_factor(scaled, limit)
     factors = [factor * by_type[types[id(parameter)]][0] for parameter, _ in pairs]
     return Clipping(factors, factor * scaled / norm, {kind: average for kind, (_, average) in by_type.items()})

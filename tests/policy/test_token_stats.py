@@ -13,7 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sharpscope.policy.token_stats as module
 from sharpscope.policy.forward import score_completions
 from sharpscope.policy.head import Head
-from sharpscope.policy.token_stats import STAT_NAMES, flat_logp, flat_proxy, flat_stats, logit_stats, token_stats
+from sharpscope.policy.token_stats import (
+    STAT_NAMES,
+    Moments,
+    flat_curvature,
+    flat_logp,
+    flat_proxy,
+    flat_stats,
+    logit_stats,
+    token_stats,
+)
 from tests.models import tiny_model
 from tests.oracles.token_stats import token_statistics
 from tests.policy.helpers import rows, weighted
@@ -190,6 +199,49 @@ def test_the_filtered_policy_by_its_definition(temperature, monkeypatch):
         wanted = math.log(p[y] / kept) if p[y] >= 0.05 * max(p) else -math.inf
         assert float(found[row]) == (wanted if wanted == -math.inf else pytest.approx(wanted, abs=1e-12))
     assert torch.isinf(found).any() and torch.isfinite(found).sum() >= 3
+
+
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("top", [23, 4])
+def test_curvature_by_autograd_and_a_step_of_adam_itself(top, warm, monkeypatch):
+    """g from autograd, G from torch's AdamW on a copy with the same state, the quadratic form with a dense F."""
+    monkeypatch.setattr(module, "LOGIT_BYTES", {"cpu": 23 * 8 * 4, "cuda": 23 * 8 * 4})
+    g = torch.Generator().manual_seed(5)
+    hidden, start = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((9, 6), (23, 6)))
+    targets, advantage = torch.randint(0, 23, (9,), generator=g), torch.randn(9, generator=g, dtype=torch.float64)
+    temperature, lr = 0.8, 0.3
+    weight = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.AdamW([weight], lr=1e-3, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-6)
+    for _ in range(3 * warm):
+        weight.grad = torch.randn(23, 6, generator=g, dtype=torch.float64)
+        optimizer.step()
+    state, moments = optimizer.state.get(weight), None
+    if warm:
+        moments = Moments(state["exp_avg"], state["exp_avg_sq"], int(state["step"]), (0.9, 0.99), 1e-6)
+    head = Head(weight.detach().clone(), None)
+    found = flat_curvature(hidden, head, targets, temperature, advantage=advantage, top=top, lr=lr, moments=moments)
+    for row, y in enumerate(targets.tolist()):
+        copied = torch.nn.Parameter(weight.detach().clone())
+        z = copied @ hidden[row] / temperature
+        (advantage[row] * z.log_softmax(0)[y]).backward()
+        p = z.detach().softmax(0)
+        rest = [v for v in p.argsort(descending=True).tolist() if v != y][: top - 1]
+        chosen = torch.zeros(23, dtype=torch.bool)
+        chosen[[y, *rest]] = True
+        gradient = copied.grad * chosen[:, None]
+        G = gradient
+        if warm:
+            other = torch.optim.AdamW([copied], lr=1.0, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-6)
+            other.state[copied] = {name: value.clone() for name, value in state.items()}
+            before, copied.grad = copied.detach().clone(), -gradient  # it minimizes
+            other.step()
+            G = (copied.detach() - before) * chosen[:, None]
+        u = G @ hidden[row] / temperature
+        v = (torch.arange(23) == y).double() - p
+        F = torch.diag(p * chosen) - torch.outer(p * chosen, p * chosen)
+        vu = (v * u).sum()
+        m_h = lr * (gradient * G).sum() + lr**2 / 2 * advantage[row] * (vu**2 - u @ F @ u)
+        torch.testing.assert_close(found[row], torch.stack([m_h, lr**2 / 2 * vu**2]), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
+from sharpscope import distributed
 from sharpscope.config.method import (
     AdaptiveEntropyBonus,
     FixedEntropyBonus,
@@ -20,6 +21,7 @@ from sharpscope.config.method import (
     TruncatedCorrection,
 )
 from sharpscope.config.training import OptimizerSpec
+from sharpscope.errors import UserError
 from sharpscope.objective import Method, named_method, policy_loss
 from sharpscope.policy import load_policy
 from sharpscope.policy.rollouts import join_rollouts
@@ -31,6 +33,7 @@ from sharpscope.training import learner
 from sharpscope.training.learner import Learner
 from sharpscope.training.rollouts import DataOrder, draw_rollouts
 from sharpscope.training.setup import build_optimizer
+from tests.launched import run_ranks
 from tests.oracles.objective import percentile
 
 
@@ -79,7 +82,25 @@ def gradient(policy, drawn, method="grpo", **changes):
     return found, learned
 
 
-@pytest.mark.parametrize("method", ["grpo", "grpo-sg", "tr-grpo", "dapo", "gspo", "cov-grpo", "high-entropy"])
+NEW = ["wapo", "delight", "stare", "rsi-s", "pepo", "tp-schedule", "forking-schedule", "entropy-schedule", "capo"]
+"""Methods of 2026 whose update depends on its tokens; `aggc` is tested by itself."""
+
+
+def warmed(observed: Learner, seed=0) -> Learner:
+    """With moments in the optimizer, as after one update."""
+    g = torch.Generator().manual_seed(seed)
+    for parameter in observed.parameters:
+        parameter.grad = 1e-3 * torch.randn(parameter.shape, generator=g, dtype=parameter.dtype)
+    kept = [p.detach().clone() for p in observed.parameters]
+    observed.optimizer.step()
+    with torch.no_grad():
+        for parameter, value in zip(observed.parameters, kept, strict=True):
+            parameter.copy_(value)
+            parameter.grad = None
+    return observed
+
+
+@pytest.mark.parametrize("method", ["grpo", "grpo-sg", "tr-grpo", "dapo", "gspo", "cov-grpo", "high-entropy", *NEW])
 def test_gradient_does_not_depend_on_microbatches_or_shared_prompts(world, method):
     policy, drawn = world
     reference, learned = gradient(policy, drawn, method)
@@ -643,3 +664,136 @@ def test_the_coefficient_splits_into_policy_kl_and_entropy_terms(world):
     expected = scale * -torch.expm1(tokens.ref_logp - tokens.stats.logp)[mask]
     torch.testing.assert_close(tokens.kl_coef[mask], expected, rtol=1e-6, atol=1e-9)
     np.testing.assert_allclose(tokens.entropy_coef[mask].numpy(), -0.02 / int(mask.sum()), rtol=1e-12)
+
+
+def sampled(drawn):
+    """The rollouts with log-probabilities of a sampler that differs from the policy."""
+    logp = drawn.rollouts.behavior_logp
+    noise = 0.1 * torch.randn(logp.shape, generator=torch.Generator().manual_seed(1), dtype=logp.dtype)
+    return replace(drawn, rollouts=replace(drawn.rollouts, behavior_logp=logp + noise))
+
+
+@pytest.mark.parametrize("name", ["rsi-s", "tp-schedule", "wapo"])
+def test_truncated_completions_can_be_masked_where_the_selection_divides(world, name):
+    """They are in no count: the gradient is that of the other tokens by their own number, or of the group at its full size."""
+    policy, drawn = world
+    drawn = sampled(drawn)
+    cut = torch.arange(len(drawn.rollouts)) % 3 == 1
+    masked = replace(drawn, rollouts=replace(drawn.rollouts, truncated=cut))
+    found, learned = gradient(policy, masked, named_method(name).model_copy(update={"truncated": "mask"}))
+    rest = replace(drawn, rollouts=drawn.rollouts.rows(~cut), advantage=drawn.advantage[~cut])
+    alone, _ = gradient(policy, rest, name)
+    if name != "wapo":
+        torch.testing.assert_close(found[0], alone[0], rtol=1e-4, atol=1e-6 * float(alone[0].abs().max()))
+    else:  # −A·r/(completions of the group · limit · groups with a positive token)
+        rollouts, adv = drawn.rollouts, drawn.advantage
+        mask = rollouts.completion_mask.bool() & ~cut[:, None]
+        active = {int(g) for g, row, a in zip(rollouts.group, mask, adv, strict=True) if a > 0 and row.any()}
+        ratio = (learned.tokens.stats.logp - rollouts.behavior_logp).exp()
+        for i, t in mask.nonzero().tolist():
+            size = int((rollouts.group == rollouts.group[i]).sum())
+            wanted = -float(adv[i].clamp(min=0) * ratio[i, t]) / (size * 8 * len(active)) if ratio[i, t] < 10 else 0.0
+            assert float(learned.tokens.loss_coef[i, t]) == pytest.approx(wanted, rel=1e-9, abs=1e-15)
+    assert not learned.tokens.loss_coef[cut].any()
+
+
+def test_capo_rejects_by_the_optimizers_own_moments_and_the_rest_divide(world):
+    """Thresholds at the medians of m_H and m_F; with them out of reach it is GRPO, and a layer that is not trained is an error."""
+    policy, drawn = world
+    method, mask = named_method("capo"), drawn.rollouts.completion_mask.bool()
+    observed = warmed(learner_of(policy))
+    values = observed.curvature(drawn.rollouts, drawn.advantage, method.tokens)
+    moving = mask & (drawn.advantage != 0)[:, None]
+    assert (values[moving][:, 1] > 0).all() and not values[mask & ~moving][:, 1].any()
+    bounds = values[moving].median(0).values.tolist()
+    tokens = method.tokens.model_copy(update={"max_objective": bounds[0], "max_kl": bounds[1]})
+    learned = learn(observed, drawn, method.model_copy(update={"tokens": tokens}))
+    keep = mask & (values[..., 0].abs() < bounds[0]) & (values[..., 1] < bounds[1])
+    wanted = -drawn.advantage[:, None] * keep / keep.sum(1, keepdim=True).clamp(min=1) / len(mask)
+    torch.testing.assert_close(learned.tokens.loss_coef, wanted, rtol=1e-9, atol=1e-15)
+    assert 0.1 < float(keep[moving].double().mean()) < 0.9
+    far = method.tokens.model_copy(update={"max_objective": 1e9, "max_kl": 1e9})
+    free, _ = gradient(policy, drawn, method.model_copy(update={"tokens": far}))
+    torch.testing.assert_close(free[0], gradient(policy, drawn)[0][0])
+    head = policy.model.get_output_embeddings().weight
+    for group in observed.optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p is not head]
+    with pytest.raises(UserError, match="output layer is not trained"):
+        observed.curvature(drawn.rollouts, drawn.advantage, method.tokens)
+
+
+def test_the_clip_by_module_bounds_a_spike_where_it_is(world):
+    """Two updates: the first sets the averages, the second has one module's gradient ten times as large; by hand."""
+    policy, drawn = world
+    method = named_method("aggc")
+    observed = learner_of(policy, max_grad_norm=None)
+    first = learn(observed, drawn, method)
+    assert first.updates[0].clip_factor == 1.0
+    averages = dict(observed.state.norms)
+    names = {id(p): name for name, p in policy.model.named_parameters()}
+    spiked = [p for p in observed.parameters if "down_proj" in names[id(p)]]
+    hooks = [p.register_hook(lambda g: 10.0 * g) for p in spiked]
+    before, after = {}, {}
+    original = learner._scale_gradients
+
+    def watched(parameters, factors):
+        before.update({id(p): p.grad.clone() for p in parameters})
+        original(parameters, factors)
+        after.update({id(p): p.grad.clone() for p in parameters})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learner, "_scale_gradients", watched)
+        second = learn(observed, drawn, method)
+    for hook in hooks:
+        hook.remove()
+    groups = {}
+    for parameter in observed.parameters:
+        groups.setdefault(names[id(parameter)].split(".")[-2], []).append(id(parameter))
+    assert set(groups) == set(averages) and len(groups) > 5
+    squares = 0.0
+    for kind, members in groups.items():
+        norm = math.sqrt(sum(float(before[i].square().sum()) for i in members))
+        factor = min(1.0, 2.0 * averages[kind] / norm)
+        for i in members:
+            torch.testing.assert_close(after[i], factor * before[i])
+        squares += (factor * norm) ** 2
+        assert observed.state.norms[kind] == pytest.approx(0.95 * averages[kind] + 0.05 * factor * norm)
+        assert (factor < 0.9) == (kind == "down_proj")
+    whole = math.sqrt(sum(float(g.square().sum()) for g in before.values()))
+    assert second.updates[0].clip_factor == pytest.approx(math.sqrt(squares) / whole)
+
+
+def gradients_of(path, target):
+    """Gradient and coefficients of the first update of each new method, from a saved world; run by every process."""
+    policy, drawn = torch.load(path, weights_only=False)
+    found = {}
+    for name in [*NEW, "aggc"]:
+        observed = warmed(learner_of(policy, microbatch_tokens=64, max_grad_norm=1e-3))
+        observed.state.norms = dict.fromkeys(observed._module_types.values(), 1e-4)
+        kept = [p.detach().clone() for p in observed.parameters]
+        learned = learn(observed, drawn, name)
+        moved = torch.cat([(p.detach() - k).flatten() for p, k in zip(observed.parameters, kept, strict=True)])
+        found[name] = moved, learned.tokens.loss_coef, observed.state.norms
+        with torch.no_grad():
+            for parameter, value in zip(observed.parameters, kept, strict=True):
+                parameter.copy_(value)
+    if distributed.is_rank_zero():
+        torch.save(found, target)
+
+
+def in_a_group(path, target):
+    distributed.start("cpu")
+    gradients_of(path, target)
+
+
+def test_two_processes_make_the_update_of_one(world, tmp_path):
+    policy, drawn = world
+    torch.save((policy, sampled(drawn)), tmp_path / "world")
+    gradients_of(tmp_path / "world", tmp_path / "one")
+    run_ranks(tmp_path, in_a_group, tmp_path / "world", tmp_path / "two")
+    one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
+    for name in one:
+        for first, second in zip(one[name][:2], two[name][:2], strict=True):
+            torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6 * float(first.abs().max()), msg=name)
+        assert one[name][2] == pytest.approx(two[name][2], rel=1e-6)
+        assert float(one[name][0].abs().max()) > 0
