@@ -188,5 +188,5 @@ def planned(configs: Mapping[str, Mapping[str, Any]], terms: Terms, baseline: st
                 "C7, C10, C14: no greedy evaluation; set evaluation.temperatures to [0, 1] and evaluation.every"
             )
         if "expected_failure" not in (probes.get("functionals") or ()):
-            lines.append("C4, C5, C6: no sharpness of expected_failure; add it to probes.functionals")
+            lines.append("C4, C6: no sharpness of expected_failure; add it to probes.functionals")
     return lines

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sharpscope.analysis.claims import accuracy, bound, entropy, gap, gradients, oscillator, sharpness, tokens
+from sharpscope.analysis.claims import accuracy, entropy, gap, gradients, sharpness, tokens
 from sharpscope.analysis.claims.base import Claim, Verdict, decide
 from sharpscope.analysis.claims.checks import CHECKS, Check
 from sharpscope.analysis.study import DEFAULT, Study, Terms
@@ -21,13 +21,11 @@ CLAIMS: dict[str, Claim] = {
         tokens.C2,
         tokens.C3,
         sharpness.C4,
-        bound.C5,
         gap.C6,
         accuracy.C7,
         gradients.C8,
         tokens.C9,
         accuracy.C10,
-        oscillator.C11,
         entropy.C12,
         gradients.C13,
         accuracy.C14,

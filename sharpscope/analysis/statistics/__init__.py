@@ -10,7 +10,6 @@ from sharpscope.analysis.statistics.intervals import (
     to_halve,
 )
 from sharpscope.analysis.statistics.permutation import (
-    correlation,
     granulated_kendall,
     kendall,
     sign_flip_p,
@@ -25,7 +24,6 @@ __all__ = [
     "accuracy_interval",
     "cluster_moments",
     "contrast_interval",
-    "correlation",
     "granulated_kendall",
     "kendall",
     "mean_interval",

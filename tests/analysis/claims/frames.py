@@ -82,13 +82,6 @@ def probe_frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame([base | row for row in rows], columns=PROBE_COLUMNS)
 
 
-def prompt_frame(probes: pd.DataFrame, prompts: int, spread: np.ndarray | float = 0.0) -> pd.DataFrame:
-    """Values by prompt of probe rows, whose mean is the estimate: (prompts,) or a number of `spread` is added, less its mean."""
-    spread = np.broadcast_to(spread, prompts)
-    parts = probes.drop(columns="converged").merge(pd.DataFrame({"prompt": range(prompts)}), how="cross")
-    return parts.assign(value=parts["value"] + (spread - spread.mean())[parts["prompt"]], seed=0)
-
-
 def steps_frame(rng: np.random.Generator, count: int, **columns: Any) -> pd.DataFrame:
     t = np.arange(1, count + 1)
     base = {

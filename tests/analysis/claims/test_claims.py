@@ -58,7 +58,7 @@ def test_tokens_that_share_a_shift_in_each_step_mislead_nobody(claim, truth, the
     assert (found.verdict == "supported") is there
 
 
-@pytest.mark.parametrize("claim", ["C4", "C5", "C7", "C8", "C10", "C11", "C12", "C13", "C14"])
+@pytest.mark.parametrize("claim", ["C4", "C7", "C8", "C10", "C12", "C13", "C14"])
 def test_two_seeds_are_untestable_however_large_the_effect(claim):
     assert verdict(made(claim, "effect", seeds=2), claim).verdict == "untestable"
 
@@ -106,7 +106,7 @@ def test_no_runs_at_all_is_untestable_everywhere():
     assert {v.verdict for v in claims.test_claims(study())} == {"untestable"}
 
 
-@pytest.mark.parametrize("claim", ["C2", "C3", "C5", "C9", "C11", "C12", "C13"])
+@pytest.mark.parametrize("claim", ["C2", "C3", "C9", "C12", "C13"])
 def test_other_settings_and_other_tasks_are_mixed_into_no_claim(claim):
     """Runs at another learning rate and of another task, with the opposite truth and other seeds, change nothing but a note."""
     runs = list(made(claim, "effect").by_name.values())

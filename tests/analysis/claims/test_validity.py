@@ -106,9 +106,3 @@ def test_a_slope_whose_interval_excludes_the_claimed_one_is_not_supported():
     found = verdict(runs, "C2")
     assert found.effect.interval.low > 1 and found.verdict == "inconclusive"
     assert "interval holds 1" in found.reason
-
-
-def test_a_gap_of_one_run_is_said_in_words():
-    """One run left to test has no spread: no `nan points`, and no warning of numpy."""
-    found = verdict(made("C5", "effect", seeds=3), "C5")
-    assert found.verdict == "untestable" and "nan" not in found.reason
