@@ -18,7 +18,7 @@ import numpy as np
 
 from sharpscope.analysis.claims import CLAIMS, study_of
 from sharpscope.analysis.claims.base import decide
-from sharpscope.analysis.study import DEFAULT
+from sharpscope.config import ClaimsSpec
 from tests.analysis.claims.frames import frame_run, study
 
 RIVALS = ("grpo", "grpo-sg-reverse", "grpo-sg-shuffled")
@@ -94,7 +94,7 @@ def outcomes(design: str, studies: int, seeds: int) -> Counter[str]:
     found: Counter[str] = Counter()
     for index in range(studies):
         laid_out = study_of(make(np.random.default_rng([index, seeds, *design.encode()]), seeds), "grpo", "grpo-sg")
-        found[decide(CLAIMS[claim], CLAIMS[claim].measure(laid_out), ("grpo", "grpo-sg"), DEFAULT).verdict] += 1
+        found[decide(CLAIMS[claim], CLAIMS[claim].measure(laid_out), ClaimsSpec()).verdict] += 1
     return found
 
 

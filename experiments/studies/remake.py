@@ -12,11 +12,10 @@ import json
 import sys
 from pathlib import Path
 
-from sharpscope.analysis.claims import checks_of, claim_names, read, study_of, verdicts_of, write_claims
+from sharpscope.analysis.claims import judge, study_of, write_claims
 from sharpscope.analysis.claims.declaration import declared_rules, quote
 from sharpscope.analysis.claims.writers import claims_json
 from sharpscope.analysis.pairs import compare_runs
-from sharpscope.cli.studying import terms_of
 from sharpscope.sweeps import read_sweep
 from sharpscope.traces import load_runs
 
@@ -30,14 +29,13 @@ def main(write: bool) -> int:
     for name, data in DATA.items():
         folder, runs = ROOT / "experiments" / "studies" / name, load_runs(data)
         spec = read_sweep(folder / "study.yaml").claims
-        study = study_of(runs, spec.baseline, spec.treatment, terms=terms_of(spec))
-        read(study, claim_names(None))
-        verdicts = verdicts_of(study)
+        study = study_of(runs, spec.baseline, spec.treatment, terms=spec)
+        verdicts, checks = judge(study)
         differences = compare_runs(runs.by_name, spec.baseline).to_csv(index=False)
         results = folder / "results"
         if write:
-            rules = declared_rules(study.terms, study.baseline, study.treatment)
-            write_claims(verdicts, results, checks_of(study), quote(folder / "study.yaml", rules, runs))
+            rules = declared_rules(study.terms, read_sweep(folder / "study.yaml").base["probes"].get("rho"))
+            write_claims(verdicts, results, checks, quote(folder / "study.yaml", rules, runs))
             (results / "differences.csv").write_text(differences, encoding="utf-8")
             continue
         stored = {entry["claim"]: entry for entry in json.loads((results / "claims.json").read_text("utf-8"))}

@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import pandas as pd
 from scipy.stats import chi2, nct, t
 
 from sharpscope.analysis.claims.base import PairedClaim, Verdict, clusters_needed, shown
-from sharpscope.analysis.claims.registry import CLAIMS
+from sharpscope.analysis.claims.registry import CLAIMS, judge
 from sharpscope.analysis.measures import GREEDY, SAMPLED, answer_noise, last_step
-from sharpscope.analysis.study import DEFAULT, Study, Terms
+from sharpscope.analysis.study import Study
+from sharpscope.config import ClaimsSpec, RunConfig, method_label
 
 TARGET = 0.8
 RECOMMENDED = 8
 """Pairs below which the normal model of power is worst: sign flips of six pairs need near unanimity."""
 MOST = 1_000
+FEWEST_SAMPLES = 8
+"""Completions per probe prompt that sharpness of the expected failure needs."""
 NOTE = (
     "n: pairs of runs with one seed, or the claim's own unit. SD: its 90 % interval in brackets; at least: from the sampling of answers "
     "alone. Power here: chance of supported with the effect at the margin / of refuted without an effect, by Student's t. n for 80 % of "
@@ -64,9 +65,8 @@ class Power:
     """What a claim needs.
 
     Attributes:
-        claim: name, with its version.
-        unit: what a pair is.
-        scale, value_unit: of deviation and margin.
+        tested: the claim.
+        claim: its name, with its version.
         pilot: pairs that the standard deviation is from; 0 where it is that of answers alone.
         deviation: of the values tested, of the least certain part.
         margin: on the values' scale.
@@ -74,10 +74,8 @@ class Power:
         level: of the tests.
     """
 
+    tested: PairedClaim
     claim: str
-    unit: str
-    scale: Any
-    value_unit: str
     pilot: int
     deviation: float
     margin: float
@@ -92,8 +90,8 @@ class Power:
 
     def row(self) -> dict[str, str]:
         """The power as a row of a table."""
-        unit = {"points": "points", "percent": "%", "log": "% (ln)"}.get(self.scale, "")
-        factor = 1 if self.scale == "plain" else 100
+        unit = {"points": "points", "percent": "%", "log": "% (ln)"}.get(self.tested.scale, "")
+        factor = 1 if self.tested.scale == "plain" else 100
         spread, now = f"at least {factor * self.deviation:.3g} {unit}", "–"
         if self.pilot > 1:
             ends = (f"{factor * end:.3g}" for end in deviation_interval(self.deviation, self.pilot))
@@ -105,7 +103,7 @@ class Power:
             "claim": self.claim,
             "n": str(self.pilot or "–"),
             "SD of a value": spread.rstrip(),
-            "margin": f"{shown(self.margin, self.scale, signed=False)} {unit.split(' ')[0]}".rstrip(),
+            "margin": f"{shown(self.margin, self.tested.scale, signed=False)} {unit.split(' ')[0]}".rstrip(),
             "power": now,
             "n for 80 %": likely if likely == upper else f"{likely} to {upper}",
         }
@@ -122,22 +120,31 @@ def powers_of(verdicts: Iterable[Verdict]) -> list[Power]:
         deviation = max(float(frame["difference"].astype(float).std(ddof=1)) for frame in parts.values())
         if deviation > 0:
             margin, level = claim.margin_of_parts(verdict.terms), verdict.terms.level
-            common = (verdict.name, claim.unit, claim.scale, claim.effect_unit, pilot)
-            result.append(Power(*common, deviation, margin, len(parts) + len(verdict.finding.evidence), level))
+            tests = len(parts) + len(verdict.finding.evidence)
+            result.append(Power(claim, verdict.name, pilot, deviation, margin, tests, level))
     return result
 
 
-def powers_of_answers(accuracy: float, answers: float, terms: Terms = DEFAULT) -> list[Power]:
+def powers_of_runs(study: Study, names: Sequence[str]) -> tuple[list[Power], list[str]]:
+    """The power of the claims `names` from runs that exist, and what there is to say of these runs."""
+    listed = ", ".join(f"{method} ({len(study.of(method))})" for method in study.methods)
+    lines = [f"runs: {listed}; compared: {study.treatment} against {study.baseline}"]
+    powers, answers = powers_of(judge(study, names)[0]), answers_of_pair(study)
+    if answers is not None:
+        text = "sampling answers alone gives a pair's difference of accuracy an SD of"
+        lines.append(f"{text} {100 * answers[0]:.2g} points ({answers[1]})")
+    if not powers:
+        lines.append(study.pairing().missing or "one pair has no spread: two pairs or more give a standard deviation")
+    if answers is not None and not any(power.claim.startswith("C7 (between") for power in powers):
+        powers += powers_of_answers(0.5, 0.5 / answers[0] ** 2, study.terms)
+    return powers, lines
+
+
+def powers_of_answers(accuracy: float, answers: float, terms: ClaimsSpec) -> list[Power]:
     """A lower bound of what the claims about accuracy need, from a baseline's accuracy and the answers of an evaluation."""
-    deviation = answers_deviation(accuracy, answers)
-    parts = {"C7": 1, "C10": 2, "C14": 3}
+    deviation, parts = answers_deviation(accuracy, answers), {"C7": 1, "C10": 2, "C14": 3}
     claims = [claim for name, claim in CLAIMS.items() if name in parts and isinstance(claim, PairedClaim)]
-    return [
-        Power(
-            c.name, c.unit, c.scale, c.effect_unit, 0, deviation, c.margin_of_parts(terms), parts[c.name], terms.level
-        )
-        for c in claims
-    ]
+    return [Power(c, c.name, 0, deviation, c.margin_of_parts(terms), parts[c.name], terms.level) for c in claims]
 
 
 def answers_of_pair(study: Study) -> tuple[float, str] | None:
@@ -157,36 +164,32 @@ def power_table(powers: Sequence[Power]) -> pd.DataFrame:
     return pd.DataFrame([power.row() for power in powers])
 
 
-def planned(configs: Mapping[str, Mapping[str, Any]], terms: Terms, baseline: str, treatment: str) -> list[str]:
-    """What runs with these configurations cannot decide, one line each; see `Claim.minimal_n`.
-
-    `configs`: name → configuration of each planned run, as in config.yaml, with the method's label as its name.
-    """
+def planned(configs: Mapping[str, RunConfig], terms: ClaimsSpec) -> list[str]:
+    """What runs with these configurations (by name) cannot decide, one line each."""
     seeds: dict[str, set[int]] = {}
     for config in configs.values():
-        seeds.setdefault(config["method"]["name"], set()).add(config["seed"])
+        seeds.setdefault(method_label(config.method), set()).add(config.seed)
     listed = ", ".join(f"{method} ({len(own)})" for method, own in sorted(seeds.items()))
     lines = [f"planned: {len(configs)} runs of {listed}"]
-    for field, method in (("baseline", baseline), ("treatment", treatment)):
+    for field, method in (("baseline", terms.baseline), ("treatment", terms.treatment)):
         if method not in seeds:
             lines.append(f"no run of the {field} {method}: no claim that compares methods can be tested")
-    pairs = len(seeds.get(baseline, set()) & seeds.get(treatment, set()))
+    pairs = len(seeds.get(terms.baseline, set()) & seeds.get(terms.treatment, set()))
     fewest = clusters_needed(terms.level)
-    if 0 < pairs < fewest:
+    advice = f"too few for a verdict, {fewest} is the least; " if pairs < fewest else ""
+    advice = f": {advice}{RECOMMENDED} or more are advised" if pairs < RECOMMENDED else ""
+    if pairs:
+        lines.append(f"{pairs} pairs of {terms.treatment} and {terms.baseline}{advice}")
+    config = next(iter(configs.values()))
+    if not config.evaluation.every or 0 not in config.evaluation.temperatures:
+        lines.append("C7, C10, C14: no greedy evaluation; set evaluation.temperatures to [0, 1] and evaluation.every")
+    probes = config.probes
+    if "expected_failure" not in probes.functionals:
+        lines.append("C4, C6: no sharpness of expected_failure; add it to probes.functionals")
+    elif probes.samples < FEWEST_SAMPLES:
         lines.append(
-            f"{pairs} pairs of {treatment} and {baseline}: too few for a verdict; {fewest} is the least, {RECOMMENDED} or more are advised"
+            f"C4, C6: {probes.samples} completions per probe prompt; set probes.samples to {FEWEST_SAMPLES} or more"
         )
-    elif pairs:
-        lines.append(
-            f"{pairs} pairs of {treatment} and {baseline}"
-            + ("" if pairs >= RECOMMENDED else f"; {RECOMMENDED} or more are advised")
-        )
-    for config in list(configs.values())[:1]:
-        evaluation, probes = config.get("evaluation") or {}, config.get("probes") or {}
-        if not evaluation.get("every") or 0 not in map(float, np.atleast_1d(evaluation.get("temperatures") or [0.0])):
-            lines.append(
-                "C7, C10, C14: no greedy evaluation; set evaluation.temperatures to [0, 1] and evaluation.every"
-            )
-        if "expected_failure" not in (probes.get("functionals") or ()):
-            lines.append("C4, C6: no sharpness of expected_failure; add it to probes.functionals")
+    if "expected_failure" in probes.functionals and probes.rho == "auto":
+        lines.append("C4, C6: probes.rho is auto, so that runs share no radius; `study declare` names one to set")
     return lines

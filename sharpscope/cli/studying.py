@@ -10,9 +10,8 @@ import typer
 from sharpscope.cli.console import printable
 
 if TYPE_CHECKING:
-    from sharpscope.analysis.study import Terms
-    from sharpscope.config import ClaimsSpec
-    from sharpscope.traces import Runs
+    from sharpscope.analysis.study import Study
+    from sharpscope.config import ClaimsSpec, RunConfig
 
 study = typer.Typer(
     name="study", help="Studies: what they can decide, their rules, and verdicts.", no_args_is_help=True
@@ -58,49 +57,25 @@ def plan(
     """
     from rich.console import Console
 
-    from sharpscope.analysis.claims import claim_names, read, study_of, verdicts_of
-    from sharpscope.analysis.power import (
-        NOTE,
-        answers_of_pair,
-        planned,
-        power_table,
-        powers_of,
-        powers_of_answers,
-    )
+    from sharpscope.analysis.claims import claim_names
+    from sharpscope.analysis.power import NOTE, planned, power_table, powers_of_answers, powers_of_runs
     from sharpscope.analysis.sections import Section, to_terminal
     from sharpscope.errors import UserError
 
     if not runs and file is None and baseline_accuracy is None:
         raise UserError("study plan: give runs, a planned study with --study, or --baseline-accuracy and --answers")
-    names = claim_names(claim)
-    spec, configs = _planned(file)
-    terms = terms_of(spec)
-    methods = baseline or spec.baseline, treatment or (spec.treatment if file is not None else None)
-    lines = planned(configs, terms, methods[0], methods[1] or "grpo-sg") if configs else []
-    powers, deviation = [], None
+    names, terms, lines, powers = claim_names(claim), _terms(file, baseline, treatment), [], []
+    if file is not None:
+        lines += planned(_configs(file), terms)
     if runs:
-        laid_out = study_of(_loaded(runs), *methods, terms=terms)
-        listed = ", ".join(f"{method} ({len(laid_out.of(method))})" for method in laid_out.methods)
-        lines.append(f"runs: {listed}; compared: {laid_out.treatment} against {laid_out.baseline}")
-        read(laid_out, names)
-        powers = powers_of(verdicts_of(laid_out, names))
-        deviation = answers_of_pair(laid_out)
-        if deviation is not None:
-            lines.append(
-                f"sampling answers alone gives a pair's difference of accuracy an SD of {100 * deviation[0]:.2g} points ({deviation[1]})"
-            )
-        if not powers:
-            lines.append(
-                laid_out.pairing().missing or "one pair has no spread: two pairs or more give a standard deviation"
-            )
+        laid_out = _study(runs, terms, treatment, file)
+        powers, more = powers_of_runs(laid_out, names)
+        lines += more
     if baseline_accuracy is not None:
         powers += powers_of_answers(baseline_accuracy, answers, terms)
-    elif deviation is not None and not any(power.claim.startswith("C7 (between") for power in powers):
-        powers += powers_of_answers(0.5, 0.5 / deviation[0] ** 2, terms)
-    powers = [power for power in powers if power.claim.split()[0] in names]
     for line in lines:
         typer.echo(printable(line))
-    if powers:
+    if powers := [power for power in powers if power.claim.split()[0] in names]:
         Console().print(to_terminal([Section("What the claims need", power_table(powers), NOTE)]))
 
 
@@ -112,26 +87,23 @@ def declare(
 ) -> None:
     """Freeze the rules of a study's claims with a date and a hash, before its runs.
 
+    The radius of its sharpness probes is one of them, so that all runs share it. Where probes.rho is auto, a radius is looked for on
+    the initial policy and named, to be put into the file.
+
     Written is study.declared.json beside study.yaml, to be committed. `sharpscope study claims RUNS --study FILE` checks and
     quotes it.
 
     Example:
       sharpscope study declare experiments/studies/1/study.yaml
     """
-    from datetime import UTC, datetime
-
     from sharpscope import __version__
+    from sharpscope.analysis.claims.declaration import declaration_file, declared_rules
     from sharpscope.analysis.claims.declaration import declare as freeze
-    from sharpscope.analysis.claims.declaration import declared_rules
-    from sharpscope.sweeps import read_sweep
 
-    spec = read_sweep(file).claims
-    rules = declared_rules(terms_of(spec), spec.baseline, spec.treatment)
-    declared = freeze(file, rules, datetime.now(UTC).isoformat(timespec="seconds"), __version__, why)
-    for line in declared.changed:
+    what, changed = freeze(file, declared_rules(_terms(file), _radius(file)), __version__, why)
+    for line in changed:
         typer.echo(f"  {printable(line)}")
-    what = "declared" if declared.new else ("changed" if declared.changed else "unchanged since it was declared")
-    typer.echo(f"{file}: {what}; SHA-256 {declared.hash}. Written: {declared.file}")
+    typer.echo(f"{file}: {what}. Written: {declaration_file(file)}")
 
 
 def claims(
@@ -160,23 +132,16 @@ def claims(
 
       sharpscope study claims runs/study --study experiments/studies/1/study.yaml --out results
     """
-    from sharpscope.analysis.claims import checks_of, claim_names, read, study_of, verdicts_of
+    from sharpscope.analysis.claims import claim_names, judge
     from sharpscope.analysis.claims.declaration import declared_rules, quote
     from sharpscope.analysis.claims.writers import UNDECLARED, write_claims
-    from sharpscope.sweeps import read_sweep
 
-    names = claim_names(claim)
-    spec = _spec(None if file is None else read_sweep(file).claims)
-    terms = terms_of(spec)
-    loaded = _loaded(runs)
-    asked = treatment or (spec.treatment if file is not None else None)
-    laid_out = study_of(loaded, baseline or spec.baseline, asked, terms=terms)
-    declared = UNDECLARED
+    names, declared = claim_names(claim), UNDECLARED
+    laid_out = _study(runs, _terms(file, baseline, treatment), treatment, file)
     if file is not None:
-        declared = quote(file, declared_rules(terms, laid_out.baseline, laid_out.treatment), loaded)
+        declared = quote(file, declared_rules(laid_out.terms, _radius(file, search=False)), laid_out.runs.values())
         typer.echo(printable(declared))
-    read(laid_out, names)
-    verdicts, checks = verdicts_of(laid_out, names), checks_of(laid_out, names)
+    verdicts, checks = judge(laid_out, names)
     for verdict in (v for one in verdicts for v in one.versions):
         lines = [verdict.line().split("\n")[0], *(f"  {line}" for line in verdict.details() if details)]
         typer.echo("\n".join(printable(line) for line in lines))
@@ -189,46 +154,58 @@ def claims(
         typer.echo(f"{len(files)} files. Written: {out}/ (open {files[1]})")
 
 
-def _loaded(paths: list[Path]) -> Runs:
+def _terms(file: Path | None, baseline: str | None = None, treatment: str | None = None) -> ClaimsSpec:
+    """The rules of a study file, or the default ones, with the methods asked for."""
+    from sharpscope.analysis.claims.declaration import check_terms
+    from sharpscope.config import ClaimsSpec
+    from sharpscope.sweeps import read_sweep
+
+    terms = ClaimsSpec() if file is None else read_sweep(file).claims
+    check_terms(terms)
+    methods = {"baseline": baseline, "treatment": treatment}
+    return terms.model_copy(update={name: value for name, value in methods.items() if value})
+
+
+def _study(paths: list[Path], terms: ClaimsSpec, treatment: str | None, file: Path | None) -> Study:
+    """The runs laid out; without a treatment asked for or declared, the method that was run is compared."""
     from sharpscope.analysis import load_several, nothing_found
+    from sharpscope.analysis.claims import study_of
     from sharpscope.errors import UserError
 
     loaded = load_several(paths)
     if not len(loaded):
         raise UserError(nothing_found(paths, loaded))
-    return loaded
+    asked = treatment or (terms.treatment if file is not None else None)
+    return study_of(loaded, terms.baseline, asked, terms=terms)
 
 
-def _spec(spec: ClaimsSpec | None) -> ClaimsSpec:
-    from sharpscope.config import ClaimsSpec
-
-    return ClaimsSpec() if spec is None else spec
-
-
-def _planned(file: Path | None) -> tuple[ClaimsSpec, dict[str, dict[str, object]]]:
-    """The rules of a study file and the configurations of its runs, with the methods' labels."""
-    from sharpscope.config import method_label
+def _configs(file: Path) -> dict[str, RunConfig]:
+    """Name → configuration of the runs that a study file plans."""
     from sharpscope.sweeps import plan_sweep, read_sweep
 
-    if file is None:
-        return _spec(None), {}
-    sweep, configs = read_sweep(file), {}
-    for run in plan_sweep(sweep):
-        config = run.config.model_dump(mode="json")
-        config["method"]["name"] = method_label(run.config.method)  # as in the run's folder
-        configs[run.name] = config
-    return sweep.claims, configs
+    return {run.name: run.config for run in plan_sweep(read_sweep(file))}
 
 
-def terms_of(spec: ClaimsSpec) -> Terms:
-    """The terms of a study's claims.
+def _radius(file: Path, search: bool = True) -> float | None:
+    """The radius of a study's sharpness of the expected failure; None where it is not probed, or (without `search`) not fixed.
 
     Raises:
-        UserError: a claim does not exist or has no margin.
+        UserError: runs have different radii, or `auto`; then it names one that was found on the initial policy.
     """
-    from sharpscope.analysis.claims.declaration import check_terms
-    from sharpscope.analysis.study import Terms
+    from sharpscope.errors import UserError
 
-    terms = Terms(spec.level, spec.order, spec.margins, spec.least_rotation)
-    check_terms(terms)
-    return terms
+    probed = [config for config in _configs(file).values() if "expected_failure" in config.probes.functionals]
+    radii = {config.probes.rho for config in probed}
+    if len(radii) == 1 and "auto" not in radii:
+        return float(radii.pop())
+    if not radii or not search:
+        return None
+    if "auto" not in radii:
+        raise UserError(f"probes.rho: the study has radii {', '.join(map(str, sorted(radii)))}; sharpness needs one")
+    from sharpscope.recording.probe_sets import initial_radius
+
+    found = initial_radius(probed[0])
+    raise UserError(
+        f"probes.rho: auto gives each run a radius of its own, and a study needs one; {found.why or f'set it to {found.rho:.2g} in {file}'} "
+        f"(on the initial policy SAM sharpness is {found.saturation:.2f} of its ceiling; {found.evaluations} losses, {found.seconds:.1f} s)"
+    )

@@ -23,5 +23,11 @@ class ClaimsSpec(Spec):
         description="Claim to the smallest effect that matters, in the unit of its rule: 0.02 is two points.",
     )
     least_rotation: float = Field(
-        5.0, ge=0, description="Mean rotation of the update that a method must cause to be compared [degrees]."
+        5.0,  # half of what weights in [1, 1.4] can do to orthogonal token gradients, arctan(0.4/(2·√1.4)) = 9.6°
+        ge=0,
+        description="Mean rotation of the update that a method must cause to be compared [degrees].",
     )
+
+    def margin(self, claim: str, default: float) -> float:
+        """The declared margin of a claim, or `default`, that of its rule."""
+        return self.margins.get(claim, default)

@@ -23,8 +23,8 @@ from sharpscope.policy import (
     score_completions,
 )
 from sharpscope.policy.sharding import unsharded
-from sharpscope.probes import Drawn, ProbeItem, ProbeSet, build_probe_set
-from sharpscope.tasks import Example, Task
+from sharpscope.probes import Drawn, ProbeItem, ProbeSet, Radius, build_probe_set, choose_radius, probe_set_batches
+from sharpscope.tasks import Example, Task, make_task
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -87,20 +87,31 @@ def run_probe_set(config: RunConfig, task: Task) -> ProbeSet:
     if config.probes.probe_set is not None:
         probe_set = ProbeSet.load(config.probes.probe_set)
     else:
-        initial = load_policy(config.policy)
-        spec = config.probes
-        probe_set = build_probe_set(
-            task,
-            Drawer(config, initial, task),
-            lambda examples: render_prompts(examples, initial),
-            policy=config.policy.model,
-            seed=spec.probe_set_seed,
-            train=spec.prompts,
-            heldout=spec.heldout_prompts,
-            task_name=task_key(config),
-        )
+        probe_set = _built(config, load_policy(config.policy), task)
     distributed.rank_zero_call(lambda: probe_set.save(path) and None)
     return probe_set
+
+
+def _built(config: RunConfig, initial: Policy, task: Task) -> ProbeSet:
+    """The probe set that a configuration asks for, with the initial policy's solutions."""
+    return build_probe_set(
+        task,
+        Drawer(config, initial, task),
+        lambda examples: render_prompts(examples, initial),
+        policy=config.policy.model,
+        seed=config.probes.probe_set_seed,
+        train=config.probes.prompts,
+        heldout=config.probes.heldout_prompts,
+        task_name=task_key(config),
+    )
+
+
+def initial_radius(config: RunConfig) -> Radius:
+    """A radius for all runs of a study: that of `choose_radius` for the initial policy on the study's probe set."""
+    task, policy = make_task(config.task), load_policy(config.policy)
+    draw, temperature = Drawer(config, policy, task), config.rollout.temperature
+    batches = probe_set_batches(_built(config, policy, task), config.probes, draw, temperature=temperature)
+    return choose_radius(policy.model, next(batches), config.probes)
 
 
 @torch.no_grad()

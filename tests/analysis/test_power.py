@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from sharpscope.analysis.claims import claim_names, read, study_of, verdicts_of
+from sharpscope.analysis.claims import judge, study_of
 from sharpscope.analysis.power import (
     RECOMMENDED,
     answers_deviation,
@@ -21,7 +21,7 @@ from sharpscope.analysis.power import (
     student_power,
 )
 from sharpscope.analysis.statistics import sign_flip_p
-from sharpscope.analysis.study import DEFAULT
+from sharpscope.config import ClaimsSpec, build_config
 from tests.analysis.claims.frames import paired_study
 
 
@@ -48,7 +48,7 @@ def test_pairs_needed_is_the_smallest_that_reaches_the_target_and_never_below_wh
 
 def test_answers_alone_give_a_binomial_standard_deviation():
     assert answers_deviation(0.25, 2000) == pytest.approx(math.sqrt(2 * 0.25 * 0.75 / 2000))
-    table = power_table(powers_of_answers(0.25, 2000))
+    table = power_table(powers_of_answers(0.25, 2000, ClaimsSpec()))
     assert table["claim"].tolist() == ["C7", "C10", "C14"]
     assert table["SD of a value"].iloc[0] == "at least 1.37 points" and table["margin"].iloc[0] == "2 points"
 
@@ -60,14 +60,12 @@ def test_an_interval_of_a_standard_deviation_covers():
 
 
 def laid_out(seeds, **options):
-    study = study_of(paired_study(seeds, 0.0, noise=0.02, rng=np.random.default_rng(0), **options))
-    read(study, claim_names(["C7"]))
-    return study
+    return study_of(paired_study(seeds, 0.0, noise=0.02, rng=np.random.default_rng(0), **options))
 
 
 def test_two_pairs_give_the_pairs_that_are_needed_with_their_uncertainty():
     study = laid_out(2)
-    (power,) = powers_of(verdicts_of(study, ["C7"]))
+    (power,) = powers_of(judge(study, ["C7"])[0])
     values = study.pairing()
     assert power.pilot == len(values.pairs) == 2
     low, high = deviation_interval(power.deviation, 2)
@@ -79,22 +77,26 @@ def test_two_pairs_give_the_pairs_that_are_needed_with_their_uncertainty():
 
 def test_one_pair_gives_the_part_of_the_answers():
     study = laid_out(1)
-    assert powers_of(verdicts_of(study, ["C7"])) == []
+    assert powers_of(judge(study, ["C7"])[0]) == []
     deviation, where = answers_of_pair(study)
     accuracy = [run.eval.query("step == 40 and temperature == 0")["accuracy"].iloc[0] for run in study.runs.values()]
     assert where == "T = 0" and deviation == pytest.approx(math.sqrt(sum(p * (1 - p) / 400 for p in accuracy)))
 
 
 def test_a_planned_study_is_told_what_it_cannot_decide():
-    def configs(seeds, **evaluation):
-        base = {
-            "evaluation": {"every": 10, "temperatures": [0.0, 1.0], **evaluation},
-            "probes": {"functionals": ["nll"]},
-        }
-        names = [(method, seed) for method in ("grpo", "mine") for seed in range(seeds)]
-        return {f"{m}-{s}": {"method": {"name": m}, "seed": s, **base} for m, s in names}
+    def configs(seeds, *settings):
+        pairs = [(method, seed) for method in ("grpo", "grpo-sg") for seed in range(seeds)]
+        return {f"{m}-{s}": build_config(overrides=[f"method={m}", f"seed={s}", *settings]) for m, s in pairs}
 
-    text = "\n".join(planned(configs(5), DEFAULT, "grpo", "mine"))
-    assert "5 pairs of mine and grpo: too few" in text and "C4, C6" in text and "C7" not in text
-    text = "\n".join(planned(configs(12, temperatures=[1.0]), DEFAULT, "grpo", "grpo-sg"))
-    assert "no run of the treatment grpo-sg" in text and "set evaluation.temperatures to [0, 1]" in text
+    text = "\n".join(planned(configs(5), ClaimsSpec()))
+    assert (
+        "5 pairs of grpo-sg and grpo: too few" in text
+        and "no sharpness of expected_failure" in text
+        and "C7" not in text
+    )
+    probes = "probes.functionals=[expected_failure]"
+    text = "\n".join(
+        planned(configs(12, "evaluation.temperatures=[1.0]", probes, "probes.samples=2"), ClaimsSpec(treatment="mine"))
+    )
+    assert "no run of the treatment mine" in text and "set evaluation.temperatures to [0, 1]" in text
+    assert "probes.samples to 8" in text and "probes.rho is auto" in text

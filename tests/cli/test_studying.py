@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,18 @@ def test_declare_change_and_refuse(study: Path):
     with pytest.raises(UserError, match="--why"):
         invoke("study", "declare", study)
     assert "C7.margin: 0.03 → 0.01" in invoke("study", "declare", study, "--why", "a larger study")
+
+
+def test_a_study_declares_one_radius_and_auto_names_one(study: Path):
+    probes = "{functionals: [expected_failure], prompts: 6, heldout_prompts: 4, samples: 4, rho: auto}"
+    text = study.read_text()
+    study.write_text(text.replace("{steps: 10}", f"{{steps: 10, rollout: {{max_new_tokens: 24}}, probes: {probes}}}"))
+    with pytest.raises(UserError, match=r"probes.rho: auto .* set it to [0-9.e-]+ in .* of its ceiling") as problem:
+        invoke("study", "declare", study)
+    radius = re.search(r"set it to (\S+) in", str(problem.value))[1]
+    study.write_text(study.read_text().replace("auto", radius))
+    invoke("study", "declare", study)
+    assert json.loads(study.with_suffix(".declared.json").read_text())[0]["rules"]["radius"] == float(radius)
 
 
 def test_claims_prints_every_verdict_and_the_checks_and_writes_them(tmp_path: Path):

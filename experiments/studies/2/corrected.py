@@ -26,7 +26,7 @@ from sharpscope.analysis.claims import CLAIMS, Finding
 from sharpscope.analysis.claims.accuracy import temperature_effect
 from sharpscope.analysis.claims.base import decide
 from sharpscope.analysis.statistics import mean_interval
-from sharpscope.analysis.study import Terms
+from sharpscope.config import ClaimsSpec
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "data" / "studies" / "2" / "corrected.parquet"
@@ -142,7 +142,7 @@ class Numbers:
             undecided = "; ".join(text for kind, text in filter(None, found) if kind)
         finding = Finding(parts={name[a]: frames[key][a] for a in rivals}, undecided=undecided)
         found = decide(
-            CLAIMS[claim], finding, ("grpo", "mass 4"), Terms(margins={claim: 0.1 if claim == "C4" else 0.02})
+            CLAIMS[claim], finding, ClaimsSpec(treatment="mass 4", margins={claim: 0.1 if claim == "C4" else 0.02})
         )
         effect = found.effect.line if found.effect is not None else "–"
         if found.effect is not None and name[rivals[0]]:

@@ -5,16 +5,7 @@
 """
 
 from sharpscope.analysis.claims.base import Claim, Finding, PairedClaim, Verdict
-from sharpscope.analysis.claims.registry import (
-    CLAIMS,
-    REDUCERS,
-    checks_of,
-    claim_names,
-    read,
-    study_of,
-    test_claims,
-    verdicts_of,
-)
+from sharpscope.analysis.claims.registry import CLAIMS, REDUCERS, claim_names, judge, study_of, test_claims
 from sharpscope.analysis.claims.writers import claim_sections, write_claims
 
 __all__ = [
@@ -24,12 +15,10 @@ __all__ = [
     "Finding",
     "PairedClaim",
     "Verdict",
-    "checks_of",
     "claim_names",
     "claim_sections",
-    "read",
+    "judge",
     "study_of",
     "test_claims",
-    "verdicts_of",
     "write_claims",
 ]

@@ -23,9 +23,10 @@ from sharpscope.analysis.statistics import (
     sign_flip_p,
     smallest_sign_flip_p,
 )
-from sharpscope.analysis.study import Pairing, Study, Terms
+from sharpscope.analysis.study import Pairing, Study
 from sharpscope.analysis.text import number
 from sharpscope.analysis.tokens import Reducer
+from sharpscope.config import ClaimsSpec
 
 Outcome = Literal["supported", "refuted", "inconclusive", "untestable"]
 Direction = Literal["higher", "lower"]
@@ -90,17 +91,14 @@ class Estimate:
     def line(self) -> str:
         """Value, interval, p and n on one line."""
         few = "" if (self.n or 0) >= INDICATIVE else ", indicative"
-        parts = [self.text]
-        if self.interval is not None:
-            parts[0] += f" {self.ends(self.interval)}"
-        elif self.t is not None:
-            parts[0] += f" {self.ends(self.t)} (t{few})"
+        interval = self.ends(self.interval) or (f"{self.ends(self.t)} (t{few})" if self.t is not None else "")
+        parts = [f"{self.text} {interval}".rstrip()]
         parts += [] if self.p_value is None else [f"p = {self.p_value:.2g}"]
         parts += [] if self.n is None else [f"n = {self.n}"]
         if self.median is not None and self.worst is not None:
-            parts += [
+            parts.append(
                 f"median {shown(self.median, self.scale)}, worst {shown(self.worst[0], self.scale)} ({self.worst[1]})"
-            ]
+            )
         return ", ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,32 +107,17 @@ class Estimate:
 
 
 def mean_estimate(name: str, values: Any, unit: str, note: str = "", scale: Scale = "plain") -> Estimate | None:
-    """Mean over clusters (n,) with its intervals and the two-sided sign-flip p of 0; None for no values."""
-    data = np.asarray(values, dtype=np.float64)
+    """Mean over clusters, of numbers (n,) or a frame's column `difference`, with intervals and sign-flip p; None for no values."""
+    data = np.asarray(values["difference"] if isinstance(values, pd.DataFrame) else values, dtype=np.float64)
     if not len(data):
         return None
     interval, t = contrast_interval(data), mean_interval(data)
     return Estimate(name, float(np.mean(data)), unit, interval, sign_flip_p(data), len(data), note, scale, t)
 
 
-def difference_estimate(
-    name: str, frame: pd.DataFrame, unit: str, note: str = "", scale: Scale = "plain"
-) -> Estimate | None:
-    """`mean_estimate` of the column `difference`."""
-    return mean_estimate(name, frame["difference"].to_numpy(dtype=float), unit, note, scale)
-
-
 def present(*estimates: Estimate | None) -> tuple[Estimate, ...]:
     """The estimates that could be computed."""
     return tuple(estimate for estimate in estimates if estimate is not None)
-
-
-@dataclass(frozen=True)
-class Condition:
-    """A requirement of `supported` besides the test."""
-
-    text: str
-    met: bool
 
 
 @dataclass(frozen=True)
@@ -199,7 +182,7 @@ class Finding:
         effect, n: of claims that are not tested by their parts alone.
         missing: what is not recorded, if the claim cannot be tested at all.
         undecided: why neither verdict may be given although the tests could.
-        conditions: further requirements of `supported`.
+        conditions: further requirements of `supported`, each with whether it is met.
         others, notes: further numbers, and remarks for a reader.
         frames: name → data for figures.
         dose: of the treatment, where methods are compared.
@@ -211,7 +194,7 @@ class Finding:
     n: int = 0
     missing: str = ""
     undecided: str = ""
-    conditions: tuple[Condition, ...] = ()
+    conditions: tuple[tuple[str, bool], ...] = ()
     others: tuple[Estimate, ...] = ()
     notes: tuple[str, ...] = ()
     frames: Mapping[str, pd.DataFrame] = field(default_factory=dict)
@@ -233,7 +216,6 @@ class Claim:
         unit: of n.
         minimal_n: with fewer the claim is untestable.
         compares: whether two methods are compared, so that the treatment must turn the update.
-        settles: what further data would settle an open question.
         reducers: what it needs of the token tables, computed while they are streamed once for all claims.
         version: what the test compares, where the claim has two versions: runs, or one update.
         other: the other version. Its verdict is reported with this one and never changes it.
@@ -250,7 +232,6 @@ class Claim:
     unit: str = "pairs of runs with one seed"
     minimal_n: int = 6
     compares: bool = False
-    settles: str = "more paired seeds"
     reducers: tuple[Reducer, ...] = ()
     version: str = ""
     other: Claim | None = None
@@ -261,11 +242,15 @@ class Claim:
         """The name, with the version if this is the second one; declared margins are found by it."""
         return self.name if self.other is not None or not self.version else f"{self.name} ({self.version})"
 
-    def rule_text(self, terms: Terms) -> str:
+    def title_text(self, terms: ClaimsSpec) -> str:
+        """The title with the methods compared."""
+        return self.title.replace("{treatment}", terms.treatment).replace("{baseline}", terms.baseline)
+
+    def rule_text(self, terms: ClaimsSpec) -> str:
         """The rule with the declared margin."""
         return self.rule.replace("{margin}", margin_text(terms.margin(self.key, self.margin), self.scale))
 
-    def test(self, finding: Finding, terms: Terms) -> tuple[Estimate | None, Evidence, int]:
+    def test(self, finding: Finding, terms: ClaimsSpec) -> tuple[Estimate | None, Evidence, int]:
         """Effect, evidence and sample size."""
         return finding.effect, every(finding.evidence), finding.n
 
@@ -287,12 +272,12 @@ class PairedClaim(Claim):
     effect: str
     effect_unit: str
 
-    def margin_of_parts(self, terms: Terms) -> float:
+    def margin_of_parts(self, terms: ClaimsSpec) -> float:
         """The margin on the scale of the numbers tested."""
         margin = terms.margin(self.key, self.margin)
         return log_margin(margin, self.direction) if self.scale == "log" else margin
 
-    def test(self, finding: Finding, terms: Terms) -> tuple[Estimate | None, Evidence, int]:
+    def test(self, finding: Finding, terms: ClaimsSpec) -> tuple[Estimate | None, Evidence, int]:
         """Effect, evidence and sample size, from the parts."""
         if not finding.parts or not all(map(len, finding.parts.values())):
             return None, Evidence(), 0
@@ -325,8 +310,7 @@ class Verdict:
     """The result of testing a claim on some runs.
 
     Attributes:
-        claim, finding, terms: what was tested, what was found, and by which margins and level.
-        methods: (baseline, treatment).
+        claim, finding, terms: what was tested, what was found, and by which methods, margins and level.
         verdict: supported | refuted | inconclusive | untestable.
         reason: why, in one sentence.
         effect: the rule's statistic with its interval; None if it could not be computed.
@@ -340,8 +324,7 @@ class Verdict:
 
     claim: Claim
     finding: Finding
-    terms: Terms
-    methods: tuple[str, str]
+    terms: ClaimsSpec
     verdict: Outcome
     reason: str
     effect: Estimate | None
@@ -359,7 +342,7 @@ class Verdict:
     @property
     def title(self) -> str:
         """Title of the claim, with the methods compared."""
-        return self.claim.title.replace("{treatment}", self.methods[1]).replace("{baseline}", self.methods[0])
+        return self.claim.title_text(self.terms)
 
     @property
     def p_value(self) -> float | None:
@@ -402,14 +385,12 @@ class Verdict:
         if self.primary:
             why = "confirmatory" if self.confirmatory else "not confirmatory: a claim before it has another verdict"
             lines.append(f"primary; {why}")
-        lines += [f"condition: {c.text}: {'met' if c.met else 'not met'}" for c in self.finding.conditions]
+        lines += [f"condition: {text}: {'met' if met else 'not met'}" for text, met in self.finding.conditions]
         for other in self.finding.others:
             lines.append(f"also: {other.name}: {other.line}{f' ({other.note})' if other.note else ''}")
         lines += [f"note: {note}" for note in self.finding.notes]
         if self.finding.dose is not None:
             lines.append(f"note: {self.finding.dose.text}")
-        if self.verdict in ("untestable", "inconclusive"):
-            lines.append(f"what would settle it: {claim.settles}")
         return lines
 
     def to_dict(self) -> dict[str, Any]:
@@ -420,8 +401,8 @@ class Verdict:
             "version": claim.version,
             "title": self.title,
             "source": claim.source,
-            "baseline": self.methods[0],
-            "treatment": self.methods[1],
+            "baseline": self.terms.baseline,
+            "treatment": self.terms.treatment,
             "role": "primary" if self.primary else "exploratory",
             "confirmatory": self.confirmatory,
             "verdict": self.verdict,
@@ -434,7 +415,7 @@ class Verdict:
             "rule": claim.rule_text(self.terms),
             "margin": self.terms.margin(claim.key, claim.margin),
             "level": self.terms.level,
-            "conditions": [asdict(condition) for condition in finding.conditions],
+            "conditions": [{"text": text, "met": met} for text, met in finding.conditions],
             "dose": None if finding.dose is None else asdict(finding.dose),
             "notes": list(finding.notes),
         }
@@ -446,7 +427,7 @@ class Verdict:
         }
 
 
-def decide(claim: Claim, finding: Finding, methods: tuple[str, str], terms: Terms) -> Verdict:
+def decide(claim: Claim, finding: Finding, terms: ClaimsSpec) -> Verdict:
     """The verdict that the rule gives.
 
     Untestable: something is missing, n is below the minimum, n cannot give a p at the level for `supported` or for
@@ -456,12 +437,11 @@ def decide(claim: Claim, finding: Finding, methods: tuple[str, str], terms: Term
     """
     effect, evidence, n = claim.test(finding, terms)
     verdict, reason = _outcome(claim, finding, effect, evidence, n, terms)
-    p = evidence.p_supported
-    return Verdict(claim, finding, terms, methods, verdict, reason, effect, evidence, n, p_adjusted=p)
+    return Verdict(claim, finding, terms, verdict, reason, effect, evidence, n, p_adjusted=evidence.p_supported)
 
 
 def _outcome(
-    claim: Claim, finding: Finding, effect: Estimate | None, evidence: Evidence, n: int, terms: Terms
+    claim: Claim, finding: Finding, effect: Estimate | None, evidence: Evidence, n: int, terms: ClaimsSpec
 ) -> tuple[Outcome, str]:
     dose = finding.dose
     if finding.missing:
@@ -479,7 +459,7 @@ def _outcome(
         if supports:
             return "refuted", "the effect exists, but is shown to be smaller than the margin stated beforehand"
         return "refuted", "the claimed effect is excluded at the margin stated beforehand"
-    unmet = [condition.text for condition in finding.conditions if not condition.met]
+    unmet = [text for text, met in finding.conditions if not met]
     if supports and unmet:
         return "inconclusive", "the test supports the claim, but these conditions are not met: " + "; ".join(unmet)
     if supports:
@@ -488,6 +468,14 @@ def _outcome(
         "inconclusive",
         "neither the absence of the claimed effect nor an effect of the size that matters is excluded",
     )
+
+
+def clusters_needed(level: float, parts: int = 1) -> int:
+    """The smallest n whose sign flips can reach `level` two-sided, and one-sided after Bonferroni's correction for `parts`."""
+    for n in range(1, 200):
+        if smallest_sign_flip_p(n) <= level and parts * smallest_sign_flip_p(n, "less") <= level:
+            return n
+    raise ValueError(f"level {level:g}: sign flips cannot reach it")
 
 
 def too_few(claim: Claim, n: int, evidence: Evidence, level: float) -> str:
@@ -500,14 +488,6 @@ def too_few(claim: Claim, n: int, evidence: Evidence, level: float) -> str:
             needed = clusters_needed(level, evidence.parts)
             return f"{text}: {needed - n} more" if evidence.parts and needed > n else text
     return ""
-
-
-def clusters_needed(level: float, parts: int = 1) -> int:
-    """The smallest n whose sign flips can reach `level` two-sided, and one-sided after Bonferroni's correction for `parts`."""
-    for n in range(1, 200):
-        if smallest_sign_flip_p(n) <= level and parts * smallest_sign_flip_p(n, "less") <= level:
-            return n
-    raise ValueError(f"level {level:g}: sign flips cannot reach it")
 
 
 def pairing_notes(study: Study, pairing: Pairing) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from sharpscope.analysis.claims.base import difference_estimate
+from sharpscope.analysis.claims.base import mean_estimate
 from sharpscope.analysis.claims.gradients import HIGH, LOW, SHARES, share_frame
 from sharpscope.analysis.measures import log_ratios
 from sharpscope.analysis.study import Study
@@ -87,9 +87,7 @@ def direct_shares(study: Study, column: str) -> pd.DataFrame:
 def same_gradient(study: Study) -> Check:
     """Weights that rise or fall with probability move the shares of lucky and of confident tokens in opposite directions."""
     title = f"the weights of {study.treatment} move the gradient shares of lucky and confident tokens in opposite directions"
-    lucky, sure = (
-        difference_estimate(name, direct_shares(study, name), "ln", "", "log") for name in ("lucky", "confident")
-    )
+    lucky, sure = (mean_estimate(name, direct_shares(study, name), "ln", "", "log") for name in ("lucky", "confident"))
     if lucky is None or sure is None:
         return Check("C13", title, None, f"no run of {study.treatment} has score_norm_local at a step")
     text = f"lucky (π < {LOW:g}, A > 0) {lucky.line}; confident (π > {HIGH:g}) {sure.text}"

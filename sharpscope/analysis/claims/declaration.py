@@ -5,41 +5,39 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from sharpscope.analysis.claims.base import Claim
 from sharpscope.analysis.claims.registry import CLAIMS
-from sharpscope.analysis.study import Terms
+from sharpscope.config import ClaimsSpec
 from sharpscope.errors import UserError
 from sharpscope.traces import Run, write_atomic
 
 
-def declared_rules(terms: Terms, baseline: str, treatment: str) -> dict[str, Any]:
-    """Everything that decides a verdict besides the data: methods, level, order, least dose and each claim's rule."""
-    names = {"{baseline}": baseline, "{treatment}": treatment}
-    claims: dict[str, Any] = {}
-    for key, claim in _versions().items():
-        title = claim.title
-        for field, method in names.items():
-            title = title.replace(field, method)
-        claims[key] = {
-            "title": title,
+def declared_rules(terms: ClaimsSpec, radius: float | None = None) -> dict[str, Any]:
+    """Everything that decides a verdict besides the data: methods, level, order, least dose, radius and each claim's rule."""
+    claims = {
+        key: {
+            "title": claim.title_text(terms),
             "rule": claim.rule_text(terms),
             "unit_of_n": claim.unit,
             "minimal_n": claim.minimal_n,
             "margin": terms.margin(key, claim.margin),
             "least_rotation": terms.least_rotation if claim.compares else None,
         }
-    rules = {"baseline": baseline, "treatment": treatment, "level": terms.level, "order": list(terms.order)}
-    return {**rules, "claims": claims}
+        for key, claim in _versions().items()
+    }
+    rules = {"baseline": terms.baseline, "treatment": terms.treatment, "level": terms.level, "order": list(terms.order)}
+    return {**rules, **({} if radius is None else {"radius": radius}), "claims": claims}
 
 
 def _versions() -> dict[str, Claim]:
     return {v.key: v for claim in CLAIMS.values() for v in (claim, claim.other) if v is not None}
 
 
-def check_terms(terms: Terms) -> None:
+def check_terms(terms: ClaimsSpec) -> None:
     """Refuse terms that name no claim, and margins in points that are not shares.
 
     Raises:
@@ -66,24 +64,18 @@ def declaration_file(study: Path) -> Path:
     return study.with_suffix(".declared.json")
 
 
-class Declared(NamedTuple):
-    """The outcome of declaring: what changed since the declaration before, and whether there was none (`new`)."""
-
-    file: Path
-    hash: str
-    changed: tuple[str, ...]
-    new: bool
-
-
-def declare(study: Path, rules: Mapping[str, Any], date: str, version: str, why: str = "") -> Declared:
-    """Freeze `rules` beside the study file. A second declaration with other rules is added, with its reason; none is removed.
+def declare(study: Path, rules: Mapping[str, Any], version: str, why: str = "", now: str = "") -> tuple[str, list[str]]:
+    """Freeze `rules` beside the study file. A declaration with other rules is added, with its reason; none is removed.
 
     Args:
         study: the study file.
         rules: of `declared_rules`.
-        date: now, in UTC, ISO 8601.
         version: of sharpscope.
         why: reason of a change; needed if there is a declaration with other rules.
+        now: ISO 8601; empty: the time in UTC.
+
+    Returns:
+        What was done, with the hash, and what changed, one line each.
 
     Raises:
         UserError: the rules changed and no reason was given, or the file's hash does not fit its rules.
@@ -91,23 +83,18 @@ def declare(study: Path, rules: Mapping[str, Any], date: str, version: str, why:
     file, digest = declaration_file(study), rules_hash(rules)
     states = _states(file) if file.exists() else []
     if states and states[-1]["hash"] == digest:
-        return Declared(file, digest, (), False)
-    changed = tuple(differences(states[-1]["rules"], rules)) if states else ()
+        return f"unchanged since it was declared; SHA-256 {digest}", []
+    changed = list(differences(states[-1]["rules"], rules)) if states else []
     if states and not why:
-        raise UserError(
-            f"{file}: declared on {states[-1]['declared']} with other rules ({'; '.join(changed[:3])}); give --why"
-        )
-    state = {"declared": date, "version": version, "hash": digest, "rules": dict(rules)}
-    states.append(state | ({"why": why, "changed": list(changed)} if why else {}))
+        raise UserError(f"{file}: declared on {states[-1]['declared']} with other rules ({_few(changed)}); give --why")
+    state = {"declared": now or _now(), "version": version, "hash": digest, "rules": dict(rules)}
+    states.append(state | ({"why": why, "changed": changed} if why else {}))
     write_atomic(file, json.dumps(states, indent=2, ensure_ascii=False) + "\n")
-    return Declared(file, digest, changed, len(states) == 1)
+    return f"{'declared' if len(states) == 1 else 'changed'}; SHA-256 {digest}", changed
 
 
 def quote(study: Path, rules: Mapping[str, Any], runs: Iterable[Run]) -> str:
-    """What is known of the declaration of `rules`, for the head of the verdicts.
-
-    "declared on …; unchanged", what changed and why, or that the rules used are not the declared ones; and how many runs started
-    before the last declaration.
+    """What is known of the declaration of `rules`: when, what changed since and why, and how many runs started before it.
 
     Raises:
         UserError: the file's hash does not fit its rules.
@@ -116,20 +103,17 @@ def quote(study: Path, rules: Mapping[str, Any], runs: Iterable[Run]) -> str:
     if not file.exists():
         return f"Not declared: {file.name} does not exist (sharpscope study declare {study.name})."
     states = _states(file)
-    first, last = states[0], states[-1]
-    text = f"Declared on {first['declared']}"
-    if len(states) == 1 and last["hash"] == rules_hash(rules):
-        text += f"; unchanged (SHA-256 {last['hash'][:16]})."
-    else:
-        text += "".join(
-            f"; changed on {s['declared']}: {'; '.join(s['changed'])} (why: {s['why']})" for s in states[1:]
-        )
-        if last["hash"] != rules_hash(rules):
-            text += f"; NOT the rules used here: {'; '.join(differences(last['rules'], rules))}"
-        text += "."
+    last = states[-1]
+    parts = [f"Declared on {states[0]['declared']}"]
+    parts += [f"changed on {s['declared']}: {'; '.join(s['changed'])} (why: {s['why']})" for s in states[1:]]
+    if last["hash"] != rules_hash(rules):
+        parts.append(f"NOT the rules used here: {_few(list(differences(last['rules'], rules)))}")
+    elif len(states) == 1:
+        parts.append(f"unchanged (SHA-256 {last['hash'][:16]})")
     started = [str(run.info.get("started")) for run in runs if run.info.get("started")]
     early = sum(_seconds(value) < _seconds(str(last["declared"])) for value in started)
-    return f"{text} {early} of {len(started)} runs started before the {'last ' if len(states) > 1 else ''}declaration."
+    which = "last " if len(states) > 1 else ""
+    return f"{'; '.join(parts)}. {early} of {len(started)} runs started before the {which}declaration."
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], path: str = "") -> Iterator[str]:
@@ -139,11 +123,16 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any], path: str =
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             yield from differences(old, new, f"{path}{key}.")
         elif old != new:
-            shown = ("absent" if value is None else str(value) for value in (old, new))
-            yield f"{path}{key}: {' → '.join(text if len(text) <= 60 else text[:57] + '…' for text in shown)}"
+            texts = ("absent" if value is None else str(value) for value in (old, new))
+            yield f"{path}{key}: {' → '.join(text if len(text) <= 60 else text[:57] + '…' for text in texts)}"
+
+
+def _few(lines: list[str]) -> str:
+    return "; ".join(lines[:3]) + (f" and {len(lines) - 3} more" if len(lines) > 3 else "")
 
 
 def _states(file: Path) -> list[dict[str, Any]]:
+    """The declarations in a file; refused where one does not fit its hash."""
     try:
         states = json.loads(file.read_text(encoding="utf-8"))
         intact = bool(states) and all(state["hash"] == rules_hash(state["rules"]) for state in states)
@@ -154,8 +143,10 @@ def _states(file: Path) -> list[dict[str, Any]]:
     return list(states)
 
 
-def _seconds(text: str) -> float:
-    from datetime import UTC, datetime
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
+
+def _seconds(text: str) -> float:
     moment = datetime.fromisoformat(text)
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

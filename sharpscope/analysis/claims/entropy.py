@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 
 from sharpscope.analysis.claims import one_update
 from sharpscope.analysis.claims.base import (
-    Condition,
     Finding,
     PairedClaim,
-    difference_estimate,
     directional,
     mean_estimate,
     present,
@@ -113,7 +111,7 @@ def measure(study: Study) -> Finding:
     own = _drifts(study, study.treatment)
     others = present(
         mean_estimate("partial correlation of predicted and measured change", by_seed, "correlation"),
-        difference_estimate(f"drift of entropy of {study.treatment}", own, DRIFT, "", "log"),
+        mean_estimate(f"drift of entropy of {study.treatment}", own, DRIFT, "", "log"),
     )
     if not len(by_seed):
         return Finding(missing=_unmeasured(study), others=others)
@@ -126,7 +124,7 @@ def measure(study: Study) -> Finding:
         parts={"": drifts},
         evidence=(directional(by_seed, "higher", CORRELATION),),
         n=len(by_seed),
-        conditions=(Condition(f"the mean drift under {STABLE} is closer to 0 than under {study.baseline}", closer),),
+        conditions=((f"the mean drift under {STABLE} is closer to 0 than under {study.baseline}", closer),),
         others=others,
         notes=(f"{len(frame)} changes of entropy in {frame['run'].nunique()} runs", *unfinished(study)),
         frames={"prediction": frame},
@@ -159,7 +157,6 @@ C12 = PairedClaim(
     effect=f"drift of entropy of {STABLE}",
     effect_unit=DRIFT,
     compares=True,
-    settles=f"more seeds, with recording.tokens_every=1 and recording.probe_entropy_every=1, and of {STABLE}",
     reducers=(REDUCER,),
     version="between runs",
     other=one_update.C12,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.claims.base import Claim, Condition, Estimate, Evidence, Finding, unfinished
+from sharpscope.analysis.claims.base import Claim, Estimate, Evidence, Finding, unfinished
 from sharpscope.analysis.measures import (
     FUNCTIONAL,
     UNKNOWN_NOISE,
@@ -129,7 +129,7 @@ def measure(study: Study) -> Finding:
         effect=_estimate("Ψ of adaptive sharpness and gap", main, ""),
         n=len(frame),
         evidence=(Evidence(main.p_value, main.value > 0, refuted, main.smallest_p, smallest),),
-        conditions=tuple(Condition(f"τ over {a} alone is not negative", v >= 0) for a, v in main.axes.items()),
+        conditions=tuple((f"τ over {a} alone is not negative", v >= 0) for a, v in main.axes.items()),
         others=(
             _estimate("Ψ of sam", plain, "given the learning rate"),
             *(Estimate(f"τ over {axis} alone", value, "Kendall τ") for axis, value in main.axes.items()),
@@ -162,7 +162,5 @@ C6 = Claim(
     margin=0.2,
     unit="runs of the grid",
     minimal_n=8,
-    settles="a grid learning rate × group size × weight decay with perturbation probes, of at least 5 strata (methods × seeds × learning "
-    "rates), evaluated with enough answers for the gap to be reliable",
     figures=(("scatter", "grid", "asam", "gap", "gap against adaptive sharpness"),),
 )

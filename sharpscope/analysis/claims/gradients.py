@@ -10,11 +10,10 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from sharpscope.analysis.claims.base import (
-    Condition,
     Finding,
     PairedClaim,
-    difference_estimate,
     log_margin,
+    mean_estimate,
     pairing_notes,
     present,
 )
@@ -92,10 +91,10 @@ def smoothness(study: Study) -> Finding:
     note = "probe set, plain surrogate"
     return Finding(
         parts={"": rough},
-        conditions=(Condition("spikes are not shown to be more frequent", not more),),
+        conditions=(("spikes are not shown to be more frequent", not more),),
         others=present(
-            difference_estimate("spike rate", spikes, "share of steps", "", "points"),
-            difference_estimate("noise share of ‖g‖²", noise, "share", note, "points"),
+            mean_estimate("spike rate", spikes, "share of steps", "", "points"),
+            mean_estimate("noise share of ‖g‖²", noise, "share", note, "points"),
         ),
         notes=pairing_notes(study, pairing),
         dose=dose_of((study.finished[pair.treatment] for pair in pairing.pairs), study.treatment),
@@ -177,10 +176,8 @@ def lucky_spikes(study: Study) -> Finding:
     kept = len(values) and sign_flip_p(values, "greater", shift=-log_margin(margin, "lower")) <= study.terms.level
     return Finding(
         parts={"": lucky},
-        conditions=(
-            Condition(f"confident tokens are shown to lose less than {margin:.0%} of their share", bool(kept)),
-        ),
-        others=present(difference_estimate("confident tokens' gradient share", sure, LOG, "", "log")),
+        conditions=((f"confident tokens are shown to lose less than {margin:.0%} of their share", bool(kept)),),
+        others=present(mean_estimate("confident tokens' gradient share", sure, LOG, "", "log")),
         notes=(f"lucky: π < {LOW:g} and A > 0; confident: π > {HIGH:g}", *pairing_notes(study, pairing)),
         dose=dose_of((study.finished[pair.treatment] for pair in pairing.pairs), study.treatment),
     )
@@ -200,6 +197,5 @@ C13 = PairedClaim(
     effect="lucky tokens' gradient share",
     effect_unit=LOG,
     compares=True,
-    settles="more paired seeds with recording.token_gradients_every",
     reducers=(SHARES,),
 )

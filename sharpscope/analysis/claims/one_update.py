@@ -154,7 +154,6 @@ def _unlikely(study: Study) -> Finding:
 
 _COMMON: dict[str, Any] = {
     "unit": "batches of rollouts (states, from 6 states on)",
-    "settles": "more batches, or states of more runs, with `sharpscope fork`",
     "version": "one update",
 }
 _OURS: dict[str, Any] = {"source": "this project: counterfactual updates", "compares": True, **_COMMON}

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from sharpscope.analysis.claims import accuracy, entropy, gap, gradients, sharpness, tokens
 from sharpscope.analysis.claims.base import Claim, Verdict, decide
 from sharpscope.analysis.claims.checks import CHECKS, Check
-from sharpscope.analysis.study import DEFAULT, Study, Terms
+from sharpscope.analysis.study import Study
+from sharpscope.config import ClaimsSpec
 from sharpscope.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def test_claims(
     baseline: str = "grpo",
     treatment: str | None = None,
     ignore: Sequence[str] = (),
-    terms: Terms | None = None,
+    terms: ClaimsSpec | None = None,
 ) -> list[Verdict]:
     """A verdict for each claim.
 
@@ -60,50 +61,42 @@ def test_claims(
     Raises:
         UserError: an unknown claim, an unknown treatment, or a method compared with itself.
     """
-    names = [name for name in claim_names(claims) if name in CLAIMS]
-    study = study_of(runs, baseline, treatment, ignore, terms)
-    read(study, names)
-    return verdicts_of(study, names)
+    names = claim_names(claims)
+    return judge(study_of(runs, baseline, treatment, ignore, terms), names)[0]
 
 
 test_claims.__test__ = False  # type: ignore[attr-defined]  # not a test, whatever its name looks like
 
 
-def read(study: Study, names: Sequence[str]) -> None:
-    """Stream the token tables once for the claims `names`, and for the checks of these names."""
-    reducers = [reducer for name in _tested(names, study.terms) for reducer in CLAIMS[name].reducers]
-    study.read_tokens(list(dict.fromkeys([*reducers, *(CHECKS[name][1] for name in names if name in CHECKS)])))
-
-
-def verdicts_of(study: Study, names: Sequence[str] = tuple(CLAIMS)) -> list[Verdict]:
-    """The verdicts on the claims `names`; the study has read the tokens that they need.
+def judge(study: Study, names: Sequence[str] | None = None) -> tuple[list[Verdict], list[Check]]:
+    """The verdicts on the claims `names` (None: all) and the checks of these names; the token tables are read once.
 
     A primary verdict is confirmatory if every claim before it in the order has the same verdict: testing in a fixed order and
     stopping at the first claim that is not rejected keeps the chance of any wrong rejection at the level (Maurer, Hothorn and
     Lehmacher 1995), for `supported` and for `refuted` separately.
     """
+    names, order = claim_names(names), study.terms.order
+    claims = {n: c for n, c in CLAIMS.items() if n in names or (n in order and set(names) & set(order))}
+    checks = {name: check for name, check in CHECKS.items() if name in names}
+    reducers = [reducer for claim in claims.values() for reducer in claim.reducers] + [r for _, r in checks.values()]
+    study.read_tokens(list(dict.fromkeys(reducers)))
 
     def verdict(claim: Claim) -> Verdict:
-        return decide(claim, claim.measure(study), (study.baseline, study.treatment), study.terms)
+        return decide(claim, claim.measure(study), study.terms)
 
-    result: dict[str, Verdict] = {}
-    for name in _tested(names, study.terms):
-        claim = CLAIMS[name]
-        result[name] = replace(verdict(claim), other=None if claim.other is None else verdict(claim.other))
+    result = {
+        name: replace(verdict(claim), other=None if claim.other is None else verdict(claim.other))
+        for name, claim in claims.items()
+    }
     largest, before = 0.0, set[str]()
-    for name in study.terms.order:
+    for name in order:
         if name in result:
             found = result[name]
             before.add(found.verdict)
             largest = max(largest, 1.0 if found.p_value is None else found.p_value)
             adjusted, alike = None if found.p_value is None else largest, before in ({"supported"}, {"refuted"})
             result[name] = replace(found, p_adjusted=adjusted, confirmatory=alike)
-    return [result[name] for name in names if name in result]
-
-
-def checks_of(study: Study, names: Sequence[str] = tuple(CHECKS)) -> list[Check]:
-    """Checks of the recording; the study has read the tokens that they need."""
-    return [CHECKS[name][0](study) for name in names if name in CHECKS]
+    return [result[name] for name in names if name in result], [check(study) for check, _ in checks.values()]
 
 
 def study_of(
@@ -111,7 +104,7 @@ def study_of(
     baseline: str = "grpo",
     treatment: str | None = None,
     ignore: Sequence[str] = (),
-    terms: Terms | None = None,
+    terms: ClaimsSpec | None = None,
 ) -> Study:
     """The runs laid out for comparing two methods.
 
@@ -122,21 +115,18 @@ def study_of(
     Raises:
         UserError: a method compared with itself, or one that no finished run has; it lists those that are there.
     """
-    study = Study(runs.by_name, baseline, treatment or "grpo-sg", tuple(ignore), terms=terms or DEFAULT)
+    study = Study(runs.by_name, baseline, treatment or "grpo-sg", tuple(ignore))
     there = {method: len(study.of(method)) for method in study.methods}
-    if treatment is None:
-        others = [method for method in there if method != baseline]
-        if others and study.treatment not in there:
-            study.treatment = max(others, key=lambda method: there[method])
-        return study
+    others = [method for method in there if method != baseline]
+    if treatment is None and others and study.treatment not in there:
+        study.treatment = max(others, key=lambda method: there[method])
+    methods = {"baseline": baseline, "treatment": study.treatment}
+    study.terms = (terms or ClaimsSpec()).model_copy(update=methods)
     if baseline == treatment:
         raise UserError(f"treatment {treatment}: the same as the baseline; give another method")
-    for field, method in (("baseline", baseline), ("treatment", treatment)):
-        if (
-            there
-            and method not in there
-            and not any(method in set(run.forks.get("arm", ())) for run in runs.by_name.values())
-        ):
+    arms = {arm for run in runs.by_name.values() for arm in run.forks.get("arm", ())} | set(there)
+    for field, method in methods.items() if treatment is not None and there else ():
+        if method not in arms:
             listed = ", ".join(f"{name} ({count})" for name, count in there.items())
             raise UserError(f"{field} {method}: no finished run of it; there are runs of {listed}")
     return study
@@ -149,16 +139,8 @@ def claim_names(claims: Sequence[str] | None) -> list[str]:
         UserError: an unknown claim.
     """
     known = ["C1", *CLAIMS]
-    if claims is None:
-        return known
-    asked = [claims] if isinstance(claims, str) else list(claims)
-    for name in asked:
-        if name.upper() not in known:
-            raise UserError(f"claim {name}: no such claim{nearest(name.upper(), known)}")
-    wanted = {name.upper() for name in asked}
+    wanted = known if claims is None else [name.upper() for name in ([claims] if isinstance(claims, str) else claims)]
+    for name in wanted:
+        if name not in known:
+            raise UserError(f"claim {name}: no such claim{nearest(name, known)}")
     return [name for name in known if name in wanted]
-
-
-def _tested(names: Sequence[str], terms: Terms) -> list[str]:
-    """The claims asked for, and with any primary one all primary ones."""
-    return [name for name in CLAIMS if name in names or (name in terms.order and set(names) & set(terms.order))]

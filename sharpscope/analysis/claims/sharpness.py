@@ -14,10 +14,9 @@ import pandas as pd
 
 from sharpscope.analysis.claims import one_update
 from sharpscope.analysis.claims.base import (
-    Condition,
     Finding,
     PairedClaim,
-    difference_estimate,
+    mean_estimate,
     pairing_notes,
     present,
 )
@@ -108,12 +107,12 @@ def measure(study: Study) -> Finding:
         text = f"{MEASURES[q]} sharpness at matched {name}"
         tested = ratios(rows)
         if (q, name) != ("sam", "step"):
-            others.append(difference_estimate(f"{text}, per unit of 1 − loss", tested, UNIT, "", "log"))
+            others.append(mean_estimate(f"{text}, per unit of 1 − loss", tested, UNIT, "", "log"))
         if (q, name) in (("asam", "step"), ("sam", "reward")):
             higher = len(tested) and sign_flip_p(tested["difference"].to_numpy(), "greater") <= study.terms.level
-            conditions.append(Condition(f"{text} is not shown to be higher", not higher))
+            conditions.append((f"{text} is not shown to be higher", not higher))
         if name == "step":
-            others.append(difference_estimate(f"{text}, the rise itself", ratios(rows, "rise"), UNIT, "", "log"))
+            others.append(mean_estimate(f"{text}, the rise itself", ratios(rows, "rise"), UNIT, "", "log"))
     units = frame[["unit_baseline", "unit_treatment"]].to_numpy(dtype=float)
     most = (
         f"{np.nanmedian(units):.2f} of the largest possible rise" if np.isfinite(units).any() else "of unknown ceiling"
@@ -157,8 +156,6 @@ C4 = PairedClaim(
     effect="SAM sharpness per unit of 1 − loss",
     effect_unit=UNIT,
     compares=True,
-    settles=f"more paired seeds with perturbation probes (functional {FUNCTIONAL}, sam and asam) on more prompts, at an unsaturated "
-    "radius",
     version="between runs",
     other=one_update.C4,
 )

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from sharpscope.analysis.claims import one_update
 from sharpscope.analysis.claims.base import (
     Claim,
-    Condition,
     Estimate,
     Evidence,
     Finding,
@@ -133,8 +132,8 @@ def score_norm(study: Study) -> Finding:
             ),
         ),
         conditions=(
-            Condition("the partial rank correlation is positive", positive),
-            Condition("the slope's interval holds 1, the slope that is claimed", holds),
+            ("the partial rank correlation is positive", positive),
+            ("the slope's interval holds 1, the slope that is claimed", holds),
         ),
         others=(
             _slope_estimate("partial rank slope", ranks, "ranks in place of logarithms; p of slope 0"),
@@ -158,7 +157,6 @@ C2 = Claim(
     measure=score_norm,
     margin=0.5,
     unit=CLUSTERS,
-    settles="more steps with recording.token_gradients_every and recording.exact_random, on more seeds",
     reducers=(FULL, LOCAL),
     figures=(("binned", "sample", "one_minus_pi", "score_norm", "exact norm against 1 − π"),),
 )
@@ -240,7 +238,7 @@ def dominance(study: Study) -> Finding:
     half = sign_flip_p(means["treatment"].to_numpy(), "greater", shift=HALF) <= study.terms.level
     return Finding(
         parts={"": means},
-        conditions=(Condition("the top hundredth of the tokens is shown to hold more than half", half),),
+        conditions=(("the top hundredth of the tokens is shown to hold more than half", half),),
         others=others,
         notes=notes,
     )
@@ -259,7 +257,6 @@ C3 = PairedClaim(
     effect="share of the top hundredth beyond the null's",
     effect_unit=GRADIENT,
     unit=CLUSTERS,
-    settles="more steps with recording.token_gradients_every, on more seeds; a policy that is less sure of its tokens",
     reducers=(CURVES,),
 )
 
@@ -306,7 +303,7 @@ def influence(study: Study) -> Finding:
     cells = pd.concat([pd.DataFrame(r.values["cells"]).assign(seed=r.seed, step=r.step) for r in results])
     return Finding(
         parts={"": means.assign(difference=means["low"])},
-        conditions=(Condition("the lowest tenth is shown to do worse than the other tokens", worse),),
+        conditions=(("the lowest tenth is shown to do worse than the other tokens", worse),),
         others=present(
             mean_estimate("lowest tenth, positive advantage", means["low_positive"].dropna(), HURTS),
             mean_estimate("lowest tenth, negative advantage", means["low_negative"].dropna(), HURTS),
@@ -334,7 +331,6 @@ C9 = replace(
         effect="mean influence of the lowest tenth by probability",
         effect_unit=HURTS,
         unit=CLUSTERS,
-        settles="more steps with recording.heldout_influence_every, on more seeds",
         version="influence of recorded tokens",
         figures=(("curve", "influence", "decile", "influence", "influence by decile of probability"),),
     ),

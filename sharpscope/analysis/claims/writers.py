@@ -11,7 +11,7 @@ import pandas as pd
 
 from sharpscope.analysis.claims.base import Verdict
 from sharpscope.analysis.claims.checks import Check
-from sharpscope.analysis.claims.registry import checks_of, claim_names, read, study_of, verdicts_of
+from sharpscope.analysis.claims.registry import judge, study_of
 from sharpscope.analysis.power import NOTE, power_table, powers_of
 from sharpscope.analysis.sections import Section
 from sharpscope.analysis.text import escape_markdown, number
@@ -91,11 +91,9 @@ def claim_sections(runs: Runs, declared: str = UNDECLARED) -> list[Section]:
     """The verdicts on all claims with their figures, the checks of the recording, and what the tests can decide."""
     from sharpscope.analysis.claims.figures import figures_of
 
-    study = study_of(runs)
-    read(study, claim_names(None))
-    verdicts = verdicts_of(study)
+    verdicts, checked = judge(study_of(runs))
     sections = [Section("Claims", verdict_table(verdicts), f"{LIMITS} {declared}", "Claims", "claims")]
-    checks = "\n".join(check.line() for check in checks_of(study))
+    checks = "\n".join(check.line() for check in checked)
     sections.append(Section("Checks of the recording", checks, "", "Claims"))
     for verdict in (v for one in verdicts for v in one.versions):
         sections.append(Section(f"{verdict.name}: {verdict.verdict}", "\n".join(verdict.details()), "", "Claims"))

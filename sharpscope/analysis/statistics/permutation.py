@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 Alternative = Literal["two-sided", "greater", "less"]
@@ -150,71 +152,45 @@ def granulated_kendall(
     Returns:
         None if no two runs can be compared.
     """
-    pairs = _pairs(axes, stratum)
-    if not pairs:
-        return None
-    first, second, weight, axis = (np.array(column) for column in zip(*pairs, strict=True))
     a, b = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    labels, member = np.unique([repr(s) for s in stratum], return_inverse=True)
-    signs = np.sign(a[first] - a[second])
+    member = np.unique([repr(s) for s in stratum], return_inverse=True)[1]
+    pairs = _pairs(axes, stratum).assign(stratum=lambda frame: member[frame["i"]])
+    if not len(pairs):
+        return None
+    i, j, weight = (pairs[name].to_numpy() for name in ("i", "j", "weight"))
+    signs = np.sign(a[i] - a[j])
 
-    def psi(values: NDArray[np.float64], sign: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.sign(values[..., first] - values[..., second]) @ (sign * weight)
+    def psi(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.asarray(np.sign(values[..., i] - values[..., j]) @ (signs * weight))
 
-    orders = _permutations(member, seed)  # (P, n)
-    value = float(psi(b, signs))
-    drawn, best = psi(b[orders], signs), psi(a[orders], signs)
-    agreement = np.sign(b[first] - b[second]) * signs
-    by_axis = {name: _weighted_mean(agreement, weight, axis == name) for name in axes if (axis == name).any()}
-    in_stratum = [_stratum_psi(agreement, weight, axis, member[first] == s) for s in range(len(labels))]
+    rng = np.random.default_rng(seed)
+    orders = np.tile(np.arange(len(member)), (PERMUTATIONS + 1, 1))  # (P, n) within strata; the first is the one seen
+    for inside in (np.flatnonzero(member == s) for s in range(member.max() + 1)):
+        orders[1:, inside] = inside[np.argsort(rng.random((PERMUTATIONS, len(inside))), axis=1)]
+    value = float(psi(b))
+    pairs["agreement"] = np.sign(b[i] - b[j]) * signs * weight
+    sums = pairs.groupby("axis")[["agreement", "weight"]].sum()
+    within = pairs.groupby(["stratum", "axis"])[["agreement", "weight"]].sum()
     return Granulated(
         value,
-        by_axis,
-        np.array([v for v in in_stratum if v is not None]),
-        float(np.mean(np.abs(drawn) >= abs(value) - 1e-12)),
-        float(np.mean(np.abs(best) >= abs(psi(a, signs)) - 1e-12)),
+        {str(axis): float(row["agreement"] / row["weight"]) for axis, row in sums.iterrows()},
+        (within["agreement"] / within["weight"]).groupby("stratum").mean().to_numpy(),
+        float(np.mean(np.abs(psi(b[orders])) >= abs(value) - 1e-12)),
+        float(np.mean(np.abs(psi(a[orders])) >= abs(psi(a)) - 1e-12)),
         len(pairs),
     )
 
 
-def _pairs(axes: dict[str, Sequence[Hashable]], stratum: Sequence[Hashable]) -> list[tuple[int, int, float, str]]:
-    """(i, j, weight, axis) of runs that differ in one axis alone; groups of an axis, and axes, count equally."""
-    groups: dict[str, list[list[tuple[int, int]]]] = {}
+def _pairs(axes: dict[str, Sequence[Hashable]], stratum: Sequence[Hashable]) -> pd.DataFrame:
+    """i, j, weight, axis of runs that differ in one axis alone; groups of an axis, and axes, count equally."""
+    groups: list[tuple[str, list[tuple[int, int]]]] = []
     for name in axes:
-        others = [axes[other] for other in axes if other != name]
         cells: dict[Hashable, list[int]] = {}
-        for run, key in enumerate(zip(stratum, *others, strict=True)):
+        for run, key in enumerate(zip(stratum, *(axes[other] for other in axes if other != name), strict=True)):
             cells.setdefault(key, []).append(run)
-        result = [
-            [(i, j) for i, j in itertools.combinations(runs, 2) if axes[name][i] != axes[name][j]]
-            for runs in cells.values()
-        ]
-        if any(result):
-            groups[name] = [group for group in result if group]
-    return [
-        (i, j, 1 / (len(groups) * len(of_axis) * len(group)), name)
-        for name, of_axis in groups.items()
-        for group in of_axis
-        for i, j in group
-    ]
-
-
-def _permutations(member: NDArray[np.int_], seed: int) -> NDArray[np.int_]:
-    """(P, n) orders that move runs within their stratum only; the first is the one seen."""
-    inside = [np.flatnonzero(member == s) for s in np.unique(member)]
-    rng = np.random.default_rng(seed)
-    orders = np.tile(np.arange(len(member)), (PERMUTATIONS + 1, 1))
-    for keys in inside:
-        orders[1:, keys] = keys[np.argsort(rng.random((PERMUTATIONS, len(keys))), axis=1)]
-    return orders
-
-
-def _weighted_mean(values: NDArray[np.float64], weight: NDArray[np.float64], chosen: NDArray[np.bool_]) -> float:
-    return float(np.sum(values[chosen] * weight[chosen]) / np.sum(weight[chosen]))
-
-
-def _stratum_psi(
-    agreement: NDArray[np.float64], weight: NDArray[np.float64], axis: NDArray[np.str_], inside: NDArray[np.bool_]
-) -> float | None:
-    parts = [_weighted_mean(agreement, weight, inside & (axis == name)) for name in np.unique(axis[inside])]
-    return float(np.mean(parts)) if parts else None
+        for runs in cells.values():
+            group = [(i, j) for i, j in itertools.combinations(runs, 2) if axes[name][i] != axes[name][j]]
+            groups += [(name, group)] if group else []
+    count = Counter(name for name, _ in groups)
+    rows = [(i, j, 1 / (len(count) * count[name] * len(group)), name) for name, group in groups for i, j in group]
+    return pd.DataFrame(rows, columns=["i", "j", "weight", "axis"])

@@ -10,7 +10,7 @@ import pytest
 
 from sharpscope.analysis import claims
 from sharpscope.analysis.claims.base import Finding, decide
-from sharpscope.analysis.study import DEFAULT
+from sharpscope.config import ClaimsSpec
 from sharpscope.errors import UserError
 from tests.analysis.claims.frames import frame_run, paired_study, study, tokens_frame
 from tests.analysis.claims.planted import MAKERS, NOT_SUPPORTED, made, verdict
@@ -77,8 +77,8 @@ def test_a_learning_rate_that_differs_between_the_methods_is_refused_by_name(cla
 def test_methods_are_named_found_and_refused():
     runs = paired_study(12, 0.1, treatment="gspo")
     result = verdict(runs, "C7", treatment="gspo")
-    assert result.verdict == "supported" and result.methods == ("grpo", "gspo") and "gspo generalizes" in result.title
-    assert verdict(runs, "C7").methods == ("grpo", "gspo")  # there is no grpo-sg: the method that was run
+    assert result.verdict == "supported" and result.terms.treatment == "gspo" and "gspo generalizes" in result.title
+    assert verdict(runs, "C7").terms.treatment == "gspo"  # there is no grpo-sg: the method that was run
     with pytest.raises(UserError, match=r"treatment grpo-sg: no finished run .* there are runs of grpo \(12\), gspo"):
         claims.test_claims(runs, treatment="grpo-sg")
     with pytest.raises(UserError, match="treatment grpo"):
@@ -140,7 +140,7 @@ def test_a_sample_that_can_give_only_one_verdict_gives_none():
 
     def decided(n):
         parts = {str(k): pd.DataFrame({"seed": range(n), "difference": -1.0}) for k in range(8)}
-        return decide(claims.CLAIMS["C10"], Finding(parts=parts), ("a", "b"), DEFAULT)
+        return decide(claims.CLAIMS["C10"], Finding(parts=parts), ClaimsSpec())
 
     assert decided(7).verdict == "untestable"
     assert "no p below 0.0625 for refuted" in decided(7).reason and "1 more" in decided(7).reason

@@ -10,7 +10,7 @@ import scipy.stats
 from sharpscope.analysis.claims import CLAIMS, study_of
 from sharpscope.analysis.claims.base import Finding, decide, directional
 from sharpscope.analysis.statistics import granulated_kendall
-from sharpscope.analysis.study import DEFAULT
+from sharpscope.config import ClaimsSpec
 from tests.analysis.claims.frames import frame_run, study, tokens_frame
 from tests.analysis.claims.planted import MAKERS, SEEDS
 
@@ -33,7 +33,7 @@ def test_paired_claims_keep_their_level(tails):
         pairs = pairs + (5 * rng.normal(size=(10, 1)) if tails == "correlated" else 0.0)  # the luck of a seed
         difference = 0.05 * (pairs[:, 1] - pairs[:, 0])
         finding = Finding(parts={"": pd.DataFrame({"seed": range(10), "difference": difference})})
-        hits += decide(CLAIMS["C7"], finding, ("a", "b"), DEFAULT).verdict == "supported"
+        hits += decide(CLAIMS["C7"], finding, ClaimsSpec()).verdict == "supported"
     assert not_above(hits, STUDIES, LEVEL / 2)  # two-sided at 5 %: half of it on the claimed side
 
 
@@ -71,7 +71,7 @@ def false_positives(claim, studies):
     for index in range(studies):
         laid_out = study_of(null_runs(claim, np.random.default_rng([index, *claim.encode()])))
         laid_out.read_tokens(CLAIMS[claim].reducers)
-        found = decide(CLAIMS[claim], CLAIMS[claim].measure(laid_out), ("grpo", "grpo-sg"), DEFAULT)
+        found = decide(CLAIMS[claim], CLAIMS[claim].measure(laid_out), ClaimsSpec())
         hits += found.verdict == "supported"
     return hits
 

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sharpscope.analysis.claims import checks, entropy, read, study_of, tokens
+from sharpscope.analysis.claims import checks, entropy, judge, study_of, tokens
 from sharpscope.analysis.claims.one_update import clusters, paired
 from sharpscope.analysis.tokens import scan
 from sharpscope.traces import TraceWriter, load_run, update_run_info
@@ -50,11 +50,9 @@ def test_checks_of_the_recording_hold_or_not():
         frame = tokens_frame(np.random.default_rng(0), 4, 300)
         frame.loc[:2, "logit_grad_norm"] *= factor
         laid_out = study_of(study(frame_run("grpo-sg", tokens=frame)))
-        read(laid_out, ["C1", "C13"])
-        assert checks.logit_bounds(laid_out).holds is holds
+        assert judge(laid_out, ["C1", "C13"])[1][0].holds is holds
     laid_out = study_of(made("C13", "effect"))
-    read(laid_out, ["C13"])
-    found = checks.same_gradient(laid_out)
+    (found,) = judge(laid_out, ["C13"])[1]
     shares = checks.direct_shares(laid_out, "lucky")
     assert found.holds and (shares["difference"] < 0).all()  # the planted weights halve the lucky tokens
 
@@ -272,7 +270,7 @@ def test_the_prediction_of_a_change_is_the_sum_over_the_steps_between():
     run = runs.by_name["grpo-0"]
     run.probes = run.probes[run.probes["step"] % 3 == 0]
     laid_out = study_of(runs)
-    read(laid_out, ["C12"])
+    judge(laid_out, ["C12"])
     frame = entropy.prediction_frame(laid_out)
     row = frame[(frame["run"] == "grpo-0") & (frame["step"] == 12)].iloc[0]
     chosen = run.token_frame[run.token_frame["step"].isin([10, 11, 12])]
