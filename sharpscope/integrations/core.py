@@ -23,23 +23,25 @@ from torch import Tensor, nn
 
 from sharpscope import distributed
 from sharpscope.config import RunConfig, check_keys, validate
+from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
 from sharpscope.integrations.guard import Guard, T, reason_of, warn_stopped
 from sharpscope.integrations.price import Work, places
 from sharpscope.integrations.steps import Batch, Step, generated_lengths, own_statistics, unused_tokens, widened
-from sharpscope.objective import Method, named_method
-from sharpscope.policy import make_policy
+from sharpscope.objective import Method, Plan, calibrate, named_method, prepare
+from sharpscope.policy import TokenStats, make_policy
 from sharpscope.policy.scoring import Scorer
 from sharpscope.policy.sharding import ModelView, gathered_copy, is_sharded, reshard, unsharded
-from sharpscope.probes import guarded
+from sharpscope.probes import Rotation, guarded, logp_gradient, rotation
 from sharpscope.recording import environment
 from sharpscope.recording.health import StepHealth, kept_rows
 from sharpscope.recording.norms import clip_factor, gradient_norm, gradient_norms, layer_groups, norms, update_norms
 from sharpscope.recording.observers import Observers, StepObserver
 from sharpscope.recording.rows import rollout_columns, steps_row, token_columns, update_columns
 from sharpscope.recording.run_folder import NoWriter, note, trace_writer
-from sharpscope.recording.step import RolloutBatch, StepResult
+from sharpscope.recording.step import PendingUpdate, RolloutBatch, StepResult, StepTokens, UpdateRotation, step_tensors
 from sharpscope.rules import Event
+from sharpscope.seeds import generator
 from sharpscope.traces import RunLock, TraceWriter, create_run_dir, create_run_info, free_name, load_run, rewind
 from sharpscope.traces.files import RUN_FILE, now
 
@@ -94,11 +96,12 @@ class Recorder(Guard):
         correct: Callable[[float], bool] | None = None,
         max_grad_norm: float | None = None,
         compute: torch.dtype | None = None,
+        rotate: Method | None = None,
     ) -> None:
         if tokenizer is None:
             raise UserError("record: there is no tokenizer; pass it (to a trainer as processing_class=tokenizer)")
         self.model, self.out, self.task, self.correct = model, Path(out), task, correct
-        self.max_grad_norm, self._lr = max_grad_norm, lr
+        self.max_grad_norm, self._lr, self.rotate = max_grad_norm, lr, rotate
         self.temperature, self._seed, self._options, self._every = temperature, seed, dict(recording or {}), critical
         with guarded(model, weights=False), own_forward(model):
             source = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
@@ -140,20 +143,18 @@ class Recorder(Guard):
             "checkpoint": {"every": 0},
             "health": self.rules,
             "probes": {"preset": "light", "functionals": [], "every": every} if every else {"preset": "off"},
-            "recording": {"rotation_every": 0, "group_share": 1.0, **self._options},
+            "recording": {"rotation_every": int(self.rotate is not None), "group_share": 1.0, **self._options},
         }
         check_keys(RunConfig, data)
         config: RunConfig = validate(RunConfig, data)
         for name, missing in (
             ("heldout_influence_every", "has no probe set of held-out prompts"),
             ("probe_entropy_every", "has no probe set"),
-            (
-                "rotation_every",
-                "makes its gradient itself, so that no second one is known; `sharpscope rotate` measures it",
-            ),
         ):
             if getattr(config.recording, name, 0):
                 raise UserError(f"recording.{name}: a recorded trainer {missing}; set it to 0")
+        if config.recording.rotation_every and self.rotate is None:
+            raise UserError("recording.rotation_every: say by which token weights, as record(..., rotation='grpo-sg')")
         return config
 
     def describe(self) -> dict[str, Any]:
@@ -228,13 +229,15 @@ class Recorder(Guard):
     def _choose_places(self, steps: int) -> None:
         """Choose the places of what is measured by default."""
         schedule, options = self.observers.schedule, self._options
-        plan = places(steps, self.work, critical=self._every is True)
+        plan = places(steps, self.work, critical=self._every is True, rotation=self.rotate is not None)
         reasons = {}
         if "token_gradients_every" not in options:
             schedule.at |= {"norms": plan.norms, "shares": plan.norms}
             schedule.most_spikes = plan.spikes
             if not plan.norms:
                 reasons["recording.token_gradients_every"] = plan.reason
+        if "rotation_every" not in options:
+            schedule.at["rotation"] = plan.norms if self.rotate is not None else frozenset()
         if self._every is True:
             schedule.at["surface"] = plan.critical
             if not plan.critical:
@@ -376,7 +379,7 @@ class Recorder(Guard):
         norm, step.layers = found.total, found.layers
         factor = clip_factor(norm, self.max_grad_norm)
         step.gradient = (loss, norm, factor)
-        joined, update = step.pending_update()
+        joined, tokens, update = step.pending_update()
         self._observed.append(self.observers.for_step(self.step_number, joined.rollouts, self.recent))
         if norm == 0:
             text = "the gradient of an update is 0, so it has no shares and no critical sharpness (were all rewards of each group equal?)"
@@ -384,11 +387,61 @@ class Recorder(Guard):
         if math.isfinite(norm) and (math.isfinite(loss) or not step.losses):
             with own_forward(self.model):
                 self._observed[-1](update)
+            if self.rotate is not None and norm > 0 and self.observers.schedule.due("rotation", self.step_number):
+                step.rotation = self._rotation(self.rotate, joined, tokens, update)
             self.recent = [*self.recent[-49:], *([math.log(norm)] if norm else [])]
         else:
             text = "the loss or gradient of an update is not finite; lower the learning rate, or look at this step's tokens"
             self._warn("non_finite", "error", text, norm if math.isfinite(loss) else loss)
         step.seconds["recording_s"] += time.perf_counter() - started
+
+    def plan_of(self, method: Method, batch: RolloutBatch, stats: TokenStats) -> tuple[Method, Plan]:
+        """The token weights of a batch under a method; the first batch calibrates their constants."""
+        progress = min((self.step_number - 1) / max(self.config.steps - 1, 1), 1.0)
+        tensors = step_tensors(batch.rollouts, batch.advantage, stats, stats.logp, progress, method)
+        if method.weight.needs_gradient and not bool(tensors.mass.any()):
+            uniform = method.model_copy(update={"weight": UniformWeight()})  # they would multiply 0
+            return method, prepare(uniform, tensors, generator(self._seed, "plan", self._serial))
+        if method.weight.needs_calibration:
+            method = method.model_copy(update={"weight": calibrate(method.weight, tensors)})
+            note(self.run_dir, calibration=method.weight.model_dump(mode="json"))
+        return method, prepare(method, tensors, generator(self._seed, "plan", self._serial))
+
+    def _rotation(
+        self, method: Method, batch: RolloutBatch, tokens: StepTokens, update: PendingUpdate
+    ) -> UpdateRotation | None:
+        """How far a method's token weights would turn the update's gradient: Σ w c ∇log π, a KL term as it is, against Σ c ∇log π."""
+        started, width = time.perf_counter(), update.loss_coef.shape[1]
+        kl = self._step.pending_values(width, "kl_coef")
+        if bool(kl.isnan().any()):
+            self._warn(
+                "rotation", "info", "rotation is not measured: the KL term's part of the coefficients is not known"
+            )
+            return None
+        self.rotate, plan = self.plan_of(method, batch, tokens.stats)
+        factor = (plan.weight * plan.keep.to(plan.weight)).cpu()[update.rows, :width]
+        coef = factor * (update.loss_coef - kl) + kl  # (n, T)
+        rollouts = batch.rollouts.rows(update.rows.to(batch.rollouts.group.device))
+        prompt = torch.zeros_like(rollouts.input_ids[:, : rollouts.prompt_width])
+        mask = torch.cat([prompt, rollouts.completion_mask], 1)  # (n, P+T)
+        wide = torch.cat([prompt.to(coef.dtype), coef.to(prompt.device)], 1)
+        own, view = distributed.local_slice(len(mask)), self._view()
+        with own_forward(self.model):
+            turned = logp_gradient(
+                view.model,
+                rollouts.input_ids[own],
+                mask[own],
+                wide[own],
+                rollouts.attention_mask[own],
+                self.temperature,
+            )
+        distributed.gather(None)  # before the sum, in which a process that has failed takes no part
+        turned = distributed.sum_tensors(turned)
+        plain = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in view.parameters]
+        nothing = Rotation(math.nan, math.nan)
+        seconds = time.perf_counter() - started
+        self.observers.schedule.spend("rotation", seconds)
+        return UpdateRotation(rotation(turned, plain), nothing, math.nan, seconds)
 
     def before_update(self) -> None:
         """The optimizer is about to make its step, with the gradient clipped."""

@@ -185,11 +185,13 @@ class LoopRecorder(Recorder):
             change,
             None if "old_logp" in given and "ref_logp" not in given else torch.zeros_like(change),
             k3(theirs, known("ref_logp", theirs)),
+            ref_logp=known("ref_logp", theirs) if "ref_logp" in given else None,
         )
         for serial, rows, mine in self._pieces(sequences, known, taken, given):
             self._step.compare(serial, rows, theirs[mine])
             clipped = None if loss.clipped is None else loss.clipped[mine]
-            part = TokenLoss(loss.ratio[mine], loss.log_ratio[mine], clipped, loss.kl[mine])
+            ref = None if loss.ref_logp is None else loss.ref_logp[mine]
+            part = TokenLoss(loss.ratio[mine], loss.log_ratio[mine], clipped, loss.kl[mine], ref_logp=ref)
             logp.register_hook(partial(self._keep, self._step.use(serial, rows, part), taken, mine))
         self._step.seconds["recording_s"] += time.perf_counter() - started
 

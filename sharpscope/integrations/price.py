@@ -13,9 +13,9 @@ MOST_PLACES, MOST_SHARE = 10, 0.12
 """Steps of a training at which norms, shares and critical sharpness are measured by default, spikes included; and the largest share of the
 training's passes that this costs."""
 TRAINING, GENERATION = 3, 1
-NORMS, EXACT, CRITICAL = 8, 32, 12
-"""Passes of local norms and shares; of the exact norms, divided by the completions of an update; and of a critical sharpness, at most,
-divided by the updates of an epoch."""
+NORMS, EXACT, CRITICAL, ROTATION = 8, 32, 12, 3
+"""Passes of local norms and shares; of the exact norms, divided by the completions of an update; of a critical sharpness, at most,
+divided by the updates of an epoch; of a rotation."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,17 @@ class Places:
     reason: str = ""
 
 
-def places(steps: int, work: Work, *, critical: bool) -> Places:
+def places(steps: int, work: Work, *, critical: bool, rotation: bool = False) -> Places:
     """The default places of a training: the first and the last step and others between, as many as the price allows.
 
     Args:
         steps: of the training; 0: not known, then ever further apart.
         work: of a step.
         critical: whether the critical sharpness is measured.
+        rotation: whether the rotation by token weights is.
     """
     budget = MOST_SHARE * (TRAINING * work.epochs + GENERATION * work.generated)  # passes a step
-    norms = NORMS + EXACT / max(work.rows, 1)
+    norms = NORMS + EXACT / max(work.rows, 1) + ROTATION * rotation
     both = norms + critical * CRITICAL / work.parts
     enough = math.ceil(both / budget)
     if not steps:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sharpscope.config.methods import parse_method
+from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
 from sharpscope.integrations.loop import LoopRecorder
 from sharpscope.objective import Method
@@ -22,6 +24,7 @@ def record(
     tokenizer: Any = None,
     weights: str | Method | None = None,
     shaping: str | None = None,
+    rotation: str | Method | None = None,
     task: str | None = None,
     correct: float | Callable[[float], bool] | None = None,
     recording: Mapping[str, Any] | None = None,
@@ -47,6 +50,9 @@ def record(
         weights: for GRPOTrainer: a method, or the name of one, whose token weights multiply TRL's surrogate (`grpo-sg`, `ar`, a
             control …), through per-token advantages; None changes nothing.
         shaping: preset of a sigmoid weight, `paper` or `calibrated`; None: `paper`.
+        rotation: token weights, as a method, the name of one (`grpo-sg`) or `module:function`: at the measured steps, how far they
+            would turn the gradient of this training (columns gradient_rotation, gradient_scale), which does not use them. For
+            GRPOTrainer and loops.
         task: the task's name in the trace.
         correct: which total rewards count as correct: those above a number, or a function. None: there is no accuracy, only the
             reward.
@@ -76,6 +82,11 @@ def record(
         >>> rec.close()  # doctest: +SKIP
     """
     options: dict[str, Any] = {"recording": recording, "correct": _judge(correct), "critical": critical_sharpness}
+    if rotation is not None:
+        if weights is not None:
+            raise UserError("rotation: the training uses weights already; give one of the two")
+        method = rotation if isinstance(rotation, Method) else _weighting(rotation)
+        options["rotate"] = method
     if isinstance(model, nn.Module):
         if optimizer is None or tokenizer is None:
             raise UserError(
@@ -95,8 +106,10 @@ def record(
         from sharpscope.integrations.trl import check_version
 
         check_version()
-    if (weights is not None or shaping is not None) and "GRPOTrainer" not in names:
-        raise UserError(f"weights: {type(model).__name__} has no surrogate that they multiply; leave them out")
+    if any(given is not None for given in (weights, shaping, rotation)) and "GRPOTrainer" not in names:
+        raise UserError(
+            f"weights, rotation: {type(model).__name__} has no surrogate that they multiply; leave them out"
+        )
     if is_supervised(model):
         kind = check_supervised(model)
         return SupervisedRecorder(model, out, kind, task=task or kind, **options)
@@ -116,3 +129,17 @@ def _judge(correct: float | Callable[[float], bool] | None) -> Callable[[float],
         return correct
     threshold = float(correct)
     return lambda total: total > threshold
+
+
+def _weighting(text: str) -> Method:
+    """The method with token weights that `rotation` names.
+
+    Raises:
+        UserError: there is none, or it has no token weights.
+    """
+    method = parse_method("grpo-sg", text) if ":" in text else parse_method(text)
+    if isinstance(method.weight, UniformWeight) and method.tokens is None:
+        raise UserError(
+            f"rotation = {text!r}: this method has no token weights; give one such as grpo-sg, or module:function"
+        )
+    return method.with_preset("auto", "paper")

@@ -15,7 +15,14 @@ from sharpscope import distributed
 from sharpscope.policy import Rollouts, TokenStats, join_rollouts, microbatches
 from sharpscope.policy.scoring import Scorer, write_stats
 from sharpscope.recording.norms import Norms
-from sharpscope.recording.step import PendingUpdate, RolloutBatch, StepTokens, UpdateResult, UpdateTokens
+from sharpscope.recording.step import (
+    PendingUpdate,
+    RolloutBatch,
+    StepTokens,
+    UpdateResult,
+    UpdateRotation,
+    UpdateTokens,
+)
 from sharpscope.tasks import Example
 
 
@@ -30,6 +37,10 @@ class TokenLoss:
     )  # −1 lower bound acts, 1 upper, 0 none; None: where the advantage is not 0 and the coefficient is
     kl: Tensor  # k3 [nats], 0 without a reference
     correction: Tensor | None = None  # factor of the loss for the sampler's policy, (n, 1) or (n, T)
+    ref_logp: Tensor | None = None  # ln π of the reference policy [nats]
+    kl_share: Tensor | None = (
+        None  # part of the coefficient that a KL term has; None: 0 without a reference, else not known
+    )
 
 
 @dataclass
@@ -61,7 +72,7 @@ class Use:
     serial: int  # of the batch
     rows: Tensor  # (n,) in the batch, on the CPU
     tokens: UpdateTokens
-    correction: Tensor | None  # (n, T), as in TokenLoss
+    more: dict[str, Tensor]  # columns of StepTokens (n, T): kl_coef and, where known, correction and ref_logp
 
 
 @dataclass
@@ -75,6 +86,7 @@ class Step:
         default_factory=lambda: {"generation_s": 0.0, "training_s": 0.0, "recording_s": 0.0}
     )
     gradient: tuple[float, float, float] = (math.nan, math.nan, 1.0)  # loss, norm, clip factor of the present update
+    rotation: UpdateRotation | None = None  # of the present update's gradient
     layers: dict[str, float] = field(default_factory=dict)  # norms of that gradient by layer and kind
     corrected: bool = False  # whether the trainer multiplies the loss by a factor for the sampler's policy
     losses: list[Tensor] = field(default_factory=list)  # of the present update's micro-batches
@@ -108,9 +120,6 @@ class Step:
             known = TokenLoss(*(torch.full(mask.shape, value) for value in (1.0, 0.0, 0, 0.0)))
         mask = mask[:, : known.ratio.shape[1]]  # a micro-batch can be narrower than the whole batch
         width = mask.shape[1]
-        correction = None if known.correction is None else known.correction.detach().cpu().expand(len(mask), -1)
-        if correction is not None:
-            correction = correction.expand(mask.shape) if correction.shape[1] == 1 else correction[:, :width]
         tokens = UpdateTokens.zeros(mask.shape, batch.tokens.loss_coef.dtype)
         values = {name: getattr(known, name)[:, :width] for name in ("kl", "ratio", "log_ratio")}
         clipped = torch.zeros(mask.shape) if known.clipped is None else known.clipped[:, :width]
@@ -121,7 +130,16 @@ class Step:
             if known.clipped is None:
                 stopped = mask & (tokens.coef == 0) & (batch.tokens.advantage[rows][:, :width] != 0)
                 tokens.clipped = torch.where(stopped, tokens.log_ratio.sign(), 0).to(torch.int8)
-            self.pending.append(Use(serial, rows, tokens, correction))
+            share = known.kl_share
+            if share is None:
+                share = torch.full(mask.shape, 0.0 if known.ref_logp is None else math.nan)
+            more = {"kl_coef": torch.where(mask, tokens.coef * share.cpu()[:, :width], 0.0)}
+            for name in ("correction", "ref_logp"):
+                value = getattr(known, name)
+                if value is not None:
+                    value = value.detach().cpu()
+                    more[name] = value.expand(mask.shape) if value.shape[1] == 1 else value[:, :width]
+            self.pending.append(Use(serial, rows, tokens, more))
 
         return keep
 
@@ -131,7 +149,14 @@ class Step:
         if count == 1:
             return
         new = [batch.to(torch.device("cpu")) for batch in self.batches if not batch.shared]
-        pending = [replace(u, tokens=replace(u.tokens, coef=u.tokens.coef / count)) for u in self.pending]
+        pending = [
+            replace(
+                u,
+                tokens=replace(u.tokens, coef=u.tokens.coef / count),
+                more=u.more | {"kl_coef": u.more["kl_coef"] / count},
+            )
+            for u in self.pending
+        ]
         parts = distributed.gather((new, pending, self.gaps, [float(loss) / count for loss in self.losses]))
         shared = [batch for batch in self.batches if batch.shared]
         self.batches = shared + [batch.to(device) for theirs, *_ in parts for batch in theirs]
@@ -150,9 +175,8 @@ class Step:
             each = UpdateTokens(*(widened(value, width) for value in use.tokens.tensors()))
             first = each.used & (tokens.update[rows] < 0)  # (n, T)
             values = [(tokens.ratio, each.ratio), (tokens.clipped, each.clipped), (tokens.loss_coef, each.coef)]
-            if use.correction is not None:
-                self.corrected = True
-                values.append((tokens.correction, widened(use.correction, width)))
+            self.corrected |= "correction" in use.more
+            values += [(getattr(tokens, name), widened(value, width)) for name, value in use.more.items()]
             for target, value in values:
                 target[rows] = torch.where(first, value.to(target.dtype), target[rows])
             tokens.update[rows] = torch.where(first, index, tokens.update[rows])
@@ -190,14 +214,19 @@ class Step:
         )
         return whole, _joined_tokens([batch.tokens for batch in batches]), first
 
-    def pending_update(self) -> tuple[RolloutBatch, PendingUpdate]:
-        """All batches so far as one, and the present update between its gradient and the optimizer's step."""
+    def pending_update(self) -> tuple[RolloutBatch, StepTokens, PendingUpdate]:
+        """All batches so far as one, their tokens, and the present update between its gradient and the optimizer's step."""
         joined, tokens, offset = self.joined()
         width, index = joined.rollouts.completion_ids.shape[1], len(self.updates)
         rows = torch.cat([use.rows + offset[use.serial] for use in self.pending])
-        coef = torch.cat([widened(use.tokens.coef, width) for use in self.pending])
+        coef = self.pending_values(width)
         _, norm, factor = self.gradient
-        return joined, PendingUpdate(index, rows, tokens.update[rows] == index, coef, norm, factor)
+        return joined, tokens, PendingUpdate(index, rows, tokens.update[rows] == index, coef, norm, factor)
+
+    def pending_values(self, width: int, name: str = "coef") -> Tensor:
+        """(n, width) coefficients of the present update, or their part `kl_coef`."""
+        values = (use.tokens.coef if name == "coef" else use.more[name] for use in self.pending)
+        return torch.cat([widened(value, width) for value in values])
 
     def record_update(self, moved: Norms, lr: float) -> None:
         """Record that the present update was made; `moved` are the norms of Δθ, `lr` its learning rate."""
@@ -207,11 +236,22 @@ class Step:
         columns = zip(*(part.tensors() for part in parts), strict=True)
         whole = UpdateTokens(*(torch.cat([widened(value, width) for value in column]) for column in columns))
         layers = (self.layers, moved.layers)
-        made = UpdateResult(loss, norm, norm, moved.total, factor, False, lr=lr, summary=whole.summary(), layers=layers)
+        made = UpdateResult(
+            loss,
+            norm,
+            norm,
+            moved.total,
+            factor,
+            False,
+            lr=lr,
+            summary=whole.summary(),
+            layers=layers,
+            rotation=self.rotation,
+        )
         self.updates.append(made)
         for use in self.pending:
             self.batch(use.serial).tokens.count(use.rows, use.tokens)
-        self.pending, self.losses = [], []
+        self.pending, self.losses, self.rotation = [], [], None
 
     def later_uses(self, first: dict[int, int]) -> dict[str, Any] | None:
         """Columns of the table `uses` without `step`; None if no token was used twice."""

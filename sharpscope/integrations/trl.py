@@ -30,14 +30,12 @@ from sharpscope.integrations.price import Work
 from sharpscope.integrations.record import record
 from sharpscope.integrations.steps import Batch, TokenLoss, prompt_texts, same_prompts, unused_tokens
 from sharpscope.integrations.trainers import TrainerRecorder, check_setup, rows_of_update
-from sharpscope.objective import Method, calibrate, gradient_killed, k3, named_method, prepare
+from sharpscope.objective import Method, gradient_killed, k3, named_method
 from sharpscope.policy import Completions, Rollouts, join_rollouts
 from sharpscope.recording.observers import StepObserver
 from sharpscope.recording.rows import evaluation_row
-from sharpscope.recording.run_folder import note
-from sharpscope.recording.step import RolloutBatch, step_tensors
+from sharpscope.recording.step import RolloutBatch
 from sharpscope.rules import Event
-from sharpscope.seeds import generator
 from sharpscope.tasks import Example, Reward
 
 __all__ = ["GrpoRecorder", "record"]
@@ -241,7 +239,9 @@ class GrpoRecorder(TrainerRecorder):
             stats = replace(self.scorer, share_prompt=shared).statistics(rollouts)
         plan = None
         if self.weights is not None:
-            plan = self._plan(batch, stats)
+            self.weights, plan = self.plan_of(self.weights, batch, stats)
+            for text in plan.warnings:
+                self._warn("method", "warning", text)
             factor = (plan.weight * plan.keep.to(plan.weight)).to(advantage)[own]
             output["advantages"] = advantage[:, None] * factor[:, : output["completion_ids"].shape[1]]  # (n, T)
         tokens = unused_tokens(stats, every, None if plan is None else plan.weight)
@@ -249,22 +249,6 @@ class GrpoRecorder(TrainerRecorder):
         sampled = "sampling_per_token_logps" in output
         self._step.batches.append(Batch(self._serial, batch, tokens, sampled, labels, shared=True))
         output[ROW] = torch.stack([torch.full_like(own, self._serial), own], 1)
-
-    def _plan(self, batch: RolloutBatch, stats: Any) -> Any:
-        """The weights of this batch, fixed for all its updates; the first batch calibrates their constants."""
-        assert self.weights is not None
-        progress = min((self.step_number - 1) / max(self.config.steps - 1, 1), 1.0)
-        tensors = step_tensors(batch.rollouts, batch.advantage, stats, stats.logp, progress, self.weights)
-        method = self.weights
-        if method.weight.needs_gradient and not bool(tensors.mass.any()):
-            method = method.model_copy(update={"weight": UniformWeight()})  # they would multiply 0
-        elif method.weight.needs_calibration:
-            method = self.weights = method.model_copy(update={"weight": calibrate(method.weight, tensors)})
-            note(self.run_dir, calibration=method.weight.model_dump(mode="json"))
-        plan = prepare(method, tensors, generator(self._seed, "plan", self._serial))
-        for text in plan.warnings:
-            self._warn("method", "warning", text)
-        return plan
 
     # -- one micro-batch ---------------------------------------------------------------------------------------------
 
@@ -390,10 +374,32 @@ def token_loss(trainer: Any, inputs: dict[str, Any], logp: Tensor) -> TokenLoss:
     advantage = inputs["advantages"]
     advantage = (advantage if advantage.dim() == 2 else advantage[:, None]).expand(logp.shape)
     reference = inputs.get("ref_per_token_logps")
-    kl = torch.zeros_like(logp) if reference is None else torch.where(mask.bool(), k3(logp, reference), 0.0)
+    kl, share = torch.zeros_like(logp), None
+    if reference is not None:
+        kl = torch.where(mask.bool(), k3(logp, reference), 0.0)
+        share = _kl_share(trainer, ratio, advantage, logp, reference, _clipped(trainer, ratio, advantage))
     clipped = _clipped(trainer, ratio, advantage) * mask.int()
     correction = inputs.get("importance_sampling_ratio")
-    return TokenLoss(torch.where(mask.bool(), ratio, 1.0), own, clipped, kl, correction)
+    return TokenLoss(torch.where(mask.bool(), ratio, 1.0), own, clipped, kl, correction, reference, share)
+
+
+def _kl_share(
+    trainer: Any, ratio: Tensor, advantage: Tensor, logp: Tensor, reference: Tensor, clipped: Tensor
+) -> Tensor | None:
+    """(n, T) which part of a token's coefficient β·KL has; None for losses with another surrogate than PPO's.
+
+    With δ = ln π_ref − ln π the coefficient is proportional to −A·r (0 where clipped) + β·d, d = 1 − e^δ, or with TRL's corrected
+    estimate r·(e^δ − δ − 1) + r·(1 − e^δ).
+    """
+    if trainer.loss_type not in ("grpo", "bnpo", "dapo", "dr_grpo") or trainer.importance_sampling_level == "sequence":
+        return None
+    delta = reference - logp
+    slope = 1 - delta.exp()
+    if getattr(trainer.args, "use_bias_correction_kl", False):
+        slope = ratio * (delta.exp() - delta - 1 + slope)
+    policy = torch.where(clipped == 0, -advantage * ratio, 0.0)
+    whole = policy + trainer.beta * slope
+    return torch.where(whole == 0, 0.0, trainer.beta * slope / whole)
 
 
 def _clipped(trainer: Any, ratio: Tensor, advantage: Tensor) -> Tensor:

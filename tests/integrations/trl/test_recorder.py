@@ -86,7 +86,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
     # Without critical sharpness, which evaluates TRL's loss again and would call the oracle.
     recorder = record(one, out=folder / "run", recording=ALL, critical_sharpness=False)
-    watch, oracle = Watch(), []
+    watch, oracle, divergence = Watch(), [], []
     one.add_callback(watch)
     compute, logps = recorder._original["_compute_loss"], recorder._original["_get_per_token_logps_and_entropies"]
 
@@ -96,6 +96,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         with torch.no_grad():
             logp = logps(model, ids, seen, inputs["completion_ids"].shape[1])[0]
         oracle.append((len(watch.before), inputs[ROW].clone(), loss_coefficients(one, compute, model, inputs, logp)))
+        alone = inputs | {"advantages": torch.zeros_like(inputs["advantages"])}
+        divergence.append((inputs[ROW].clone(), loss_coefficients(one, compute, model, alone, logp)))
         return compute(model, inputs)
 
     uses, used = [], recorded_step.token_loss
@@ -110,7 +112,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         patch.setattr(recorded_step, "token_loss", counted)
         one.train()
     run = sharpscope.load_run(folder / "run")
-    return {"run": run, "watch": watch, "oracle": oracle, "trainer": one, "uses": uses}
+    return {"run": run, "watch": watch, "oracle": oracle, "trainer": one, "uses": uses, "divergence": divergence}
 
 
 def test_each_token_has_the_coefficient_of_trls_loss(watched):
@@ -126,6 +128,62 @@ def test_each_token_has_the_coefficient_of_trls_loss(watched):
     np.testing.assert_allclose(tokens["loss_coef"], expected, rtol=1e-4, atol=1e-8)
     assert set(tokens["update"].unique()) == {0, 1}  # two updates see a batch first, two more see it again
     assert (tokens["ratio"] != 1).any()
+
+
+def test_the_kl_terms_part_of_a_coefficient_is_that_of_the_loss_without_advantages(watched):
+    tokens = watched["run"].tokens().set_index(["step", "rollout", "position"])
+    first: dict[tuple[int, int, int], float] = {}
+    for rows, coef in watched["divergence"]:
+        for (serial, row), values in zip(rows.tolist(), coef, strict=True):
+            for position, value in enumerate(values.tolist()):
+                first.setdefault((serial, row, position), value)
+    expected = np.array([first[index] for index in tokens.index])
+    assert np.abs(expected).max() > 1e-5
+    np.testing.assert_allclose(tokens["kl_coef"], expected, rtol=1e-3, atol=1e-7)
+    assert tokens["ref_logp"].notna().all()
+
+
+def test_the_rotation_by_weights_is_that_of_a_training_with_them(tmp_path: Path):
+    """The first update's gradient of two trainings, with weights in TRL's loss and without, a reference away from the policy."""
+    gradients = []
+    for weights in (None, "grpo-sg"):
+        one = trainer(tmp_path / str(weights), beta=0.5, max_steps=1, max_grad_norm=0.0)
+        draw = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in one.ref_model.parameters():
+                parameter += 0.05 * torch.randn(parameter.shape, generator=draw)
+        options: dict[str, Any] = {"weights": weights, "shaping": "calibrated"}
+        if weights is None:
+            options = {"rotation": "grpo-sg+weight.preset=calibrated", "recording": {"rotation_every": 1}}
+        record(one, out=tmp_path / f"run-{weights}", **options)
+        watch = Watch()
+        one.add_callback(watch)
+        one.train()
+        gradients.append(torch.cat([g.double().flatten() for g in watch.gradients[0]]))
+    plain, weighted = gradients
+    angle = np.degrees(np.arccos(float(plain @ weighted / plain.norm() / weighted.norm())))
+    (row,) = sharpscope.load_run(tmp_path / "run-None").updates.itertuples()
+    assert angle > 1 and row.gradient_rotation == pytest.approx(angle, rel=1e-3)
+    assert row.gradient_scale == pytest.approx(float(weighted.norm() / plain.norm()), rel=1e-4)
+
+
+def constant(tokens: Any) -> torch.Tensor:
+    """Weights that turn nothing."""
+    return torch.full_like(tokens.logp, 0.5)
+
+
+def test_weights_of_ones_own_are_compared_and_others_refused(tmp_path: Path):
+    one = trainer(tmp_path / "t", max_steps=1)
+    record(one, out=tmp_path / "run", rotation=f"{__name__}:constant", recording={"rotation_every": 1})
+    one.train()
+    (row,) = sharpscope.load_run(tmp_path / "run").updates.itertuples()
+    assert row.gradient_rotation < 0.1 and row.gradient_scale == pytest.approx(0.5, rel=1e-4)
+    for given, message in (
+        ({"rotation": "dapo"}, "has no token weights"),
+        ({"rotation": "grpo-sg", "weights": "ar"}, "one of"),
+    ):
+        with pytest.raises(UserError, match=message):
+            record(trainer(tmp_path / "u"), out=tmp_path / "other", **given)
 
 
 def test_clip_fractions_and_kl_count_every_use_of_a_token(watched):
@@ -479,7 +537,7 @@ def test_unsloths_classes_are_refused_and_a_newer_trl_is_warned_of(tmp_path: Pat
     one = trainer(tmp_path / "t", kind=UnslothGRPOTrainer)
     with pytest.raises(UserError, match="UnslothGRPOTrainer computes its loss without per-token"):
         record(one, out=tmp_path / "run")
-    with pytest.raises(UserError, match=r"recording\.rotation_every: a recorded trainer makes its gradient itself"):
+    with pytest.raises(UserError, match=r"recording\.rotation_every: say by which token weights"):
         record(trainer(tmp_path / "u"), out=tmp_path / "run", recording={"rotation_every": 1})
     monkeypatch.setattr("sharpscope.integrations.trl.version", lambda _: "1.99.0")
     with pytest.warns(UserWarning, match=r"TRL 1\.99\.0 is newer than 1\.16"):
