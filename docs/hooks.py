@@ -18,8 +18,6 @@ from typer.core import TyperGroup
 from sharpscope.analysis import analyze
 from sharpscope.cli import app
 from sharpscope.config import ForkSpec, RunConfig, constants, describe, method_names, settings_of
-from sharpscope.diagnose import RULES
-from sharpscope.diagnose.quantities import BY_NAME
 from sharpscope.traces import schema_markdown
 
 ROOT = Path(__file__).parents[1]
@@ -36,7 +34,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/configuration.md": _configuration(),
         "reference/methods.md": _methods(),
         "reference/trace.md": schema_markdown(),
-        "symptoms.md": _symptoms(),
     }
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
@@ -120,23 +117,4 @@ def _methods() -> str:
             "choices of this project": note.choices,
         }
         lines += [f"- *{title}*: {text}" for title, text in rows.items() if text]
-    return "\n".join(lines) + "\n"
-
-
-def _symptoms() -> str:
-    """A section for each rule of `sharpscope diagnose`."""
-    lines = ["# Symptoms", "", "What `sharpscope diagnose` looks for, from the table of its rules.", ""]
-    for rule in RULES:
-        lines += [f"## {rule.title} {{ #{rule.name} }}", "", f"*What it usually means.* {rule.meaning}", ""]
-        lines += [f"*What to change.* {rule.advice}", "", f"*When it is reported.* {rule.source}.", ""]
-        if rule.needs:
-            lines += ["| quantity | keys in logs |", "|---|---|"]
-        for name in rule.needs:
-            keys = "; ".join(
-                f"{trainer}: {', '.join(f'`{html.escape(key)}`' for key in found)}"
-                for trainer, found in BY_NAME[name].keys.items()
-            )
-            lines.append(f"| {BY_NAME[name].title} | {keys.replace('|', chr(92) + '|')} |")
-        lines.append("")
-    lines += ["`sharpscope diagnose LOG` reads the log; [My run failed](diagnose.md) says how."]
     return "\n".join(lines) + "\n"

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from sharpscope.config.base import Spec
-from sharpscope.rules import RULES
+from sharpscope.rules import FIELDS, RULES
 
 
 class OptimizerSpec(Spec):
@@ -176,7 +176,10 @@ class Limit(Spec):
 def _limit(name: str) -> Any:
     rule = RULES[name]
     side = "At or below" if rule.below else "At or above"
-    return Field(Limit(threshold=rule.threshold), description=f"{side} this {rule.unit}: {rule.meaning}.")
+    return Field(
+        Limit(threshold=rule.threshold),
+        description=f"{side} this {rule.statistic}: {rule.meaning.format_map(FIELDS['sharpscope'])}.",
+    )
 
 
 class HealthSpec(Spec):
@@ -187,18 +190,31 @@ class HealthSpec(Spec):
         description="Action on a non-finite loss, gradient, reward or token weight: skip the update (for a reward: its group), or also "
         "stop the run. Non-finite model weights always stop the run.",
     )
+    reward_collapse: Limit = _limit("reward_collapse")
+    reward_constant: Limit = _limit("reward_constant")
     dead_groups: Limit = _limit("dead_groups")
     truncation: Limit = _limit("truncation")
+    length_growth: Limit = _limit("length_growth")
     entropy_collapse: Limit = _limit("entropy_collapse")
+    entropy_rise: Limit = _limit("entropy_rise")
     near_uniform: Limit = _limit("near_uniform")
     policy_destroyed: Limit = _limit("policy_destroyed")
+    kl_drift: Limit = _limit("kl_drift")
+    kl_sign: Limit = _limit("kl_sign")
+    zero_gradient: Limit = _limit("zero_gradient")
     drift: Limit = _limit("drift")
+    gradient_spike: Limit = _limit("gradient_spike")
+    update_spike: Limit = _limit("update_spike")
+    gradient_growth: Limit = _limit("gradient_growth")
     gradient_clipping: Limit = _limit("gradient_clipping")
+    ratio_clipping: Limit = _limit("ratio_clipping")
     temperature_gap: Limit = _limit("temperature_gap")
     weight_saturation: Limit = _limit("weight_saturation")
     clipped_weights: Limit = _limit("clipped_weights")
     logp_mismatch: Limit = _limit("logp_mismatch")
+    mismatch_kl: Limit = _limit("mismatch_kl")
     sampler_ratio: Limit = _limit("sampler_ratio")
+    ratio_tail: Limit = _limit("ratio_tail")
     sampler_logp: Limit = _limit("sampler_logp")
     memory: Limit = _limit("memory")
 
@@ -229,4 +245,4 @@ class HealthSpec(Spec):
     @property
     def limits(self) -> dict[str, Limit]:
         """Threshold and action by rule."""
-        return {name: getattr(self, name) for name in RULES}
+        return {name: getattr(self, name) for name, rule in RULES.items() if rule.known != "log"}

@@ -4,8 +4,8 @@ Reads traces of sharpscope and the logs of other trainers. Imports no torch.
 """
 
 from sharpscope.diagnose.changes import Change, changes
+from sharpscope.diagnose.findings import Finding, find
 from sharpscope.diagnose.logs import Log, read_log
 from sharpscope.diagnose.report import Diagnosis, diagnose
-from sharpscope.diagnose.rules import RULES, Finding, Rule, find
 
-__all__ = ["RULES", "Change", "Diagnosis", "Finding", "Log", "Rule", "changes", "diagnose", "find", "read_log"]
+__all__ = ["Change", "Diagnosis", "Finding", "Log", "changes", "diagnose", "find", "read_log"]

@@ -14,6 +14,7 @@ import pandas as pd
 
 from sharpscope.diagnose.quantities import BY_NAME, QUANTITIES, framework_of, keys_of
 from sharpscope.errors import UserError, nearest
+from sharpscope.rules import RULES
 
 STEP_KEYS = ("step", "_step", "global_step", "Step", "train/global_step", "training/global_step", "trainer/global_step")
 """Keys of the step, in the order in which they are looked for."""
@@ -146,6 +147,10 @@ def _own_run(folder: Path) -> pd.DataFrame:
     if len(events):
         broken = events.loc[events["rule"] == "non_finite", "step"]
         steps.loc[steps["step"].isin(broken), "grad_norm"] = NOT_FINITE
+        for name, found in events[events["rule"].isin(RULES)].groupby("rule"):  # values that only the rules saw
+            quantity = RULES[str(name)].quantities[0]
+            if not keys_of(BY_NAME[quantity], "sharpscope", steps)[1]:
+                steps[quantity] = found.groupby("step")["value"].last().reindex(steps["step"]).to_numpy()
     return steps.select_dtypes("number").astype(float)
 
 

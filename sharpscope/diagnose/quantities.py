@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,7 @@ QUANTITIES: tuple[Quantity, ...] = (
         "nats",
         log=True,
         keys={
+            "sharpscope": ("mismatch",),
             "TRL": ("sampling/sampling_logp_difference/mean",),
             "OpenRLHF": ("train/logprobs_diff",),
             "slime": ("train/train_rollout_logprob_abs_diff",),
@@ -211,6 +213,39 @@ QUANTITIES: tuple[Quantity, ...] = (
             "AReaL": ("ppo_actor/update/behave_approx_kl/avg",),
             "OpenRLHF": ("train/vllm_kl",),
         },
+    ),
+    Quantity(
+        "sampler_outside",
+        "share of ratios of trainer to sampler outside [0.9, 1.1]",
+        keys={"sharpscope": ("sampler_outside",)},
+    ),
+    Quantity(
+        "ratio_max",
+        "largest ratio of trainer to sampler",
+        log=True,
+        keys={
+            "sharpscope": ("ratio_max",),
+            "TRL": ("sampling/importance_sampling_ratio/max",),
+            "AReaL": ("ppo_actor/update/importance_weight/max",),
+            "verl": ("rollout_corr/rollout_is_max",),
+        },
+    ),
+    Quantity(
+        "ratio_min",
+        "smallest ratio of trainer to sampler",
+        log=True,
+        keys={"TRL": ("sampling/importance_sampling_ratio/min",), "verl": ("rollout_corr/rollout_is_min",)},
+    ),
+    *(
+        Quantity(name, title, keys={"sharpscope": (name,)})
+        for name, title in (
+            ("sampler_impossible", "share of sampler log-probabilities that cannot be right"),
+            ("near_uniform", "share of tokens with entropy above 0.9·ln V"),
+            ("saturation", "share of the gradient at token weights on one bound"),
+            ("clipped_weights", "share of tokens whose weight alone is beyond the clip"),
+            ("temperature_gap", "difference of greedy and sampled accuracy"),
+            ("memory", "share of the memory in use"),
+        )
     ),
     Quantity(
         "lr",
@@ -260,10 +295,14 @@ _SIGNATURES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Tinker", (r"env/all/.*",)),
     ("open-instruct", (r"objective/.*", r"val/.*")),
     ("AReaL", (r"ppo_actor/.*",)),
+    ("unsloth", (r"completion_length", r"completions/mean_length")),
     ("TRL", (r"(frac_reward_zero_std|completions/mean_length|completion_length|rewards/.*|clip_ratio/.*)",)),
     ("HF Trainer", (r"learning_rate",)),
 )
 """Trainer -> expressions, each of which fits at least one of its keys. The first trainer that fits counts."""
+
+LIKE = {"unsloth": "TRL"}
+"""Trainers that write the keys of another: unsloth adds completion_length to TRL's, without its entropy."""
 
 
 def framework_of(keys: Iterable[str]) -> str | None:
@@ -281,7 +320,7 @@ def keys_of(quantity: Quantity, framework: str | None, keys: Iterable[str]) -> t
     Without a known trainer a key counts if it, or its part after the last "/", is the name of the quantity.
     """
     known = list(keys)
-    for expression in quantity.keys.get(framework or "", ()):
+    for expression in quantity.keys.get(LIKE.get(framework or "", framework or ""), ()):
         complement, pattern = expression.startswith("1-"), expression.removeprefix("1-")
         found = tuple(key for key in known if re.fullmatch(pattern, key))
         if found:
@@ -291,3 +330,14 @@ def keys_of(quantity: Quantity, framework: str | None, keys: Iterable[str]) -> t
             if quantity.name in (key, key.rsplit("/", 1)[-1]):
                 return False, (key,)
     return False, ()
+
+
+def own_values(row: Mapping[str, Any]) -> dict[str, float]:
+    """Canonical quantities of a row of our steps table, without those that it lacks."""
+    found = {}
+    for quantity in QUANTITIES:
+        _, keys = keys_of(quantity, "sharpscope", row)
+        values = [float(row[key]) for key in keys if row[key] is not None]
+        if values:
+            found[quantity.name] = sum(values)
+    return found

@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 
 from sharpscope.diagnose.changes import Change, changes
+from sharpscope.diagnose.findings import Finding, find
 from sharpscope.diagnose.logs import Log, read_log
 from sharpscope.diagnose.quantities import BY_NAME
-from sharpscope.diagnose.rules import Finding, find
+from sharpscope.rules import advise
 
 MOST = 5
 """Findings that are shown."""
 
 _BARS = "▁▂▃▄▅▆▇█"
+_NAMES = {"TRL": "trl", "unsloth": "trl", "HF Trainer": "trl", "verl": "verl", "sharpscope": "sharpscope"}
 _WORDS = {"up": "rises", "down": "falls", "flat": "levels off"}
 
 
@@ -45,7 +47,19 @@ class Diagnosis:
             names = ", ".join(BY_NAME[name].title for name in frame.columns[:6])
             return f"No symptom in {len(frame)} steps; looked at {names}."
         first = self.findings[0]
-        return f"{first.rule.title} from step {first.evidence.step}: {first.evidence.text}."
+        return f"{first.rule.title} from step {first.step}: {first.text}."
+
+    def advice(self, finding: Finding) -> tuple[str, str]:
+        """What a finding usually means and what to change, with the trainer's names of the settings."""
+        log = self.log
+        rates = log.finite("lr")[: finding.step]
+        before = _checkpoint_before(log.path, finding.step)
+        return advise(
+            finding.rule,
+            _NAMES.get(log.framework or "", ""),
+            float(rates.iloc[-1]) if len(rates) else None,
+            "a checkpoint before it" if before is None else before.name,
+        )
 
     def next_command(self, finding: Finding) -> str:
         """The command or line of code that looks closer at a finding."""
@@ -60,12 +74,12 @@ class Diagnosis:
             "findings": [
                 {
                     "symptom": finding.rule.name,
-                    "severity": finding.evidence.severity,
-                    "first_step": finding.evidence.step,
-                    "evidence": finding.evidence.text,
-                    "certainty": finding.evidence.certainty,
-                    "meaning": finding.rule.meaning,
-                    "advice": finding.rule.advice,
+                    "severity": finding.severity,
+                    "first_step": finding.step,
+                    "evidence": finding.text,
+                    "certainty": finding.certainty,
+                    "meaning": self.advice(finding)[0],
+                    "advice": self.advice(finding)[1],
                     "next": self.next_command(finding),
                 }
                 for finding in self.findings
@@ -90,13 +104,13 @@ class Diagnosis:
         log, more = self.log, len(self.findings) - MOST
         lines = [self.finding, ""]
         for finding in self.findings[:MOST]:
-            seen = finding.evidence
-            lines.append(f"{seen.severity.upper():<8} {finding.rule.title}, from step {seen.step}")
-            line = sparkline(log.finite(seen.quantity).to_numpy(float), width, BY_NAME[seen.quantity].log)
-            lines.append(f"         {seen.text}")
-            lines.append(f"         {BY_NAME[seen.quantity].title} {line}   ({seen.certainty})")
-            lines.append(f"  means  {finding.rule.meaning}")
-            lines.append(f"  change {finding.rule.advice}")
+            quantity, (meaning, advice) = BY_NAME[finding.quantity], self.advice(finding)
+            line = sparkline(log.finite(finding.quantity).to_numpy(float), width, quantity.log)
+            lines.append(f"{finding.severity.upper():<8} {finding.rule.title}, from step {finding.step}")
+            lines.append(f"         {finding.text}")
+            lines.append(f"         {quantity.title} {line}   ({finding.certainty})")
+            lines.append(f"  means  {meaning}")
+            lines.append(f"  change {advice}")
             lines.append(f"  next   {self.next_command(finding)}")
             lines.append("")
         if more > 0:
@@ -157,12 +171,10 @@ def sparkline(values: np.ndarray, width: int, log: bool = False) -> str:
 
 
 def _next(log: Log, finding: Finding) -> str:
-    step, path = finding.evidence.step, log.path
+    step, path = finding.step, log.path
     if log.framework == "sharpscope":
-        if finding.rule.name in ("gradient_spike", "update_spike", "reward_collapse", "entropy_rise"):
-            return f"sharpscope tokens {shlex.quote(str(path))} --step {step}"
-        return f"sharpscope show {shlex.quote(str(path))}"
-    if log.framework in ("TRL", "HF Trainer"):
+        return "sharpscope " + finding.rule.look.format(run=shlex.quote(str(path)), step=step)
+    if log.framework in ("TRL", "unsloth", "HF Trainer"):
         checkpoint = _checkpoint_before(path, step)
         start = "" if checkpoint is None else f"resume_from_checkpoint={str(checkpoint)!r}"
         from_where = "" if checkpoint else " (no checkpoint before it was found; from the start)"

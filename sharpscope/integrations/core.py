@@ -34,7 +34,7 @@ from sharpscope.policy.scoring import Scorer
 from sharpscope.policy.sharding import ModelView, gathered_copy, is_sharded, reshard, unsharded
 from sharpscope.probes import Rotation, guarded, logp_gradient, rotation
 from sharpscope.recording import environment
-from sharpscope.recording.health import StepHealth, kept_rows
+from sharpscope.recording.health import StepHealth
 from sharpscope.recording.norms import clip_factor, gradient_norm, gradient_norms, layer_groups, norms, update_norms
 from sharpscope.recording.observers import Observers, StepObserver
 from sharpscope.recording.rows import rollout_columns, steps_row, token_columns, update_columns
@@ -117,7 +117,7 @@ class Recorder(Guard):
         self._step, self.step_number, self.total = Step(), 1, 0
         self._events: list[Event] = []
         self._told: set[str] = set()
-        self._earlier: list[Mapping[str, Any]] = []  # rows of the steps table, for the health rules
+        self._earlier: list[Mapping[str, Any]] = []  # canonical quantities of the steps, for the health rules
         self._stack, self._hooks = ExitStack(), list[Any]()
         self.optimizer: Any = None
         self._opened, self._started = False, time.perf_counter()
@@ -509,7 +509,7 @@ class Recorder(Guard):
         health.before_updates(tokens.stats, tokens.weight)
         health.after_updates(row)
         self._events += health.events  # the rules only report here: a recorded training is never stopped
-        self._earlier = kept_rows([*self._earlier, row | {"idle_groups": batch.idle_share}])
+        self._earlier.append(health.values)
         spec = self.config.recording
         if spec.rollouts_every and number % spec.rollouts_every == 0:
             columns = rollout_columns(number, batch)

@@ -165,7 +165,9 @@ class LoopRecorder(Recorder):
             raise UserError("record: logp does not require a gradient; give what the loss is made of, before backward")
         self._given |= set(given)
         if "rewards" not in given and not self.rules:
-            self.rules = {rule: {"action": "off"} for rule in ("dead_groups", "truncation")}
+            self.rules = {
+                rule: {"action": "off"} for rule in ("dead_groups", "truncation", "reward_constant", "reward_collapse")
+            }
             self.config = self.settings(self.total)
         counted = torch.zeros_like(ids, dtype=torch.bool)
         counted[:, length - width :] = mask.bool()

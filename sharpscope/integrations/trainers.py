@@ -35,6 +35,7 @@ from sharpscope.policy.sharding import reshard
 from sharpscope.probes import guarded
 from sharpscope.recording.observers import StepObserver
 from sharpscope.recording.step import RolloutBatch
+from sharpscope.rules import OF_ROLLOUTS
 from sharpscope.tasks import Example, Reward
 
 IGNORED = -100
@@ -338,9 +339,7 @@ class SupervisedRecorder(TrainerRecorder):
 
     wrapped: ClassVar[Mapping[str, str]] = {**TrainerRecorder.wrapped, "compute_loss": "_loss"}
     rewards = False
-    rules: Mapping[str, Any] = {
-        rule: {"action": "off"} for rule in ("dead_groups", "truncation", "entropy_collapse", "near_uniform")
-    }
+    rules: Mapping[str, Any] = {rule: {"action": "off"} for rule in OF_ROLLOUTS}
 
     def __init__(
         self, trainer: Any, out: str | Path, kind: str, *, critical: bool | int, task: str, **options: Any

@@ -6,19 +6,21 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sharpscope import distributed
 from sharpscope.config import method_rotation_bound, reference_method, same_at_one_update
 from sharpscope.config.training import HealthSpec
+from sharpscope.diagnose.quantities import own_values
 from sharpscope.errors import CheckError, UserError
 from sharpscope.memory import memory_share
 from sharpscope.objective import Method, gradient_mass, summarize_weights
 from sharpscope.policy import TokenStats
 from sharpscope.recording.rows import clipped_weight_share
 from sharpscope.recording.step import RolloutBatch, loss_mask
-from sharpscope.rules import EARLY, WINDOW, Event, judge, relative_quantities
+from sharpscope.rules import Event, judge
 from sharpscope.traces.rules import sampler_values
 
 UNIFORM = 0.9
@@ -81,6 +83,7 @@ class StepHealth:
 
     Attributes:
         events: of the rules that applied so far.
+        values: canonical quantities of the step (`sharpscope.diagnose.quantities`), which later steps are compared with.
 
     Args:
         spec: thresholds and actions.
@@ -90,8 +93,8 @@ class StepHealth:
         progress: share of the run done.
         device: of the model.
         vocabulary: number of tokens that the policy can draw.
-        earlier: rows of the steps table so far, see `kept_rows`.
-        trainer: whose names of the settings messages use, see `sharpscope.rules.FIELDS`.
+        earlier: canonical quantities of the steps so far, see `StepHealth.values`.
+        trainer: whose names of the settings messages use, a key of `sharpscope.rules.FIELDS`.
         lr: learning rate of the step.
         checkpoint: newest checkpoint, by name.
     """
@@ -114,15 +117,16 @@ class StepHealth:
         self.spec, self.step, self.batch, self.method, self.progress = spec, step, batch, method, progress
         self.device, self.vocabulary, self.earlier = device, vocabulary, earlier
         self._said: dict[str, Any] = {"trainer": trainer, "lr": lr, "checkpoint": checkpoint}
-        self._judged: set[str] = set()
+        self.values: dict[str, float] = {}
         bad = batch.rollouts.reward[~torch.isfinite(batch.rollouts.reward)]
         self.events = check_finite(spec, step, [("a reward is not finite", float(bad[0]))], False) if len(bad) else []
 
-    def _judge(self, values: Mapping[str, float | None]) -> None:
-        """Add the events of rules whose quantity is in `values`; each quantity is judged once."""
-        fresh = {name: value for name, value in values.items() if name not in self._judged}
-        self._judged |= {name for name, value in fresh.items() if value is not None}
-        self.events += judge(self.step, fresh, self.spec.limits, **self._said)
+    def _judge(self, values: Mapping[str, float | None], known: str) -> None:
+        """Add quantities of the step, and the events of the rules that are known then."""
+        self.values |= {name: value for name, value in values.items() if value is not None}
+        rows = [*self.earlier, self.values]
+        history = {name: np.array([row.get(name, math.nan) for row in rows]) for name in self.values}
+        self.events += judge(self.step, history, self.spec.limits, known=known, **self._said)
 
     def allows_updates(self, stats: TokenStats, weight: Tensor) -> bool:
         """`before_updates`, decided by the first process: memory differs between processes, and every one must call it."""
@@ -141,6 +145,7 @@ class StepHealth:
         weights = summarize_weights(self.method.weight, weight.cpu(), learned, progress=self.progress, mass=mass)
         values: dict[str, float | None] = {
             "truncated": float(rollouts.truncated.double().mean()),
+            "reward": float(rollouts.reward.double().mean()),
             "saturation": max(weights.saturation_low or 0.0, weights.saturation_high or 0.0),
             "clipped_weights": clipped_weight_share(self.method, weight.cpu(), self.batch.advantage.cpu(), learned),
             "memory": memory_share(self.device),
@@ -149,10 +154,8 @@ class StepHealth:
         if entropy.numel():
             if self.vocabulary:
                 values["near_uniform"] = float((entropy > UNIFORM * math.log(self.vocabulary)).double().mean())
-            row = {"entropy_mean": float(entropy.mean()), "idle_groups": self.batch.idle_share}
-            values |= relative_quantities([*self.earlier, row])
-            values.pop("clipped_updates", None)  # of the updates to come
-        self._judge(values)
+            values |= {"entropy": float(entropy.mean()), "dead_groups": self.batch.idle_share}
+        self._judge(values, "before")
         return not any(
             event.action in ("skip_step", "stop") and (event.rule, event.action) != ("non_finite", "skip_step")
             for event in self.events
@@ -160,13 +163,7 @@ class StepHealth:
 
     def after_updates(self, row: Mapping[str, Any]) -> None:
         """Check what the step's row says of its updates."""
-        relative = relative_quantities([*self.earlier, row])
-        self._judge({"kl_step": row.get("kl_step"), "clipped_updates": relative.get("clipped_updates")})
-
-
-def kept_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rows of the steps table that the rules still need: the first and the last ones."""
-    return [*rows[:EARLY], *rows[max(EARLY, len(rows) - WINDOW) :]]
+        self._judge(own_values(row), "after")
 
 
 def temperature_gap(rows: Sequence[Mapping[str, Any]]) -> float | None:

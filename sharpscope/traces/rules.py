@@ -66,8 +66,14 @@ def sampler_values(logp: NDArray[np.floating], sampler: NDArray[np.floating]) ->
         return {}
     logp, sampler = logp[known], sampler[known]
     share, _ = impossible(logp, sampler)
-    gap, outside = np.abs(logp - sampler).mean(), mismatch(logp, sampler)["outside"].mean()
-    return {"sampler_impossible": share, "sampler_outside": float(outside), "logp_mismatch": float(gap)}
+    gap, outside = np.abs(logp - sampler), mismatch(logp, sampler)["outside"].mean()
+    largest = float(np.exp(np.minimum(gap.max(), 700)))
+    return {
+        "sampler_impossible": share,
+        "sampler_outside": float(outside),
+        "mismatch": float(gap.mean()),
+        "ratio_max": largest,
+    }
 
 
 def impossible(logp: NDArray[np.floating], sampler: NDArray[np.floating]) -> tuple[float, str]:

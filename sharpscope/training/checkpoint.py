@@ -44,7 +44,7 @@ class Progress:
     step: int
     cursor: int
     recent_log_grad_norms: Sequence[float]
-    rows: Sequence[Mapping[str, Any]]  # of the steps table, for the health rules
+    rows: Sequence[Mapping[str, Any]]  # canonical quantities of the steps, for the health rules
     method: dict[str, Any]  # the method with calibrated constants filled in
     said: Sequence[str] = ()  # warnings of the method that were reported, which a resumed run does not repeat
     score: float | None = None  # held-out accuracy at this step; None if it was not evaluated

@@ -25,7 +25,6 @@ from sharpscope.recording.health import (
     StepHealth,
     check_finite,
     check_method,
-    kept_rows,
     rotation_event,
     temperature_gap,
 )
@@ -157,7 +156,7 @@ class _Run:
         self.optimizer = build_optimizer(policy.model, config.optimizer)
         self.order = DataOrder(examples, config.seed)
         self.recent: list[float] = []  # log gradient norms of the last steps, for spikes
-        self.rows: list[Mapping[str, Any]] = []  # of the steps table, for the health rules
+        self.rows: list[Mapping[str, Any]] = []  # canonical quantities of the steps, for the health rules
         self.stop = ""  # why the run must stop after this step
         self.stop_requested = False  # by the user
         # Whether the weights are not finite: they are not measured then, and no checkpoint replaces a good one.
@@ -297,7 +296,7 @@ class _Run:
         clock.lap("training_s", -probing)
         row = steps_row(step, batch, result, method, progress, lr)
         health.after_updates(row)
-        self.rows = kept_rows([*self.rows, self._remembered(row, batch)])
+        self.rows = [*self.rows, health.values]
         self._report([*health.events, *observed.events, *self._result_events(step, row, result, method, progress)])
         norm = plain_norm(result)
         if norm:
@@ -366,13 +365,6 @@ class _Run:
         """Name of the newest checkpoint that is scheduled before a step."""
         every = self.config.checkpoint.every
         return f"step-{(step - 1) // every * every:06d}" if every and step > every else None
-
-    @staticmethod
-    def _remembered(row: Mapping[str, Any], batch: RolloutBatch) -> dict[str, Any]:
-        """What later steps' health rules need of a row."""
-        return {name: row[name] for name in ("entropy_mean", "grad_norm", "grad_clipped")} | {
-            "idle_groups": batch.idle_share
-        }
 
     def _result_events(
         self, step: int, row: Mapping[str, Any], result: StepResult, method: Method, progress: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -15,7 +16,7 @@ from tests.diagnose.simulated import healthy, write
 
 def symptoms(frame: pd.DataFrame, tmp_path) -> dict[str, tuple[str, int]]:
     log = read_log(write(frame, tmp_path))
-    return {f.rule.name: (f.evidence.severity, f.evidence.step) for f in find(log, changes(log))}
+    return {f.rule.name: (f.severity, f.step) for f in find(log, changes(log))}
 
 
 @pytest.mark.parametrize("steps", [20, 60, 200, 1000])
@@ -85,7 +86,7 @@ def _sign(frame):
 
 PLANTED = {
     "reward_collapse": (_collapse, "critical"),
-    "gradient_spike": (_spike, "warning"),
+    "gradient_spike": (_spike, "info"),
     "gradient_growth": (_growth, "warning"),
     "entropy_rise": (_entropy_rise, "warning"),
     "entropy_collapse": (_entropy_collapse, "warning"),
@@ -93,11 +94,11 @@ PLANTED = {
     "reward_constant": (_zero_gradient, "critical"),
     "truncation": (_truncation, "warning"),
     "length_growth": (_length, "warning"),
-    "dead_groups": (_dead, "warning"),
-    "mismatch": (_mismatch, "critical"),
-    "clipping": (_clipping, "warning"),
-    "kl_drift": (_drift, "warning"),
-    "kl_sign": (_sign, "warning"),
+    "dead_groups": (_dead, "critical"),
+    "logp_mismatch": (_mismatch, "critical"),
+    "ratio_clipping": (_clipping, "warning"),
+    "kl_drift": (_drift, "info"),
+    "kl_sign": (_sign, "info"),
 }
 
 
@@ -109,8 +110,7 @@ def test_a_planted_symptom_is_found_within_ten_steps(name, seed, tmp_path):
     plant(frame)
     found = symptoms(frame, tmp_path)
     assert found[name][0] == severity
-    late = 40 if name in ("kl_drift", "length_growth", "entropy_rise") else 10  # these set in slowly
-    assert AT + 1 - 10 <= found[name][1] <= AT + 1 + late
+    assert AT + 1 - 10 <= found[name][1] <= AT + 1 + 10
 
 
 def test_a_run_that_moves_nothing(tmp_path):
@@ -127,7 +127,7 @@ def test_a_first_step_that_destroys_the_policy_is_named(tmp_path):
     frame["reward"], frame["entropy"] = [0.2, 0, 0, 0, 0, 0], [1.72, 3.06, 3.62, 3.68, 3.68, 3.68]
     frame["grad_norm"] = [2.4, 0, 0, 0, 0, 0]
     log = read_log(write(frame, tmp_path))
-    found = {finding.rule.name: finding.evidence.step for finding in find(log, changes(log))}
+    found = {finding.rule.name: finding.step for finding in find(log, changes(log))}
     assert found["policy_destroyed"] == 1
     assert found["zero_gradient"] == 2
 
@@ -139,9 +139,7 @@ def test_a_logged_nan_is_found_and_a_missing_value_is_not(tmp_path):
     rows[20]["grad_norm"] = float("nan")
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
     log = read_log(tmp_path)
-    assert [(f.rule.name, f.evidence.step) for f in find(log, []) if f.evidence.severity == "critical"] == [
-        ("not_finite", 21)
-    ]
+    assert [(f.rule.name, f.step) for f in find(log, []) if f.severity == "critical"] == [("non_finite", 21)]
 
 
 def test_the_order_of_events_is_that_of_the_construction(tmp_path):
@@ -201,7 +199,7 @@ def _verl(frame):
 def test_the_same_run_in_every_format_has_the_same_findings(tmp_path):
     frame = healthy(120)
     frame.loc[60:, "reward"] = 0.02
-    expected = [(f.rule.name, f.evidence.step) for f in diagnose(write(frame, tmp_path)).findings]
+    expected = [(f.rule.name, f.step) for f in diagnose(write(frame, tmp_path)).findings]
     assert ("reward_collapse", 61) in expected
     frame.to_csv(tmp_path / "log.csv", index=False)
     frame.to_csv(tmp_path / "log.tsv", index=False, sep="\t")
@@ -212,11 +210,11 @@ def test_the_same_run_in_every_format_has_the_same_findings(tmp_path):
     for name in ("log.csv", "log.tsv", "wandb.csv", "log.jsonl"):
         found = diagnose(tmp_path / name)
         assert found.log.framework == "TRL"
-        assert [(f.rule.name, f.evidence.step) for f in found.findings] == expected
+        assert [(f.rule.name, f.step) for f in found.findings] == expected
     (tmp_path / "verl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in _verl(frame)))
     found = diagnose(tmp_path / "verl.jsonl")
     assert found.log.framework == "verl"
-    assert ("reward_collapse", 61) in [(f.rule.name, f.evidence.step) for f in found.findings]
+    assert ("reward_collapse", 61) in [(f.rule.name, f.step) for f in found.findings]
 
 
 def test_tensorboard_events(tmp_path):
@@ -319,3 +317,9 @@ def test_json_has_the_documented_shape(tmp_path):
     first = content["findings"][0]
     assert {"symptom", "severity", "first_step", "evidence", "advice", "next"} <= set(first)
     assert {"quantity", "step", "direction"} <= set(content["order"][0])
+
+
+def test_the_committed_page_of_symptoms_is_that_of_the_table():
+    from sharpscope.diagnose.page import symptoms_markdown
+
+    assert (Path(__file__).parents[2] / "docs" / "symptoms.md").read_text("utf-8") == symptoms_markdown()

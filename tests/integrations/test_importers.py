@@ -172,6 +172,7 @@ def test_the_samplers_log_probabilities_are_checked(tmp_path: Path):
     assert found == [
         (2, "sampler_ratio", 0.2),
         (3, "logp_mismatch", gap),
+        (3, "ratio_tail", pytest.approx(math.exp(3))),
         (3, "sampler_logp", 1),
         (3, "sampler_ratio", 1),
     ]

@@ -1,0 +1,183 @@
+"""Findings: the rules of `sharpscope.rules` judged in a log, with the step at which each symptom began, its evidence and severity."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+
+import numpy as np
+
+from sharpscope.diagnose.changes import Change
+from sharpscope.diagnose.logs import Log
+from sharpscope.diagnose.quantities import BY_NAME
+from sharpscope.rules import EARLY, RULES, WINDOW, History, Rule, Severity, applies
+from sharpscope.rules.measures import finite, step_noise
+
+SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that applied.
+
+    Attributes:
+        rule: row of the table.
+        severity: how bad it is, by what the reward does afterwards.
+        step: the step at which it began.
+        text: the numbers, in a sentence.
+        certainty: where it applies, and how often it does in healthy runs.
+        quantity: the quantity that shows it best.
+    """
+
+    rule: Rule
+    severity: Severity
+    step: int
+    text: str
+    certainty: str
+    quantity: str
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Positions at which a rule applies: first, last, how many; the change of the shown quantity, and the step, with which it began."""
+
+    quantity: str
+    first: int
+    last: int
+    count: int
+    change: Change | None
+    start: int
+
+
+@functools.cache
+def false_alarms() -> dict[str, dict[str, list[int]]]:
+    """How often each rule applied in healthy runs: rule -> kind of runs -> [runs with it, runs that it could judge].
+
+    Measured by experiments/diagnosis/false_alarms.py.
+    """
+    text = resources.files("sharpscope.diagnose").joinpath("false_alarms.json").read_text("utf-8")
+    found: dict[str, dict[str, list[int]]] = json.loads(text)
+    return found
+
+
+def find(log: Log, changes: Sequence[Change]) -> list[Finding]:
+    """The rules that apply in a log, most severe first, then by the step at which they began."""
+    history: dict[str, np.ndarray] = {name: log.frame[name].to_numpy(float) for name in log.frame}
+    steps = log.frame.index.to_numpy()
+    found: dict[str, tuple[_Stretch, np.ndarray]] = {}
+    for rule in RULES.values():
+        if set(rule.quantities) & set(history):
+            measured = rule.measure(history)
+            stretch = _stretch(rule, measured, history, steps, changes)
+            if stretch is not None:
+                found[rule.name] = stretch, measured
+    fall = found.get("reward_collapse")
+    fallen = fall[0].start if fall is not None and fall[0].last >= len(steps) - WINDOW else None
+    findings = [_finding(RULES[name], *seen, history, steps, fallen) for name, seen in found.items()]
+    return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.step))
+
+
+def _stretch(
+    rule: Rule, measured: np.ndarray, history: History, steps: np.ndarray, changes: Sequence[Change]
+) -> _Stretch | None:
+    """The stretch with the most steps at which a rule applies, without gaps of more than WINDOW steps; None without any."""
+    holds = np.flatnonzero(applies(rule, measured))
+    if not len(holds):
+        return None
+    part = max(np.split(holds, np.flatnonzero(np.diff(holds) > WINDOW) + 1), key=len)
+    first, last, name = int(part[0]), int(part[-1]), _shown(rule, history)
+    start = first if rule.window == 1 else 0
+    change = None
+    if rule.window > 1:
+        before, inside, start = _onset(history[name], first, rule.window)
+        way = "up" if inside >= before else "down"
+        earlier = [c for c in changes if c.quantity == name and c.low <= steps[first]]
+        late = itertools.dropwhile(lambda c: c.direction == "flat", reversed(earlier))
+        same = list(itertools.takewhile(lambda c: c.direction == way and (c.after > c.before) == (way == "up"), late))
+        change = same[-1] if same else None  # the first of those in its direction
+    return _Stretch(name, first, last, len(part), change, int(steps[start]) if change is None else change.step)
+
+
+def _onset(values: np.ndarray, at: int, window: int) -> tuple[float, float, int]:
+    """Level before a measure's window that ends at `at`, level at its end, and the position from which on most are nearer to the latter."""
+    known = np.flatnonzero(np.isfinite(values[: at + 1]))
+    recent, earlier = known[-window:], known[:-window]
+    before = float(np.median(values[earlier[-WINDOW:] if len(earlier) else recent[:1]]))
+    inside = float(values[recent[-3:]].mean())
+    near = np.abs(values[recent] - inside) <= np.abs(values[recent] - before)
+    shares = np.cumsum(near[::-1])[::-1] / np.arange(len(near), 0, -1)  # of the steps from each on
+    return before, inside, int(recent[int(np.argmax(near & (shares >= 0.6)))])
+
+
+def _shown(rule: Rule, history: History) -> str:
+    """The first quantity of a rule that has a value."""
+    return next((name for name in rule.quantities if len(finite(history, name))), rule.quantities[0])
+
+
+def _finding(
+    rule: Rule, stretch: _Stretch, measured: np.ndarray, history: History, steps: np.ndarray, fallen: int | None
+) -> Finding:
+    """A rule's finding; `fallen`: the step from which on the reward falls for good."""
+    soon = stretch.start + max(20, len(steps) // 5) if rule.window == 1 else int(steps[-1])
+    harmed = fallen is not None and stretch.start - WINDOW <= fallen <= soon
+    outcome = 0 if harmed else 2 if fallen is None and _rose(history) else 1
+    severity = "critical" if np.nanmax(measured[stretch.first :]) >= rule.critical_at else rule.severity[outcome]
+    passed = rule.window > 1 and stretch.last < len(steps) - max(WINDOW, len(steps) // 10)
+    if passed and severity != "info":
+        severity = SEVERITIES[SEVERITIES.index(severity) + 1]
+    if rule.name == "non_finite":
+        name = next(name for name in rule.quantities if name in history and np.isinf(history[name][stretch.first]))
+        text = f"{BY_NAME[name].title} is not a finite number"
+    else:
+        name, text = stretch.quantity, _evidence(rule, stretch, measured, history, steps)
+    if harmed and rule.name != "reward_collapse":
+        text += f"; reward falls from step {fallen}"
+    elif outcome == 2 and rule.severity[2] != rule.severity[1]:
+        text += "; reward rose"
+    return Finding(rule, severity, stretch.start, text, _certainty(rule, stretch, measured, passed), name)
+
+
+def _evidence(rule: Rule, stretch: _Stretch, measured: np.ndarray, history: History, steps: np.ndarray) -> str:
+    """The numbers of a finding."""
+    quantity, values = BY_NAME[stretch.quantity], history[stretch.quantity]
+    known = np.isfinite(values)
+    before = values[known & (steps < stretch.start)][-WINDOW:]
+    inside = values[known & (steps >= stretch.start) & (steps <= steps[stretch.last])]
+    unit = f" {quantity.unit}" if quantity.unit else ""
+    now = f"{quantity.title} {_number(inside[0] if rule.window == 1 else inside[-WINDOW:].mean())}{unit}"
+    if len(before):
+        now += f" after {_number(np.median(before) if stretch.change is None else stretch.change.before)}"
+    worst = measured[stretch.first : stretch.last + 1]
+    value = float(np.nanmin(worst) if rule.below else np.nanmax(worst))
+    return f"{now}; {_number(value)} {rule.statistic} (reported {'to' if rule.below else 'from'} {rule.threshold:g})"
+
+
+def _certainty(rule: Rule, stretch: _Stretch, measured: np.ndarray, passed: bool) -> str:
+    """Where a rule applies, when it began, and how often it applies in healthy runs."""
+    judged = int(np.isfinite(measured[stretch.first :]).sum())
+    parts = []
+    if stretch.change is not None and stretch.change.high > stretch.change.low:
+        parts.append(f"began between steps {stretch.change.low} and {stretch.change.high}")
+    if rule.window != 0 and judged > 1:
+        parts.append(f"at {stretch.count} of the {judged} steps from then on" + (", and over since" if passed else ""))
+    runs = [sum(counts) for counts in zip(*false_alarms().get(rule.name, {}).values(), strict=True)]
+    if runs and runs[1]:
+        parts.append(f"in {runs[0]} of {runs[1]} healthy runs")
+    return "; ".join(parts) or "certain"
+
+
+def _rose(history: History) -> bool:
+    """Whether the reward's last tenth is above its first by three standard errors."""
+    y = finite(history, "reward")
+    if len(y) < 2 * EARLY:
+        return False
+    n = max(EARLY, len(y) // 10)
+    return bool(y[-n:].mean() - y[:n].mean() > 3 * step_noise(y)[-1] * np.sqrt(2 / n))
+
+
+def _number(value: float | np.floating) -> str:
+    return f"{value:.3g}"

@@ -1,0 +1,259 @@
+"""What the rules judge: a number for each step of a run, made of the values up to that step.
+
+A history has an array for each canonical quantity (`sharpscope.diagnose.quantities`) with one value a step: NaN where nothing was
+logged, infinite where what was logged is not finite. A measure returns an array of the same length, NaN where it cannot judge. No
+measure looks ahead, so that a run is judged after each step as its log is afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+Values = NDArray[np.float64]
+History = Mapping[str, Values]
+Measure = Callable[[History], Values]
+
+WINDOW = 10
+"""Steps of a trailing mean."""
+EARLY = 5
+"""First steps of a run, whose median is that to which later steps are compared."""
+SPIKE_WINDOW, SPIKE_LEAST = 50, 10
+"""Steps before a step to which its gradient norm is compared, and the fewest that are needed."""
+FEW = 30
+"""Steps from which on a run may be said to go nowhere."""
+JUDGED_FINITE = ("grad_norm", "loss", "reward", "kl", "entropy")
+
+
+def value(name: str) -> Measure:
+    """The quantity itself."""
+    return lambda history: _on_known(history, (name,), lambda x: x)
+
+
+def mean(name: str) -> Measure:
+    """Mean of the quantity over the last WINDOW steps that have it."""
+    return lambda history: _on_known(history, (name,), lambda x: trailing(x, WINDOW))
+
+
+def share(name: str, holds: Callable[[Values], NDArray[np.bool_]], least: int = 5) -> Measure:
+    """Share of the last WINDOW steps (of at least `least`) whose value satisfies `holds`."""
+    return lambda history: _on_known(history, (name,), lambda x: trailing(holds(x).astype(float), WINDOW, least))
+
+
+def relative(name: str, window: int = WINDOW) -> Measure:
+    """Median of the quantity over the last `window` steps, divided by its median in the first EARLY steps."""
+
+    def of(x: Values) -> Values:
+        start = float(np.median(x[:EARLY])) if len(x) > EARLY else 0.0
+        if start <= 0:
+            return np.full(len(x), np.nan)
+        ratio = trailing(x, window, how=np.nanmedian) / start
+        ratio[:EARLY] = np.nan
+        return ratio
+
+    return lambda history: _on_known(history, (name,), of)
+
+
+def spike(name: str, z: float = 4.0) -> Measure:
+    """The quantity divided by its median in the 50 steps before; 0 where its logarithm is within `z` robust standard deviations."""
+
+    def of(x: Values) -> Values:
+        ratio = np.full(len(x), np.nan)
+        positive = np.flatnonzero(x > 0)
+        logs = np.log(x[positive])
+        if len(logs) > SPIKE_LEAST:
+            windows = _windows(logs[:-1], SPIKE_WINDOW)[SPIKE_LEAST - 1 :]
+            median = np.nanmedian(windows, axis=1)
+            scale = 1.4826 * np.nanmedian(np.abs(windows - median[:, None]), axis=1)
+            rise = logs[SPIKE_LEAST:] - median
+            ratio[positive[SPIKE_LEAST:]] = np.where(rise > z * scale, np.exp(rise), 0.0)
+        return ratio
+
+    return lambda history: _on_known(history, (name,), of)
+
+
+def reward_fall(history: History) -> Values:
+    """How far the mean reward of the last 5 steps is below the best mean of 10 steps before them, in standard errors.
+
+    0 unless the fall is 30 % of the rewards' range so far and 15 % of the best mean. The standard error is that of a step's reward
+    around its trend, from the absolute differences of adjacent steps.
+    """
+
+    def of(y: Values) -> Values:
+        out = np.full(len(y), np.nan)
+        if len(y) < 6:
+            return out
+        best_so_far = np.fmax.accumulate(trailing(y, WINDOW, 3))
+        now, best = trailing(y, 5, 5)[5:], best_so_far[:-5]
+        known = np.minimum(np.arange(5, len(y)) - 4, WINDOW)  # steps of the mean before
+        lowest = np.fmin.accumulate(np.where(np.isnan(now), best, now))
+        drop = best - now
+        large = (drop >= 0.3 * np.fmax(best - lowest, 0.3 * np.abs(best))) & (drop >= 0.15 * np.abs(best)) & (drop > 0)
+        error = step_noise(y)[5:] * np.sqrt(1 / 5 + 1 / known)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            out[5:] = np.where(large, np.minimum(drop / error, 99), np.where(np.isnan(best), np.nan, 0.0))
+        return out
+
+    return _on_known(history, ("reward",), of)
+
+
+def step_noise(y: Values) -> Values:
+    """Standard deviation of one step's value around its trend, from the steps up to each (n,)."""
+    differences = np.abs(np.diff(y, prepend=y[:1]))
+    robust = 1.4826 * trailing(differences, SPIKE_WINDOW, how=np.nanmedian)
+    return np.where(robust > 0, robust, np.sqrt(trailing(differences**2, SPIKE_WINDOW))) / np.sqrt(2)
+
+
+def constant_reward(history: History) -> Values:
+    """Share of the last WINDOW steps whose mean reward is exactly that of the present one."""
+
+    def of(y: Values) -> Values:
+        same = _windows(y, WINDOW) == y[:, None]
+        out = same.sum(axis=1) / WINDOW
+        out[: WINDOW // 2 - 1] = np.nan
+        return out
+
+    return _on_known(history, ("reward",), of)
+
+
+def entropy_rise(history: History) -> Values:
+    """Mean entropy of the last WINDOW steps less its lowest such mean before [nats]; 0 while it is below 1.5 times that."""
+
+    def of(x: Values) -> Values:
+        now = trailing(x, WINDOW, EARLY)
+        low = np.fmin.accumulate(now)
+        return np.where(now >= 1.5 * np.maximum(low, 0), now - low, np.where(np.isnan(now), np.nan, 0.0))
+
+    return _on_known(history, ("entropy",), of)
+
+
+def drift(history: History) -> Values:
+    """Change of the entropy since the last step with a gradient, while the gradient is zero [nats]; NaN at other steps."""
+    out, start = _nothing(history), None
+    if "grad_norm" not in history or "entropy" not in history:
+        return out
+    known = np.flatnonzero(np.isfinite(history["entropy"]))
+    entropy, gradient = history["entropy"], history["grad_norm"]
+    for before, at in pairwise(known):  # a step's gradient is known after its entropy
+        start = None if gradient[before] != 0 else before if start is None else start
+        if start is not None:
+            out[at] = abs(entropy[at] - entropy[start])
+    return out
+
+
+def policy_change(history: History) -> Values:
+    """KL(π_old‖π) of the step [nats/token].
+
+    Where no step has it: the relative change of entropy in a step from which on the mean reward of three steps is at most 5 % of the
+    mean before, which is known three steps later.
+    """
+
+    def of(reward: Values, entropy: Values) -> Values:
+        out = np.zeros(len(reward))
+        means = np.cumsum(reward) / np.arange(1, len(reward) + 1)
+        for at in range(3, len(reward)):
+            before, now = means[at - 3], float(reward[at - 2 : at + 1].mean())
+            if before > 0 and now <= 0.05 * before and entropy[at - 3] > 0:
+                out[at - 3] = abs(entropy[at - 2] - entropy[at - 3]) / entropy[at - 3]  # that step's updates did it
+        return out
+
+    kl = history.get("kl_step")
+    if kl is not None and np.isfinite(kl).any():
+        return value("kl_step")(history)
+    return _on_known(history, ("reward", "entropy"), of)
+
+
+def ratio_tail(history: History) -> Values:
+    """Largest factor by which trainer and sampler differ in the probability of one token, in either direction."""
+    high, low = (history.get(name, _nothing(history)) for name in ("ratio_max", "ratio_min"))
+    high, low = (np.where(np.isfinite(x) & (x > 1e-30), x, np.nan) for x in (high, low))
+    return np.fmax(high, 1 / low)
+
+
+def not_finite(history: History) -> Values:
+    """Number of the quantities JUDGED_FINITE whose logged value is not finite."""
+    known = [np.isinf(history[name]).astype(float) for name in JUDGED_FINITE if name in history]
+    return np.sum(known, axis=0) if known else _nothing(history)
+
+
+def no_trend(history: History) -> Values:
+    """p-value of Kendall's test for a trend of the reward over all steps; 0 where the ends differ by three standard errors.
+
+    Of the last step only.
+    """
+    from scipy.stats import kendalltau
+
+    def of(y: Values) -> Values:
+        out = np.full(len(y), np.nan)
+        if len(y) >= FEW and np.ptp(y) > 0:
+            out[-1] = 0.0 if moved(y, ends=True) > 3 else kendalltau(np.arange(len(y)), y).pvalue
+        return out
+
+    return _on_known(history, ("reward",), of)
+
+
+def standing_still(history: History) -> Values:
+    """Steps at whose end reward, entropy and length are where they began, and KL to the reference is below 1e-3; 0 otherwise.
+
+    Of the last step only.
+    """
+    from scipy.stats import kendalltau
+
+    def of(reward: Values, entropy: Values) -> Values:
+        out = np.full(len(reward), np.nan)
+        if len(reward) < FEW or np.ptp(reward) == 0:
+            return out
+        series = [reward, entropy, *([x] if len(x := finite(history, "length")) >= FEW else [])]
+        kl = finite(history, "kl")
+        still = not len(kl) or float(np.abs(kl).max()) < 1e-3
+        still &= all(moved(y) < 3 and not kendalltau(np.arange(len(y)), y).pvalue < 0.01 for y in series)
+        out[-1] = len(reward) if still else 0.0
+        return out
+
+    return _on_known(history, ("reward", "entropy"), of)
+
+
+def moved(y: Values, ends: bool = False) -> float:
+    """Largest distance of the mean of a tenth of a series (`ends`: of the last tenth) from that of the first, in standard errors."""
+    n = max(1, min(len(y) // 2, max(5, round(len(y) / 10))))
+    means = np.array([part.mean() for part in np.array_split(y, len(y) // n)])
+    gap, noise = float(np.abs((means[-1:] if ends else means) - means[0]).max()), float(step_noise(y)[-1])
+    return gap / (noise * np.sqrt(2 / n)) if noise > 0 else (np.inf if gap > 0 else 0.0)
+
+
+def finite(history: History, name: str) -> Values:
+    """The known and finite values of a quantity (m,); empty if there are none."""
+    found = history.get(name, np.empty(0))
+    return found[np.isfinite(found)]
+
+
+def trailing(x: Values, window: int, least: int = 1, how: Callable[..., Values] = np.nanmean) -> Values:
+    """A statistic of the last `window` values up to each (n,); NaN for the first `least` − 1."""
+    if not len(x):
+        return x.copy()
+    out = how(_windows(x, window), axis=1)
+    out[: least - 1] = np.nan
+    return out
+
+
+def _windows(x: Values, window: int) -> Values:
+    """The last `window` values up to each, NaN before the first (n, window)."""
+    return sliding_window_view(np.concatenate([np.full(window - 1, np.nan), x]), window)
+
+
+def _nothing(history: History) -> Values:
+    return np.full(len(next(iter(history.values()))) if history else 0, np.nan)
+
+
+def _on_known(history: History, names: tuple[str, ...], of: Callable[..., Values]) -> Values:
+    """`of` the steps at which all of `names` are known and finite, NaN at the others."""
+    out = _nothing(history)
+    if all(name in history for name in names):
+        known = np.flatnonzero(np.all([np.isfinite(history[name]) for name in names], axis=0))
+        if len(known):
+            out[known] = of(*(history[name][known] for name in names))
+    return out
