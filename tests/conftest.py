@@ -73,8 +73,6 @@ def toy_config(tiny_policy: Path, tmp_path: Path):
 @contextmanager
 def empty_pictures():
     """Within it figures are made but saved as empty pictures: drawing is tested elsewhere, and slow."""
-    from sharpscope.analysis import output
-
     def save(figure, folder, name):
         paths = [folder / f"{name}.{ending}" for ending in ("png", "svg")]
         for path in paths:
@@ -82,7 +80,7 @@ def empty_pictures():
         return paths
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(output, "save", save)
+        patch.setattr("sharpscope.analysis.figures.style.save", save)
         yield
 
 

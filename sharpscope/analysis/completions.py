@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.spikes import Spike, explain_spikes, share_steps
@@ -15,21 +16,19 @@ from sharpscope.traces import Run
 SPIKES = 4
 """Spikes of a run that are shown, the largest first."""
 SPIKE_TOKENS = 8
-SPIKE_COMPLETIONS = 4
-OTHERS = 2
-"""Completions of a spike's prompt taken from each other run of the study."""
-PROMPTS = 2
-PER_PROMPT = 4
-LARGEST = 2
-"""Completions of a chosen step taken for their largest tokens."""
+SPIKE_PROMPTS = 2
+GROUP = 16
+"""Completions of a prompt that are taken, at most."""
+FEW = 4
+"""Runs up to which every step is represented."""
 
 RULE = (
-    f"Which completions are here: of each run, for its spikes of the gradient norm (at most {SPIKES}, the largest; without a "
-    f"spike, its largest gradient with attribution) the {SPIKE_COMPLETIONS} completions that hold the largest shares of the "
-    f"squared gradient norm; up to {OTHERS} completions of those completions' prompts from every other run that was asked them "
-    "at that step; then, of the first, the middle and the last step with token rows (of those with attribution, where there are "
-    f"any; of those that all runs of a study have, where there are any), up to {PER_PROMPT} completions of the first {PROMPTS} "
-    f"prompts and the {LARGEST} with the largest tokens; in this order until the run's part of the file is full."
+    f"Which completions are here: always all that answer a prompt at a step (at most {GROUP}). Of each run, for its spikes of the "
+    f"gradient norm (at most {SPIKES}, the largest; without a spike, its largest gradient with attribution) the {SPIKE_PROMPTS} "
+    "prompts of the largest shares; those prompts from every other run that was asked them at that step; then, of the last, the "
+    "first and the middle step with token rows (of those with attribution, where there are any; of those that all runs of a study "
+    f"have, where there are any), the prompt of the largest token and the first prompt; then, of up to {FEW} runs, the prompt of "
+    "the largest token of every other step, evenly spread; in this order until the run's part of the file is full."
 )
 
 
@@ -45,9 +44,13 @@ class Choice:
     spikes: list[Spike] = field(default_factory=list)
 
     def add(self, step: int, rollouts: Iterable[int], why: str) -> None:
-        """Take completions that were not taken yet."""
-        for rollout in rollouts:
-            self.wanted.setdefault((int(step), int(rollout)), why)
+        """Take the completions of the prompts of `rollouts` that were not taken yet."""
+        rows = self.run.rollouts[self.run.rollouts["step"] == step].sort_values("rollout")
+        for rollout in dict.fromkeys(rollouts):
+            group = rows.loc[rows["rollout"] == rollout, "group"]
+            same = rows["group"] == group.iloc[0] if len(group) and pd.notna(group.iloc[0]) else rows["rollout"] == rollout
+            for one in rows.loc[same, "rollout"].head(GROUP):
+                self.wanted.setdefault((int(step), int(one)), why)
 
 
 def completions_dropped(run: Run) -> bool:
@@ -62,18 +65,7 @@ def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
     for name, choice in choices.items():
         choice.spikes = _spikes(choice.run)
         for spike in choice.spikes:
-            held = [] if spike.tokens is None else [int(rollout) for rollout in spike.tokens["rollout"]]
-            taken = list(dict.fromkeys(held))[:SPIKE_COMPLETIONS]
-            what = "largest gradient" if math.isnan(spike.z) else "spike"
-            choice.add(spike.step, taken, what)
-            asked = _at(choice.run, spike.step)
-            prompts = dict.fromkeys(asked.loc[asked["rollout"].isin(taken), "prompt"].dropna())
-            for other_name, other in choices.items():
-                if other_name != name and ground_of(other.run) == ground_of(choice.run):
-                    rows = _at(other.run, spike.step)
-                    for prompt in prompts:
-                        same = rows.loc[rows["prompt"] == prompt, "rollout"].head(OTHERS)
-                        other.add(spike.step, same, f"prompt of the {what} of {name}")
+            _add_spike(choices, name, spike)
     grounds: dict[str, list[Choice]] = {}
     for choice in choices.values():
         grounds.setdefault(ground_of(choice.run), []).append(choice)
@@ -84,8 +76,39 @@ def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
             steps = common or own
             # a small budget is spent on the end of training first
             for step in dict.fromkeys([steps[-1], steps[0], steps[len(steps) // 2]] if steps else []):
-                _add_step(choice, step)
+                first = choice.run.rollouts.loc[choice.run.rollouts["step"] == step, "rollout"].min()
+                choice.add(step, [*largest_rollouts(choice.run, [step]).values()], "largest token")
+                choice.add(step, [int(first)], "first prompt")
+    if len(choices) <= FEW:
+        for choice in choices.values():
+            for step, rollout in largest_rollouts(choice.run, _spread(choice.run.token_steps)).items():
+                choice.add(step, [rollout], "largest token")
     return choices
+
+
+def of_step(run: Run, step: int) -> dict[str, Choice]:
+    """All completions of one step, by prompt, that of the largest token first."""
+    choice = Choice(run)
+    choice.add(step, largest_rollouts(run, [step]).values(), "largest token")
+    choice.add(step, run.rollouts.loc[run.rollouts["step"] == step, "rollout"].sort_values(), "step")
+    return {run.name: choice}
+
+
+def _add_spike(choices: Mapping[str, Choice], name: str, spike: Spike) -> None:
+    """Take the prompts of a spike's largest tokens from its run, and from the others of its study."""
+    choice, what = choices[name], "largest gradient" if math.isnan(spike.z) else "spike"
+    asked = choice.run.rollouts[choice.run.rollouts["step"] == spike.step].set_index("rollout")
+    held = [] if spike.tokens is None else [int(one) for one in dict.fromkeys(spike.tokens["rollout"]) if one in asked.index]
+    prompts: dict[object, int] = {}  # prompt → its first completion among those that hold the largest tokens
+    for rollout in held:
+        prompts.setdefault(asked.loc[rollout, "prompt"] or rollout, rollout)
+    taken = dict(list(prompts.items())[:SPIKE_PROMPTS])
+    choice.add(spike.step, taken.values(), what)
+    for other_name, other in choices.items():
+        if other_name != name and ground_of(other.run) == ground_of(choice.run):
+            rows = other.run.rollouts[other.run.rollouts["step"] == spike.step]
+            same = rows[rows["prompt"].isin(list(taken))].drop_duplicates("prompt")["rollout"]
+            other.add(spike.step, same, f"prompt of the {what} of {name}")
 
 
 def _spikes(run: Run) -> list[Spike]:
@@ -101,24 +124,19 @@ def _candidates(run: Run) -> list[int]:
     return sorted(set(share_steps(run)) & steps or steps or with_text)
 
 
-def _add_step(choice: Choice, step: int) -> None:
-    rows = _at(choice.run, step)
-    first = sorted(rows["group"].dropna().unique())[:PROMPTS]
-    choice.add(step, _largest(choice.run, step), "largest tokens")
-    if not first:  # an imported run does not know its groups
-        choice.add(step, rows["rollout"].head(PROMPTS * PER_PROMPT), "first completions")
-    for group in first:
-        choice.add(step, rows.loc[rows["group"] == group, "rollout"].head(PER_PROMPT), "first prompts")
+def _spread(steps: list[int]) -> list[int]:
+    """The steps in an order in which any first part of them is spread evenly: halves, quarters, …"""
+    order = sorted(range(len(steps)), key=lambda n: int(f"{n:020b}"[::-1], 2))
+    return [steps[n] for n in order]
 
 
-def _largest(run: Run, step: int) -> list[int]:
-    tokens = run.tokens(steps=[step], columns=["rollout", "attribution", "loss_coef"])
-    for column in ("attribution", "loss_coef"):
-        sizes = tokens.groupby("rollout")[column].apply(lambda values: values.abs().max()).dropna()
-        if len(sizes):
-            return [int(rollout) for rollout in sizes.nlargest(LARGEST).index]
-    return []
-
-
-def _at(run: Run, step: int) -> pd.DataFrame:
-    return run.rollouts[run.rollouts["step"] == step].sort_values("rollout")
+def largest_rollouts(run: Run, steps: list[int]) -> dict[int, int]:
+    """Step → completion that holds its largest token: the largest |share|, or else the largest pull |c|·(1 − π)."""
+    found = {}
+    tokens = run.tokens(steps=steps, columns=["step", "rollout", "attribution", "loss_coef", "logp"])
+    pull = tokens["loss_coef"].astype(float).abs() * -np.expm1(tokens["logp"].astype(float))
+    for step, rows in tokens.assign(share=tokens["attribution"].abs(), pull=pull).groupby("step"):
+        size = rows["share"] if rows["share"].notna().any() else rows["pull"]
+        if size.notna().any():
+            found[int(str(step))] = int(rows.loc[size.idxmax(), "rollout"])
+    return {step: found[step] for step in steps if step in found}

@@ -218,31 +218,21 @@ def _p_value(values: np.ndarray) -> float:
     return float(2 * stdtr(len(values) - 1, -mean / error))
 
 
-def fork_sections(
-    differences: pd.DataFrame,
-    figure: Figure | None = None,
-    title: str = "",
-    name: str = "forks",
-    most: int | None = None,
-) -> list[Section]:
-    """The figure and the tables of one fork: of each state the steps as they are, of the last one the matched ones too.
+def fork_sections(differences: pd.DataFrame, title: str = "", most: int | None = None) -> list[Section]:
+    """The tables of one fork: of each state the steps as they are, of the last one the matched ones too.
 
     Args:
         differences: of one fork, from `fork_differences`.
-        figure: of `figures.fork_effects`.
         title: before those of the tables.
-        name: of the figure's file.
         most: outcomes of a table; None: all.
     """
-    part, sections = "Counterfactual updates", []
-    if figure is not None:
-        sections.append(Section("", figure, NOTE, part, name))
+    sections = []
     states = list(dict.fromkeys(differences["state"]))
     for state in states:
         for comparison, text in COMPARISONS.items():
             table = fork_table(differences, state, comparison, most)
             if len(table) and (comparison == "step" or state == states[-1]):
-                sections.append(Section(f"{title}{state}, {text}", table, part=part))
+                sections.append(Section(f"{title}{state}, {text}", table, NOTE, "Counterfactual updates"))
     return sections
 
 

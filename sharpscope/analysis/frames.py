@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.measures import EVALUATED, evaluations, sharpness, temperatures
+from sharpscope.analysis.mismatch import mismatch_by_step
 from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.study import Study
 from sharpscope.analysis.text import sampling
@@ -18,6 +20,38 @@ from sharpscope.traces import MAX_SATURATION, Run
 Z = 1.959964  # 97.5 % quantile of the normal distribution
 ROUNDING = 0.05
 """Rotations that are all smaller are rounding: the method's gradient is the reference's [degrees]."""
+ROUNDED = 1e-6
+"""Mismatch of sampler and trainer that float32 arithmetic explains [nats]."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """How a quantity by step is shown: its name with the unit, a factor, and whether its axis is logarithmic."""
+
+    name: str
+    factor: float = 1.0
+    log: bool = False
+
+
+STEPS = {
+    "reward_mean": Quantity("reward"),
+    "accuracy": Quantity("accuracy on the training prompts [%]", 100),
+    "accuracy_completed": Quantity("accuracy of the completed [%]", 100),
+    "grad_norm": Quantity("gradient norm before clipping", log=True),
+    "update_norm": Quantity("norm of the update", log=True),
+    "entropy_mean": Quantity("entropy of a token [nats]"),
+    "kl_step": Quantity("KL divergence of a step [nats]", log=True),
+    "kl": Quantity("KL divergence to the reference [nats]"),
+    "mismatch": Quantity("mismatch of sampler and trainer, KL by k3 [nats]", log=True),
+    "completion_length_mean": Quantity("length of a completion [tokens]"),
+    "truncated_fraction": Quantity("completions cut at the limit [%]", 100),
+    "grad_clipped": Quantity("updates with a clipped gradient [%]", 100),
+    "gradient_rotation": Quantity("rotation of the gradient [°]"),
+    "update_rotation": Quantity("rotation of the optimizer's step [°]"),
+    "noise_rotation": Quantity("angle of a batch's noise [°]"),
+    "weight_mean": Quantity("token weight"),
+}
+"""Columns of `steps`, and `mismatch` (from the tokens), in the order in which they are shown."""
 SHARPNESS = {
     "sam": "SAM sharpness",
     "largest": "largest Hessian eigenvalue",
@@ -43,14 +77,19 @@ def rotates(run: Run) -> bool:
 
 
 def step_values(study: Study, columns: Sequence[str]) -> pd.DataFrame:
-    """setting, seed, step, quantity, value of `steps` columns. A quantity that never varies, or is rounding, is left out."""
+    """setting, seed, step, quantity, value of STEPS. A quantity that never varies, or is rounding, is left out."""
     pieces = []
     for label, seed, run in study.each():
         steps = run.steps.sort_values("step")
+        if "mismatch" in columns:
+            steps = steps.assign(mismatch=steps["step"].map(mismatch_by_step(run)))
         for column in columns:
-            if column in steps and (not column.endswith("_rotation") or rotates(run)):
+            values = known(steps[column]) if column in steps else np.zeros(0)
+            rounding = column == "mismatch" and not (values > ROUNDED).any()
+            rounding |= column in ("gradient_rotation", "update_rotation") and not rotates(run)
+            if len(values) and not rounding:
                 place = {"setting": label, "seed": seed, "quantity": column}
-                pieces.append(pd.DataFrame({"step": steps["step"], "value": known(steps[column])}).assign(**place))
+                pieces.append(pd.DataFrame({"step": steps["step"], "value": values}).assign(**place))
     frame = pd.concat(pieces, ignore_index=True) if pieces else pd.DataFrame(columns=["quantity", "step", "value"])
     values = frame.groupby("quantity")["value"]
     there = frame.dropna(subset=["value"]).groupby("quantity")["step"].nunique()

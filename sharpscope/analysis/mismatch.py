@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.sections import Section
+from sharpscope.analysis.study import per_run
 from sharpscope.analysis.text import percent
 from sharpscope.traces import Run, Runs
 from sharpscope.traces.rules import QUANTITIES, mismatch
@@ -17,14 +18,15 @@ PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99)
 COLUMNS = ["part", "range", "tokens", *QUANTITIES]
 
 
+@per_run
 def mismatch_table(run: Run) -> pd.DataFrame:
-    """COLUMNS: a row for all tokens (part `all`), for each range of positions and of probabilities that has tokens.
+    """COLUMNS: a row for all tokens (part `all`), and for each step and range of positions and of probabilities that has tokens.
 
     `outside` is the share of ratios π/μ outside [0.9, 1.1], k1 to k3 are means [nats]; see `traces.rules`. Ranges are of
     μ, not π, so that tokens in a range are draws from μ given the range. Empty without sampler log-probabilities.
     """
     sums: dict[tuple[str, int], np.ndarray] = {}
-    for frame in run.iter_tokens(columns=["position", "logp", "behavior_logp"], required=["behavior_logp"]):
+    for frame in run.iter_tokens(columns=["step", "position", "logp", "behavior_logp"], required=["behavior_logp"]):
         rows = frame.dropna()
         if rows.empty:
             continue
@@ -33,6 +35,7 @@ def mismatch_table(run: Run) -> pd.DataFrame:
         probability = np.exp(rows["behavior_logp"].to_numpy(dtype=np.float64))
         bins = {
             "all": np.zeros(len(rows), dtype=int),
+            "step": rows["step"].to_numpy(),
             "position": np.searchsorted(POSITIONS, rows["position"].to_numpy(), side="right") - 1,
             "probability": np.searchsorted(PROBABILITIES, probability, side="right") - 1,
         }
@@ -48,8 +51,8 @@ def mismatch_table(run: Run) -> pd.DataFrame:
 
 
 def _range(part: str, bin_number: int) -> str:
-    if part == "all":
-        return "all"
+    if part in ("all", "step"):
+        return "all" if part == "all" else str(bin_number)
     edges = POSITIONS if part == "position" else PROBABILITIES
     if bin_number + 1 == len(edges):
         return f"from {edges[bin_number]:g}"
@@ -58,6 +61,13 @@ def _range(part: str, bin_number: int) -> str:
         if part == "position"
         else f"{edges[bin_number]:g} to {edges[bin_number + 1]:g}"
     )
+
+
+def mismatch_by_step(run: Run) -> dict[int, float]:
+    """Step → estimate k3 of KL(μ‖π) over its tokens [nats]; of the steps that have the sampler's log-probabilities."""
+    rows = mismatch_table(run)
+    rows = rows[rows["part"] == "step"]
+    return dict(zip(map(int, rows["range"]), rows["k3"].astype(float), strict=True))
 
 
 def sampler_section(runs: Runs) -> Section | None:
@@ -89,7 +99,7 @@ def sampler_section(runs: Runs) -> Section | None:
 
 def worst_ranges(table: pd.DataFrame) -> str:
     """The range of positions and that of probabilities with the most ratios outside [0.9, 1.1]; `–` if none is."""
-    worst = table[table["part"] != "all"].sort_values("outside", ascending=False, kind="stable")
+    worst = table[table["part"].isin(["position", "probability"])].sort_values("outside", ascending=False, kind="stable")
     named = [
         f"{row.part} {row.range} ({row.outside:.1%})" for row in worst.groupby("part", sort=False).head(1).itertuples()
     ]

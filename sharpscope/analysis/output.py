@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from sharpscope.analysis.figures.style import save
 from sharpscope.analysis.html.page import report_html
 from sharpscope.analysis.loading import Paths, load_several, nothing_found, quiet
 from sharpscope.analysis.report import Page, page_of
@@ -27,7 +26,7 @@ class AnalysisResult:
     Attributes:
         out: the folder.
         page: report.html.
-        figures: name → its files (PNG, SVG).
+        figures: name → its files (PNG, SVG); empty unless asked for.
         tables: name → its CSV file.
         content: what the page says.
     """
@@ -44,17 +43,19 @@ def analyze(
     out: str | Path | None = None,
     *,
     claims: bool = False,
+    figures: bool = False,
     on_progress: Callable[[str], None] | None = None,
 ) -> AnalysisResult:
-    """Analyze the runs below `paths` (one folder or several): write a page, its figures and its tables.
+    """Analyze the runs below `paths` (one folder or several): write a page and its tables.
 
     Runs of different tasks, task settings or initial policies are never compared. Files of an earlier analysis in the same folder
     are refreshed.
 
     Args:
         paths: run folders, or folders of runs.
-        out: folder of report.html, figures/ and tables/; None: `report` beside the runs.
-        claims: test the published claims too.
+        out: folder of report.html, tables/ and figures/; None: `report` beside the runs.
+        claims: test the published claims too, with their figures.
+        figures: write figures for papers.
         on_progress: called with what is being done.
 
     Raises:
@@ -70,11 +71,16 @@ def analyze(
         tell("comparing the runs" + (" and testing the claims" if claims else ""))
         source = " ".join(shlex.quote(str(path)) for path in given)
         content = page_of(runs, source, claims)
-        drawn = {s.name: s.content for s in content.sections if not isinstance(s.content, str | pd.DataFrame)}
-        figures = {}
-        for name, figure in drawn.items():
-            tell(f"{name}.png")
-            figures[name] = save(figure, output_folder(folder / "figures"), name)
+        pictures = {s.name: s.content for s in content.sections if not isinstance(s.content, str | pd.DataFrame)}
+        saved = {}
+        if pictures or figures:
+            from sharpscope.analysis.figures.plots import run_pictures
+            from sharpscope.analysis.figures.style import save
+
+            drawn = {picture.name: picture.figure for picture in run_pictures(runs)} if figures else {}
+            for name, figure in (pictures | drawn).items():
+                tell(f"{name}.png")
+                saved[name] = save(figure, output_folder(folder / "figures"), name)
         tables = {
             name: output_folder(folder / "tables") / f"{name}.csv"
             for name, table in content.tables.items()
@@ -83,10 +89,10 @@ def analyze(
         for name, file in tables.items():
             write_atomic(file, csv_text(content.tables[name]))
         tell("writing the page")
-        svg = {name: files[1].read_text(encoding="utf-8") for name, files in figures.items()}
+        svg = {name: saved[name][1].read_text(encoding="utf-8") for name in pictures}
         page = folder / "report.html"
         write_atomic(page, report_html(content, svg))
-    return AnalysisResult(folder, page, figures, tables, content)
+    return AnalysisResult(folder, page, saved, tables, content)
 
 
 def beside(runs: Runs) -> Path:

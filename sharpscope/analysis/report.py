@@ -12,50 +12,37 @@ import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.completions import Choice, choose, completions_dropped
+from sharpscope.analysis.curves import study_charts
 from sharpscope.analysis.forks import fork_differences, fork_sections
 from sharpscope.analysis.frames import (
+    STEPS,
+    Quantity,
     Z,
     accuracy_values,
-    eval_values,
     known,
     rotates,
     sharpness_rows,
     sharpness_values,
     step_values,
-    token_samples,
 )
 from sharpscope.analysis.headline import moved_sections, step_sections, trained_text
 from sharpscope.analysis.layers import spike_layer_sections
 from sharpscope.analysis.mismatch import sampler_section
 from sharpscope.analysis.pairs import compare_runs
-from sharpscope.analysis.sections import Section
+from sharpscope.analysis.sections import Code, Section
 from sharpscope.analysis.spikes import recorded_by
 from sharpscope.analysis.statistics import mean_interval, series_mean
 from sharpscope.analysis.study import Setting, Study, flat, last_step, studies
 from sharpscope.analysis.text import interval_text, method_label, model_label, number, percent, printable, sampling
 from sharpscope.analysis.token_values import entropy_section
-from sharpscope.analysis.tokens import INCLUSION
 from sharpscope.traces import MAX_SATURATION, Run, Runs
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SHOWN_SETTINGS = 4
 """Settings of a study that curves and tables show: those of the comparison, then those with the most seeds."""
 LARGEST_TOKENS = 5
-CURVES = {
-    "reward_mean": "reward",
-    "accuracy": "accuracy",
-    "accuracy_completed": "accuracy of the completed",
-    "grad_norm": "gradient norm",
-    "grad_clipped": "updates with clipped gradient [share]",
-    "update_norm": "norm of the update",
-    "gradient_rotation": "gradient turned by [°]",
-    "update_rotation": "update turned by [°]",
-    "weight_mean": "token weight",
-    "entropy_mean": "entropy [nats]",
-    "kl_step": "KL of a step [nats]",
-    "completion_length_mean": "length [tokens]",
-    "truncated_fraction": "cut at the limit [share]",
-}
+LARGEST_STEPS = 6
+"""Steps whose largest tokens are listed on the page, the highest spikes first."""
 HEADLINE = (
     "accuracy, greedy",
     "accuracy, T = 1",
@@ -64,17 +51,17 @@ HEADLINE = (
     "SAM sharpness of nll",
 )
 """What the headline compares, in this order: ends or beginnings of quantities of `compare_runs`, not of the split `train`."""
-PULL = ["logp", "weight", "loss_coef", "score_norm_local", INCLUSION]
 COVERED = "±: 95 % interval. One pair: over steps or prompts, which says nothing about other seeds; several: Student's t over pairs."
 
 
 @dataclass(frozen=True)
 class Page:
-    """What `analyze` writes: sections in order, tables of numbers by name, and the completions that are shown by run."""
+    """What `analyze` writes: sections in order, charts, tables of numbers by name, and the completions that are shown by run."""
 
     runs: Runs
     source: str
     sections: list[Section]
+    charts: list[dict[str, Any]]
     tables: dict[str, pd.DataFrame]
     choices: dict[str, Choice]
 
@@ -103,69 +90,46 @@ def runs_sections(runs: Runs) -> list[Section]:
 
 
 def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
-    """Everything on the page, computed and drawn.
+    """Everything on the page, computed.
 
     Args:
         runs: from `load_several`.
         source: where they were read from, as a shell takes it.
-        claims: test the published claims too.
+        claims: test the published claims too, with their figures.
     """
-    from sharpscope.analysis.figures.plots import differences, fork_effects, study_figures, weights
-    from sharpscope.analysis.figures.style import Picture, lines
-
     sections: list[Section] = []
+    charts: list[dict[str, Any]] = []
     tables: dict[str, pd.DataFrame] = {"runs": runs.table, "events": runs.events}
     for study, settings in laid_out(runs):
-        shown, slug = study.only([setting.label for setting in settings]), study.slug
-        steps, accuracy, sharp = (
-            step_values(shown, [*CURVES, "noise_rotation"]),
-            eval_values(shown),
-            sharpness_values(shown),
-        )
-        pictures = list(study_figures(steps, accuracy, sharp, lines(shown.labels)))
-        samples = {k: v for k, v in token_samples(shown, ["logp", "weight"]).items() if v["weight"].nunique() > 1}
-        if samples:
-            figure = weights(samples, list(token_samples(shown, PULL).values()), lines(shown.labels))
-            pictures.append(Picture("weights", "Token weights, and where the gradient is that they multiply.", figure))
-        compared = comparison(study)
-        main = compared.assign(contrast=compared["treatment"] + " − " + compared["baseline"])
-        main = main[main["quantity"].map(_rank) < len(HEADLINE)].dropna(subset=["low"])
-        main = main[main["treatment"].isin(shown.labels) | (len(study.settings) < 3)]
-        if len(main) > 1:
-            pictures.append(Picture("differences", f"Differences between settings. {COVERED}", differences(main)))
-        parts = {"differences": "Compare", "sharpness": "Sharpness"}
-        drawn = [
-            Section("", p.figure, p.caption, parts.get(p.name, "Curves"), slug + p.name) for p in pictures if p.figure
-        ]
         own = [*found_sections(study, settings), *comparison_sections(study, settings), *setting_sections(study)]
-        sections += titled(study, [*own, *accuracy_sections(settings), *sharpness_sections(settings), *drawn])
+        sections += titled(study, [*own, *accuracy_sections(settings), *sharpness_sections(settings)])
+        charts.append(study_charts(study, settings, runs))
+        shown = study.only([setting.label for setting in settings])
         each = [accuracy_values(run).assign(setting=label, seed=seed) for label, seed, run in study.each()]
         named = {
-            "comparison": compared,
-            "steps": steps,
-            "sharpness": sharp,
+            "comparison": comparison(study),
+            "steps": step_values(shown, list(STEPS)),
+            "sharpness": sharpness_values(shown),
             "accuracy": pd.concat(each, ignore_index=True),
         }
-        tables |= {f"{slug}{name}": table for name, table in named.items()}
+        tables |= {f"{study.slug}{name}": table for name, table in named.items()}
     if claims:
         from sharpscope.analysis.claims import claim_sections
 
         sections += claim_sections(runs)
     if any(run.rows("forks") for run in runs):
         tables["forks"] = fork_differences(runs.forks)
+        several = tables["forks"]["fork"].nunique() > 1
         for name, own_forks in tables["forks"].groupby("fork", sort=False):
-            several = tables["forks"]["fork"].nunique() > 1
-            drawn_forks = fork_effects(own_forks)
-            sections += fork_sections(
-                own_forks, drawn_forks, f"{name}: " if several else "", f"fork_{name}" if several else "forks"
-            )
+            sections += fork_sections(own_forks, title=f"{name}: " if several else "")
     choices = choose(runs.by_name)
     largest = [(choice.run, spike) for choice in choices.values() for spike in choice.spikes]
-    for run, spike in largest:
+    largest.sort(key=lambda one: -math.inf if math.isnan(one[1].z) else one[1].z, reverse=True)
+    for run, spike in largest[:LARGEST_STEPS]:
         sections += [replace(section, part="Tokens") for section in step_sections(run, spike, LARGEST_TOKENS)]
     sections += [Section("Runs", run_table(runs), part="Compare"), *problem_sections(runs)]
     again = Section("", command_table(runs, source), part="Make it again")
-    return Page(runs, source, [*sections, again], tables, choices)
+    return Page(runs, source, [*sections, again], charts, tables, choices)
 
 
 def titled(study: Study, sections: Sequence[Section]) -> list[Section]:
@@ -227,6 +191,14 @@ def _rank(quantity: str) -> int:
         not quantity.startswith("train") and (quantity.endswith(name) or quantity.startswith(name)) for name in HEADLINE
     )
     return next((n for n, one in enumerate(fits) if one), len(HEADLINE))
+
+
+def main_differences(study: Study, labels: Sequence[str]) -> pd.DataFrame:
+    """The rows of `comparison` for a figure: main quantities with an interval, of the settings `labels`."""
+    compared = comparison(study)
+    main = compared.assign(contrast=compared["treatment"] + " − " + compared["baseline"])
+    main = main[main["quantity"].map(_rank) < len(HEADLINE)].dropna(subset=["low"])
+    return main[main["treatment"].isin(labels) | (len(study.settings) < 3)]
 
 
 def difference_sections(study: Study, settings: Sequence[Setting]) -> list[Section]:
@@ -456,18 +428,19 @@ def curve_table(run: Run) -> pd.DataFrame:
     Rotations by rounding, and shares and weights that never vary, are left out.
     """
     steps = run.steps.sort_values("step")
-    names = {"loss": "loss"} if steps["reward_mean"].isna().all() else {}  # of a method with advantages it says little
+    # of a method with advantages the loss says little
+    names = {"loss": Quantity("loss")} if steps["reward_mean"].isna().all() else {}
     rows = []
-    for column, name in (names | CURVES).items():
-        values = known(steps[column]) if column in steps else np.zeros(0)
+    for column, quantity in (names | STEPS).items():
+        values = quantity.factor * known(steps[column]) if column in steps else np.zeros(0)
         if column.endswith("_rotation"):  # recorded at some steps only
             values = values[np.isfinite(values)] if rotates(run) else np.zeros(0)
         finite = values[np.isfinite(values)]
-        if len(finite) and not (np.ptp(finite) < 1e-6 and ("[share]" in name or column == "weight_mean")):
+        if len(finite) and not (np.ptp(finite) < 1e-6 and ("[%]" in quantity.name or column == "weight_mean")):
             third = max(1, len(values) // 3)
             first, last = values[:third].mean(), series_mean(values[-third:])
             end = interval_text(last[0], Z * last[1]) if math.isfinite(last[0]) else "not a number"
-            rows.append((name, number(first, "not a number"), sparkline(values), end))
+            rows.append((quantity.name, number(first, "not a number"), sparkline(values), end))
     return pd.DataFrame(rows, columns=["by step", "first", "", "last"])
 
 
@@ -600,9 +573,12 @@ def run_table(runs: Runs) -> pd.DataFrame:
 
 def command_table(runs: Runs, source: str) -> pd.DataFrame:
     """What each command makes, for everything on a page."""
-    rows = [("this page with its figures and tables", f"sharpscope analyze {source}")]
+    rows = [
+        ("this page and its tables", Code(f"sharpscope analyze {source}")),
+        ("figures for a paper", Code(f"sharpscope analyze {source} --figures")),
+    ]
     for run in list(runs)[:20]:
         if run.config_text is not None and run.path.exists():
             name, folder = shlex.quote(run.name), shlex.quote(str(run.path / "config.yaml"))
-            rows.append((f"the run {run.name}, again", f"sharpscope run {folder} --out runs/again-{name}"))
+            rows.append((f"the run {run.name}, again", Code(f"sharpscope run {folder} --out runs/again-{name}")))
     return pd.DataFrame(rows, columns=["makes", "command"])

@@ -43,6 +43,16 @@ class Section:
 
 
 @dataclass(frozen=True)
+class Code:
+    """A command, as a cell of a table: the page shows it in code font with a button that copies it."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
 class Marked:
     """A token in its sentence, as a cell of a table.
 
@@ -78,7 +88,7 @@ def cell_text(value: Any) -> str:
 
 def is_text(column: pd.Series) -> bool:
     """Whether a column is aligned to the left: words or sentences, and not numbers as text."""
-    return any(isinstance(cell, Marked) or (isinstance(cell, str) and cell[:1] not in NUMERIC) for cell in column)
+    return any(isinstance(cell, Marked | Code) or (isinstance(cell, str) and cell[:1] not in NUMERIC) for cell in column)
 
 
 def to_terminal(sections: Iterable[Section]) -> RenderableType:

@@ -97,9 +97,10 @@ def analyze(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs.")],
     out: Annotated[Path | None, typer.Option(help="Output folder. Default: `report` beside the runs.")] = None,
     claims: Annotated[bool, typer.Option("--claims", help="Test the published claims on these runs too.")] = False,
+    figures: Annotated[bool, typer.Option("--figures", help="Write figures for papers too (PNG and SVG).")] = False,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
-    """Write a self-contained page of runs with their differences and tokens, and its figures and tables as files.
+    """Write a self-contained page of runs: curves, tokens and differences, with its tables as CSV files.
 
     Examples:
       sharpscope analyze runs/
@@ -109,9 +110,10 @@ def analyze(
     from sharpscope import analysis
 
     with progress("reading traces") as update:
-        written = analysis.analyze(runs, out, claims=claims, on_progress=update)
+        written = analysis.analyze(runs, out, claims=claims, figures=figures, on_progress=update)
     size = written.page.stat().st_size / 2**20
-    counts = f"{len(written.figures)} figures and {len(written.tables)} tables"
+    drawn = f"{len(written.figures)} figures and " if written.figures else ""
+    counts = f"{drawn}{len(written.tables)} tables"
     typer.echo(f"{counts}. Written: {written.out}/ (open {written.page}, {size:.1f} MiB, works offline)")
     if open_:
         import webbrowser

@@ -61,6 +61,7 @@ def test_the_table_is_a_loop_over_the_tokens(imported):
             }[low]
             for key in (
                 ("all", "all"),
+                ("step", str(row["step"])),
                 ("position", "0 to 15" if position < 16 else "16 to 63"),
                 ("probability", name),
             ):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from textwrap import fill
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -31,31 +31,28 @@ from sharpscope.analysis.figures.style import (
     setting_text,
     styled,
 )
-from sharpscope.analysis.forks import COMPARISONS, NAMES, UNITS
-from sharpscope.analysis.frames import SHARPNESS, split_of
+from sharpscope.analysis.forks import COMPARISONS, NAMES, UNITS, fork_differences
+from sharpscope.analysis.frames import (
+    SHARPNESS,
+    STEPS,
+    Quantity,
+    eval_values,
+    sharpness_values,
+    split_of,
+    step_values,
+    token_samples,
+)
+from sharpscope.analysis.report import COVERED, laid_out, main_differences
 from sharpscope.analysis.statistics import FEWEST
-from sharpscope.analysis.tokens import complement, inverse_inclusion
+from sharpscope.analysis.study import Study
+from sharpscope.analysis.tokens import INCLUSION, complement, inverse_inclusion
+from sharpscope.traces import Runs
 
 POINTS = 60
 """Points of a curve over steps, at most; of longer runs each point is a mean over several steps."""
 INTERVALS = (
     f"Line: mean over seeds; band: 95 % t-interval from {FEWEST} seeds on, below that a thin line for each seed."
 )
-STEPS = {
-    "reward_mean": ("mean reward of a completion", 1, "linear"),
-    "accuracy": ("accuracy on the training prompts [%]", 100, "linear"),
-    "entropy_mean": ("entropy of a token [nats]", 1, "linear"),
-    "completion_length_mean": ("length of a completion [tokens]", 1, "linear"),
-    "truncated_fraction": ("completions cut at the limit [%]", 100, "linear"),
-    "kl_step": ("KL divergence over a step [nats]", 1, "log"),
-    "grad_norm": ("gradient norm before clipping", 1, "log"),
-    "update_norm": ("norm of the parameters' change", 1, "log"),
-    "grad_clipped": ("updates with a clipped gradient [%]", 100, "linear"),
-    "gradient_rotation": ("rotation of the gradient [°]", 1, "linear"),
-    "update_rotation": ("rotation of the optimizer's step [°]", 1, "linear"),
-    "noise_rotation": ("angle of a batch's noise [°]", 1, "linear"),
-}
-"""Column of `steps` → label of its axis, factor, scale."""
 FIGURES = {
     "reward": ("Reward and accuracy on the training prompts.", ("reward_mean", "accuracy")),
     "policy": (
@@ -73,6 +70,7 @@ FIGURES = {
     ),
 }
 """Name of a figure of curves → caption and quantities."""
+PULL = ["logp", "weight", "loss_coef", "score_norm_local", INCLUSION]
 REST = "1 − π of the token"
 SMALLEST = 1e-8  # where 1 − π is 0 in float32, it is drawn here
 
@@ -90,14 +88,14 @@ def curves(values: pd.DataFrame, styles: Lines, xlabel: str = "step") -> Figure:
     with styled():
         figure, axes = panels(len(quantities), height=1.9)
         for axis, quantity in zip(axes, quantities, strict=True):
-            label, factor, scale = STEPS.get(quantity, (plain(quantity, 100), 1, "linear"))
+            shown = STEPS.get(quantity, Quantity(plain(quantity, 100)))
             own = values[values["quantity"] == quantity]
-            own = own.assign(value=factor * own["value"]).dropna(subset=["value"])
+            own = own.assign(value=shown.factor * own["value"]).dropna(subset=["value"])
             for setting, rows in own.groupby("setting", sort=True):
                 _curve(axis, rows, styles[str(setting)], setting_text(setting))
-            if scale == "log" and (own["value"] > 0).all() and own["value"].max() > 5 * own["value"].min():
+            if shown.log and (own["value"] > 0).all() and own["value"].max() > 5 * own["value"].min():
                 axis.set_yscale("log")
-            axis.set(xlabel=xlabel, ylabel=label)
+            axis.set(xlabel=xlabel, ylabel=shown.name)
             axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
             if quantity.endswith("_rotation"):
                 axis.set_ylim(bottom=0)
@@ -359,27 +357,41 @@ def fork_effects(table: pd.DataFrame) -> Figure | None:
     return figure
 
 
-def study_figures(steps: pd.DataFrame, accuracy: pd.DataFrame, sharp: pd.DataFrame, styles: Lines) -> Iterator[Picture]:
-    """The figures of curves; an empty frame gives no figure.
+def run_pictures(runs: Runs) -> Iterator[Picture]:
+    """The figures of each study among `runs`, and those of their forks."""
+    for study, settings in laid_out(runs):
+        shown = study.only([setting.label for setting in settings])
+        for picture in study_pictures(shown):
+            yield replace(picture, name=study.slug + picture.name)
+        table = main_differences(study, shown.labels)
+        if len(table) > 1:
+            caption = f"Differences between settings. {COVERED}"
+            yield Picture(f"{study.slug}differences", caption, differences(table))
+    forked = fork_differences(runs.forks) if any(run.rows("forks") for run in runs) else pd.DataFrame({"fork": []})
+    for name, own in forked.groupby("fork", sort=False):
+        figure = fork_effects(own)
+        if figure is not None:
+            yield Picture(f"fork_{name}" if forked["fork"].nunique() > 1 else "forks", "Counterfactual updates.", figure)
 
-    Args:
-        steps: from `frames.step_values`.
-        accuracy: from `frames.eval_values`.
-        sharp: from `frames.sharpness_values`.
-        styles: of the settings.
-    """
+
+def study_pictures(study: Study) -> Iterator[Picture]:
+    """The figures of curves and of token weights of one study."""
+    styles = lines(study.labels)
+    steps, accuracy, sharp = step_values(study, list(STEPS)), eval_values(study), sharpness_values(study)
     for name, (caption, quantities) in FIGURES.items():
+        rank = {quantity: n for n, quantity in enumerate(quantities)}
         own = steps[steps["quantity"].isin(quantities)] if len(steps) else steps
         if len(own) and not (name == "rotation" and set(own["quantity"]) == {"noise_rotation"}):
-            yield Picture(name, f"{caption} {INTERVALS}", curves(_ordered(own, quantities), styles))
-        if name == "reward" and len(accuracy) and accuracy["step"].nunique() > 1:
-            text = f"Accuracy at each evaluation; bars of a run alone: 95 % interval over prompts. {INTERVALS}"
-            yield Picture("accuracy", text, curves(accuracy, styles))
-    if len(sharp) and sharp["step"].nunique() > 1:
-        caption = f"Sharpness on the training half of the probe set; bars of a run alone: 95 % interval over prompts. {INTERVALS}"
-        yield Picture("sharpness", caption, curves(sharp, styles))
-
-
-def _ordered(values: pd.DataFrame, quantities: Sequence[str]) -> pd.DataFrame:
-    rank: Any = {name: n for n, name in enumerate(quantities)}
-    return values.sort_values("quantity", key=lambda column: column.map(rank), kind="stable")
+            own = own.sort_values("quantity", key=lambda names, rank=rank: names.map(rank), kind="stable")
+            yield Picture(name, f"{caption} {INTERVALS}", curves(own, styles))
+    for name, own, what in (
+        ("accuracy", accuracy, "Accuracy at each evaluation"),
+        ("sharpness", sharp, "Sharpness on the training half of the probe set"),
+    ):
+        if len(own) and own["step"].nunique() > 1:
+            caption = f"{what}; bars of a run alone: 95 % interval over prompts. {INTERVALS}"
+            yield Picture(name, caption, curves(own, styles))
+    samples = {k: v for k, v in token_samples(study, ["logp", "weight"]).items() if v["weight"].nunique() > 1}
+    if samples:
+        figure = weights(samples, list(token_samples(study, PULL).values()), styles)
+        yield Picture("weights", "Token weights, and where the gradient is that they multiply.", figure)

@@ -1,4 +1,4 @@
-"""One style for every figure: seaborn's colorblind palette, a paper's column width, legends outside the data."""
+"""One style for every figure: a color-blind-safe palette, a paper's column width, legends outside the data."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from textwrap import fill
 from typing import Any
 
 import matplotlib as mpl
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
+from sharpscope.analysis.curves import COLORS, in_order
 from sharpscope.analysis.text import printable
 
-COLORS: tuple[str, ...] = tuple(sns.color_palette("colorblind").as_hex())
 BLUE, VERMILLION, BLACK, GRAY = COLORS[0], COLORS[3], "#000000", "#777777"
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p")
@@ -81,7 +80,7 @@ Lines = Mapping[str, Line]
 
 def lines(labels: Iterable[str]) -> dict[str, Line]:
     """One line per label, the same in every figure of a study: grpo first, then by name; colors repeat with another dash."""
-    ordered = sorted(set(labels), key=lambda label: (label != "grpo", label))
+    ordered = in_order(labels)
     return {
         label: Line(COLORS[n % len(COLORS)], DASHES[n // len(COLORS) % len(DASHES)], MARKERS[n % len(MARKERS)])
         for n, label in enumerate(ordered)

@@ -19,11 +19,11 @@ from sharpscope import __version__
 from sharpscope.analysis.completions import RULE
 from sharpscope.analysis.html.tokens import token_view
 from sharpscope.analysis.report import Page, not_kept
-from sharpscope.analysis.sections import Marked, Section, cell_text, is_text
+from sharpscope.analysis.sections import Code, Marked, Section, cell_text, is_text
 from sharpscope.analysis.text import shown
 
-PARTS = ("Found", "Curves", "Tokens", "Compare", "Sharpness", "Claims")
-"""The first parts of the page; others follow in the order of their first section."""
+PARTS = ("Found", "Curves", "Tokens", "Compare", "Sharpness", "Counterfactual updates", "Events and cost", "Claims", "Make it again")
+"""The parts of the page in order."""
 
 
 def report_html(page: Page, pictures: Mapping[str, str]) -> str:
@@ -34,11 +34,15 @@ def report_html(page: Page, pictures: Mapping[str, str]) -> str:
         pictures: name of a figure → its SVG text.
     """
     view = token_view(page.runs.by_name, page.choices)
-    scripts, data = [_asset("page.js")], Markup("")
+    scripts, data = [_asset("page.js")], {}
+    charts = [group for group in page.charts if group["charts"]]
     if view["completions"]:
-        data = Markup(script_json(view))
+        data["tokens"] = Markup(script_json(view))
         scripts = [*map(_asset, ("colors.js", "tokens.js", "view.js")), *scripts]
-    css = _asset("report.css")
+    if charts:
+        data["curves"] = Markup(script_json(charts))
+        scripts += map(_asset, ("uplot/uPlot.iife.min.js", "curves.js"))
+    css = _asset("report.css") + (_asset("uplot/uPlot.min.css") if charts else "")
     names, numbers = list(page.runs.by_name), {name: n for n, name in enumerate(page.choices)}
     there = {(view["runs"][c["r"]], c["s"], c["n"]) for c in view["completions"] if "t" in c}
 
@@ -48,8 +52,7 @@ def report_html(page: Page, pictures: Mapping[str, str]) -> str:
             return ""
         return f"#token-{numbers[cell.place[0]]}-{cell.place[1]}-{cell.place[2]}-{cell.place[3]}"
 
-    names_of_parts = dict.fromkeys([*PARTS, *(section.part for section in page.sections)])
-    parts = {name: [section for section in page.sections if section.part == name] for name in names_of_parts}
+    parts = {name: [section for section in page.sections if section.part == name] for name in PARTS}
     return (
         _environment()
         .get_template("report.html.j2")
@@ -60,16 +63,18 @@ def report_html(page: Page, pictures: Mapping[str, str]) -> str:
             css=Markup(css),
             scripts=list(map(Markup, scripts)),
             data=data,
-            parts={name: own for name, own in parts.items() if own or name == "Tokens"},
+            parts={name: own for name, own in parts.items() if own or name == "Tokens" or (name == "Curves" and charts)},
             kind=_kind,
             picture=lambda section: _picture(pictures[section.name]),
             link=link,
+            is_code=lambda cell: isinstance(cell, Code),
             is_marked=lambda cell: isinstance(cell, Marked),
             text_columns=lambda frame: [is_text(frame.iloc[:, n]) for n in range(frame.shape[1])],
             cell_text=cell_text,
             one_line=lambda text: " ".join(text.replace("\n", " ⏎ ").split(" ")),
             title=f"{len(names)} run{'s' if len(names) != 1 else ''}: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}",
             token_count=len(view["completions"]),
+            run_count=len(view["runs"]),
             token_rule=RULE,
             token_notes=view["notes"],
             not_kept=not_kept(list(page.runs)),

@@ -14,32 +14,44 @@ from sharpscope.analysis.completions import Choice, choose, completions_dropped
 from sharpscope.analysis.spikes import NOT_RECORDED
 from sharpscope.analysis.text import shown
 from sharpscope.analysis.token_text import Pieces, piece_maker
+from sharpscope.analysis.token_values import needed_columns, with_values
 from sharpscope.traces import Run
 
-BUDGET = 4_500_000
+BUDGET = 4_000_000
 """Bytes of token data in a report, divided evenly among its runs."""
-RUN_BUDGET = 700_000
+RUN_BUDGET = 1_800_000
 """Most bytes of one run, however few there are."""
 MOST_TOKENS = 4_000
 """Tokens of a completion that are shown with numbers; what follows is shown as text."""
-MOST_TEXT = 200_000
+MOST_TEXT = 100_000
 """Characters of a completion or prompt beyond which it is cut in the file."""
-DIGITS = 4
+MOST_PIECE = 20_000
+"""Characters of a token beyond which it is cut."""
+DIGITS = 3
+ROUNDING = 1e-5
+"""A mismatch or a distance to the reference of which no token has more is rounding, and is left out [nats]."""
 
 COLUMNS = {
-    "attribution": "attribution",
+    "share": "attribution",
+    "coef": "loss_coef",
+    "mismatch": "mismatch",
+    "kl": "kl",
+    "logp": "logp",
+    "entropy": "entropy",
+    "weight": "weight",
     "score": "score_norm_local",
     "exact": "score_norm",
-    "weight": "weight",
-    "logp": "logp",
     "influence": "heldout_influence",
-    "entropy": "entropy",
-    "coef": "loss_coef",
     "update": "update_attribution",
     "ratio": "ratio",
     "clipped": "clipped",
+    "polarity": "polarity",
+    "adv": "advantage",
 }
-"""Name in the page → column of the tokens table."""
+"""Name in the page → column of the tokens table, or value of `token_values`."""
+ROUNDED = ("mismatch", "kl")
+CONSTANT = {"weight": 1.0, "ratio": 1.0, "clipped": 0.0}
+"""Values of columns that are left out where every token has them."""
 
 
 @dataclass
@@ -107,8 +119,8 @@ def _completions(
     steps: dict[int, pd.DataFrame] = {}
     for (step, rollout), why in choice.wanted.items():
         if step not in steps:
-            wanted = ["rollout", "position", "token_id", "update", *COLUMNS.values()]
-            frame = choice.run.tokens(steps=[step], columns=wanted)
+            wanted = ["rollout", "position", "token_id", "update", *needed_columns(COLUMNS.values())]
+            frame = with_values(choice.run.tokens(steps=[step], columns=wanted))
             updates = frame.dropna(subset=["attribution"])["update"].nunique()  # a share is of the step's updates
             steps[step] = frame.assign(attribution=frame["attribution"] / max(1, updates))
         row = rollouts.loc[(step, rollout)]
@@ -151,12 +163,8 @@ def _body(row: Any, tokens: pd.DataFrame, maker: Pieces | None, pieces: Pool) ->
     ids = [int(token) for token in tokens["token_id"]]
     texts = [f"⟨{token}⟩" for token in ids] if maker is None else maker(ids)
     kept = tokens.head(MOST_TOKENS)
-    columns = {
-        name: [_short(value) for value in kept[column]]
-        for name, column in COLUMNS.items()
-        if kept[column].notna().any()
-    }
-    body: dict[str, Any] = {"t": [pieces(shown(text)) for text in texts[:MOST_TOKENS]], "c": columns}
+    columns = {name: [_short(value) for value in kept[column]] for name, column in COLUMNS.items() if _tells(name, kept)}
+    body: dict[str, Any] = {"t": [pieces(shown(_cut(text, MOST_PIECE))) for text in texts[:MOST_TOKENS]], "c": columns}
     positions = [int(position) for position in kept["position"]]
     if positions != list(range(len(positions))):
         body["at"] = positions
@@ -166,12 +174,18 @@ def _body(row: Any, tokens: pd.DataFrame, maker: Pieces | None, pieces: Pool) ->
     return body
 
 
-def _cut(text: str) -> str:
-    return (
-        text
-        if len(text) <= MOST_TEXT
-        else f"{text[:MOST_TEXT]} … ({len(text) - MOST_TEXT:,} characters more in the traces)"
-    )
+def _tells(name: str, tokens: pd.DataFrame) -> bool:
+    """Whether a column of the page says something of these tokens: recorded, no rounding, and not as good as not there."""
+    values = pd.to_numeric(tokens[COLUMNS[name]], errors="coerce").dropna() if COLUMNS[name] in tokens else ()
+    if not len(values) or (name in ROUNDED and not (values.abs() > ROUNDING).any()):
+        return False
+    if name == "adv":  # one number of the completion, if it is not each token's own
+        return values.nunique() > 1
+    return name not in CONSTANT or bool(((values - CONSTANT[name]).abs() > ROUNDING).any())
+
+
+def _cut(text: str, most: int = MOST_TEXT) -> str:
+    return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} characters more in the traces)"
 
 
 def _short(value: Any) -> float | int | str | None:

@@ -11,7 +11,7 @@ from matplotlib.ticker import LogLocator
 
 from sharpscope.analysis.figures import plots, rotation_figure
 from sharpscope.analysis.figures.style import COLORS, finish, lines, panels, plain, save, setting_text, styled
-from sharpscope.analysis.frames import eval_values, sharpness_values, step_values
+from sharpscope.analysis.frames import step_values
 from sharpscope.analysis.tokens import sample_tokens
 from tests.analysis.drawn import bands, line
 
@@ -55,9 +55,8 @@ def test_what_never_varies_has_one_point_or_is_rounding_is_left_out(study):
 
 
 def test_every_figure_of_a_study_is_drawn(study):
-    frames = step_values(study, list(plots.STEPS)), eval_values(study), sharpness_values(study)
-    pictures = {picture.name: picture for picture in plots.study_figures(*frames, lines(study.labels))}
-    assert {"reward", "accuracy", "policy", "gradient_norm", "sharpness"} <= set(pictures)
+    pictures = {picture.name: picture for picture in plots.study_pictures(study)}
+    assert {"reward", "accuracy", "policy", "gradient_norm", "sharpness", "weights"} <= set(pictures)
     for picture in pictures.values():
         labels = [axis.get_ylabel() for axis in picture.figure.axes]
         assert all(labels) and "_" not in "".join(labels) and "L2" not in "".join(labels)  # units in words

@@ -12,7 +12,6 @@ import pytest
 from sharpscope.analysis import analyze
 from sharpscope.analysis.output import AnalysisResult
 from tests.analysis.html.runs import write_report_run
-from tests.conftest import empty_pictures
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,7 @@ def made(tmp_path_factory) -> Made:
     folder = tmp_path_factory.mktemp("report")
     for method in ("grpo", "grpo-sg"):
         write_report_run(folder / "runs" / f"{method}-s0", method, spike=method == "grpo")
-    with empty_pictures():
-        return Made(analyze(folder / "runs", folder / "out"), folder / "runs")
+    return Made(analyze(folder / "runs", folder / "out"), folder / "runs")
 
 
 @pytest.fixture(scope="session")

@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
+from sharpscope.analysis.text import shown
 from sharpscope.traces import TraceWriter, create_run_dir, create_run_info, update_run_info
 from tests.traces.rows import INFO, rows
 
 SPIKE, STEPS = 12, 14
 """The spike's step, after enough others for it to stand out, and the last step."""
-LONG = "a" * 100_000
+LONG = "a" * 1_000_000
 HOSTILE = {
     "script": "<script>window.hacked = 1</script>",
     "handler": "<img src=x onerror='window.hacked = 1'>",
@@ -25,6 +26,11 @@ HOSTILE = {
 WORDS = ["yes", " no", "\n", " perhaps", " knight", " knave", *HOSTILE.values(), LONG]
 PROMPTS = ["who is a knight?", "who is <b>a</b> knave? \u202e"]
 N, TOKENS = 4, 8  # completions of a step (two a prompt), tokens of a completion
+
+
+def in_file(word: str) -> str:
+    """A word as the page holds it: marks by name, and cut."""
+    return shown(word if word != LONG else f"{LONG[:20_000]} … (980,000 characters more in the traces)")
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -135,6 +141,7 @@ def _completions(writer: TraceWriter, step: int, tokens: bool, seed: int) -> Non
             "sharp_alignment": None,
             "attribution": (share / share.sum()).astype(np.float32) if probed else None,
             "update_attribution": None,
+            "ref_logp": None,
             "heldout_influence": rng.normal(size=count).astype(np.float32) if probed else None,
         },
     )

@@ -13,9 +13,8 @@ from sharpscope.analysis import analyze
 from sharpscope.analysis.headline import moved_tokens
 from sharpscope.analysis.html.tokens import token_view
 from sharpscope.analysis.reduction import reduce_run
-from sharpscope.analysis.text import shown
 from sharpscope.traces import TraceWriter, load_run, load_runs
-from tests.analysis.html.runs import LONG, SPIKE, WORDS, write_report_run
+from tests.analysis.html.runs import LONG, SPIKE, WORDS, in_file, write_report_run
 from tests.traces.rows import rows
 
 
@@ -76,7 +75,7 @@ def test_nothing_is_loaded_and_no_text_became_markup(made):
 
 def test_hostile_texts_are_there_as_text(made):
     data = made.data("tokens")
-    assert set(map(shown, WORDS)) == set(data["pieces"])
+    assert set(map(in_file, WORDS)) == set(data["pieces"])
     page = re.sub(r"<script.*?</script>", "", made.html, flags=re.DOTALL)
     assert "&lt;img src=x onerror=&#39;window.hacked = 1&#39;&gt;" in page and "<img src=x" not in page
     assert "<script>window" not in made.html and "</script><script>window" not in made.html
@@ -102,19 +101,21 @@ def test_prompts_of_a_spike_come_from_the_other_run_too(made):
     assert first == second
 
 
-def test_the_page_shows_the_files_beside_it_and_its_parts_in_the_order_of_the_links(made):
-    images = dict(
-        re.findall(
-            r'<figure id="figure-(\w+)">\n<img class="still" src="data:image/svg\+xml;base64,([^"]+)"', made.html
-        )
-    )
-    assert set(images) == set(made.files.figures)
-    for name, (_, svg) in made.files.figures.items():
-        assert base64.b64decode(images[name]) == svg.read_bytes()
+def test_the_parts_stand_in_the_order_of_the_links(made):
     links = re.findall(r'<li><a href="#(part-\d+)">(.*?)</a></li>', made.html)
     parts = re.findall(r'<section id="(part-\d+)".*?<h2[^>]*>(.*?)</h2>', made.html, re.DOTALL)
-    assert links == parts and [name for _, name in parts][:4] == ["Found", "Curves", "Tokens", "Compare"]
-    assert "process 1,024 MiB" in made.html and f"sharpscope analyze {made.runs}" in made.html
+    wanted = ["Found", "Curves", "Tokens", "Compare", "Sharpness", "Events and cost", "Make it again"]
+    assert links == parts and [name for _, name in parts] == wanted
+    assert "process 1,024 MiB" in made.html and f"<code>sharpscope analyze {made.runs}</code>" in made.html
+
+
+def test_one_run_stays_below_3_MB_and_many_below_6(tmp_path):
+    """Every piece of the file has a bound; here 12 runs with a token of 1 MB each, and one run with long completions."""
+    write_report_run(tmp_path / "one/a", steps=14)
+    assert analyze(tmp_path / "one", tmp_path / "a").page.stat().st_size < 3e6
+    for seed in range(12):
+        write_report_run(tmp_path / f"many/{seed}", seed=seed, steps=3, spike=False)
+    assert analyze(tmp_path / "many", tmp_path / "b").page.stat().st_size < 6e6
 
 
 def test_runs_without_tokens_or_tokenizer_make_an_honest_page(tmp_path, quick):

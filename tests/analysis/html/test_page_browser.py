@@ -4,37 +4,55 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from sharpscope.analysis.text import shown
-from tests.analysis.html.runs import HOSTILE, LONG, SPIKE, STEPS
+from sharpscope.traces import load_run
+from tests.analysis.html.runs import HOSTILE, SPIKE, STEPS
 
 OPEN_ALL = "document.querySelectorAll('details').forEach((each) => { each.open = true; })"
 
 
 def _titles(page):
-    return page.locator("#completions .completion h3").all_text_contents()
+    return page.locator("#completions .completion h4").all_text_contents()
 
 
-def test_hostile_texts_stay_text(page):
+def _as_list(page):
+    page.locator("#layout").select_option("list")
+
+
+def test_hostile_texts_stay_text_in_every_view(page, made):
+    """A token of 1 MB, scripts, control characters and marks that reorder: in cards, groups, the popup, sides and charts."""
+    seen = set()
+    for layout in ("group", "list", "sides"):
+        page.locator("#layout").select_option(layout)
+        for _ in range(6 if layout == "group" else 1):
+            seen |= set(page.locator("#completions .token").all_text_contents())
+            for token in page.locator("#completions .token").all()[:9]:
+                token.hover()
+            if layout == "group":
+                page.locator("[data-key=n]").click()
+        if layout == "list":
+            page.locator("#more").click()
+            seen |= set(page.locator("#completions .token").all_text_contents())
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1280
     page.evaluate(OPEN_ALL)
-    page.locator("#more").click()
     assert page.evaluate("window.hacked") is None
-    assert page.locator("#completions script, #completions img, #completions b").count() == 0
-    tokens = set(page.locator("#completions .token").all_text_contents())
+    assert page.locator("#tokens script, #tokens img, #tokens b, #curves script, #curves img").count() == 0
     for text in HOSTILE.values():
-        assert shown(text) in tokens
-    assert not any(mark in "".join(tokens) for mark in "\u202e\u2067\u2028\x00")
-    # 100 kB are cut behind a button, which shows them, and never widen the page
-    assert not any(len(text) > 300 for text in tokens)
+        assert shown(text) in seen
+    assert not any(mark in page.content() for mark in "\u202e\u2067\u2028\x00")
+    # 1 MB is cut in the file, and behind a button, which shows what the file has
+    assert not any(len(text) > 300 for text in seen)
+    _as_list(page)
     page.locator("#completions button.all").first.click()
-    assert max(map(len, page.locator("#completions .completion").first.locator(".token").all_text_contents())) >= len(
-        LONG
-    )
-    assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+    longest = max(map(len, page.locator("#completions .token").all_text_contents()))
+    assert 20_000 < longest < 21_000
 
 
 def test_each_control_works(page, made):
+    _as_list(page)
     data = made.data("tokens")
     total = len(data["completions"])
     assert page.locator("#count").text_content() == f"{total} of {total} completions, the first 12 shown"
@@ -53,50 +71,126 @@ def test_each_control_works(page, made):
     rewards = [c["reward"] for c in data["completions"]]
     assert f"reward {max(rewards)} ·" in page.locator("#completions .completion .small").first.text_content()
     page.locator("#sort").select_option("largest")
-    top = max(data["completions"], key=lambda c: max(map(abs, c["c"]["attribution"])))
+    page.locator("#color").select_option("share")
+    held = [c for c in data["completions"] if "share" in c["c"]]
+    top = max(held, key=lambda c: max(map(abs, c["c"]["share"])))
     assert _titles(page)[0] == f"{data['runs'][top['r']]} · step {top['s']} · completion {top['n']}"
 
 
 def test_colors_follow_the_numbers(page, made):
     """The darkest token is the largest of its kind; a signed choice colors by sign; the legend names the choice."""
-    columns = made.data("tokens")["completions"][0]["c"]
+    completion = made.data("tokens")["completions"][0]
+    columns = completion["c"]
     tokens = page.locator("#completions .completion").first.locator(".token")
-    for name in ("attribution", "score", "weight", "probability", "influence", "entropy"):
+    pi = [math.exp(v) for v in columns["logp"]]
+    expected = {
+        "direction": [-c * (1 - p) for c, p in zip(columns["coef"], pi, strict=True)],
+        "share": columns["share"],
+        "advantage": [completion["adv"]] * len(pi),
+        "coef": columns["coef"],
+        "mismatch": columns["mismatch"],
+        "change": [c * p for c, p in zip(columns["coef"], columns["polarity"], strict=True)],
+        "probability": [1 - p for p in pi],
+        "entropy": columns["entropy"],
+        "weight": columns["weight"],
+        "score": columns["score"],
+        "influence": columns["influence"],
+    }
+    for name, values in expected.items():
         page.locator("#color").select_option(name)
         classes = [
             each.removeprefix("token").strip() for each in tokens.evaluate_all("all => all.map((e) => e.className)")
         ]
-        values = [1 - math.exp(v) for v in columns["logp"]] if name == "probability" else columns[name]
         shades = [int(each[-1]) if each else 0 for each in classes]
         order = sorted(range(len(values)), key=lambda i: abs(values[i]))
-        assert [shades[i] for i in order] == sorted(shades) and max(shades) > min(shades), name
-        signed = name in ("attribution", "influence")
+        assert [shades[i] for i in order] == sorted(shades), name
+        assert max(shades) > min(shades) or name == "advantage", name
+        signed = name not in ("probability", "entropy", "weight", "score")
         for value, each in zip(values, classes, strict=True):
             assert each[:-1] in ("", ("down" if value < 0 else "up") if signed else "size"), name
-        assert page.locator("#legend").text_content().startswith("score norm" if name == "score" else name)
+        label = page.locator("#color option:checked").text_content()
+        assert page.locator("#legend").text_content().startswith(label)
+
+
+def test_what_was_not_recorded_is_not_offered(page, made):
+    held = {name for c in made.data("tokens")["completions"] for name in c["c"]}
+    offered = set(page.locator("#color option").evaluate_all("all => all.map((e) => e.value)"))
+    assert "kl" not in held and "kl" not in offered and {"direction", "influence"} <= offered
+
+
+def test_blanks_around_a_token_are_not_colored(page):
+    texts = page.locator("#completions .token").all_text_contents()
+    assert "no" in texts and not any(text != text.strip(" ") for text in texts if text.strip())
+    assert " no" in page.locator("#completions .tokens").first.text_content()
+
+
+def test_a_prompts_completions_stand_together_and_keys_move_among_them(page, made):
+    data = made.data("tokens")
+    focused = "Number(document.activeElement.closest('.completion').dataset.number)"
+
+    def group(c):
+        return (c["r"], c["s"], c["g"])
+
+    first = data["completions"][0]
+    wanted = [i for i, c in enumerate(data["completions"]) if group(c) == group(first)]
+    cards = page.locator("#completions .completion")
+    numbers = "all => all.map((e) => Number(e.dataset.number))"
+    assert sorted(cards.evaluate_all(numbers)) == sorted(wanted) and len(wanted) == 2
+    count = len(set(map(group, data["completions"])))
+    assert page.locator("#count").text_content() == f"Prompt 1 of {count}"
+    cards.first.focus()
+    page.keyboard.press("j")
+    assert page.evaluate(focused) == cards.evaluate_all(numbers)[1]
+    page.keyboard.press("k")
+    assert page.evaluate(focused) == cards.evaluate_all(numbers)[0]
+    for key, best in (("b", max), ("w", min)):
+        page.keyboard.press(key)
+        assert page.evaluate(focused) == best(wanted, key=lambda i: data["completions"][i]["reward"])
+    page.keyboard.press("n")
+    assert page.locator("#count").text_content() == f"Prompt 2 of {count}"
+    assert group(data["completions"][page.evaluate(focused)]) != group(first)
+    page.keyboard.press("N")
+    page.keyboard.press("N")
+    assert page.locator("#count").text_content() == f"Prompt {count} of {count}"
+    page.locator("#search").focus()
+    page.keyboard.type("nNjkbw")  # letters in a field are text
+    assert page.locator("#search").input_value() == "nNjkbw"
+
+
+def test_the_cards_edge_is_the_reward(page, made):
+    data = made.data("tokens")
+    _as_list(page)
+    rewards = [c["reward"] for c in data["completions"]]
+    edges = {}
+    for card in page.locator("#completions .completion").all():
+        reward = data["completions"][int(card.get_attribute("data-number"))]["reward"]
+        edges.setdefault(reward, card.evaluate("(e) => e.style.borderLeftColor"))
+    assert "--up)) 100%" in edges[max(rewards)] and "--down)) 100%" in edges[min(rewards)]
+    assert len(set(edges.values())) == len(set(rewards))
 
 
 def test_keyboard_and_pointer_show_a_tokens_numbers(page, made):
     data = made.data("tokens")
     completion = data["completions"][0]
     tokens = page.locator("#completions .completion").first.locator(".token")
-    page.locator("#search").focus()
-    for _ in range(3):  # the prompt's summary, the list of tokens
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")  # the second of the links for the keyboard leads to the tokens
+    page.keyboard.press("Enter")
+    for _ in range(15):
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.className").startswith("token"):
             break
     focused = "Number(document.activeElement.dataset.index)"
-    assert page.evaluate(focused) == 0 and page.locator("#tip").is_visible()
+    assert page.evaluate(focused) == 0 and page.locator("#tip dl").is_visible()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowLeft")
     assert page.evaluate(focused) == 1
-    shares = completion["c"]["attribution"]
-    said = dict(
-        zip(page.locator("#tip dt").all_text_contents(), page.locator("#tip dd").all_text_contents(), strict=True)
-    )
-    assert float(said["attribution"].replace("−", "-")) == pytest.approx(shares[1], rel=1e-2)
+    said = _said(page)
+    assert float(said["share of the gradient"].replace("−", "-")) == pytest.approx(completion["c"]["share"][1], rel=1e-2)
     assert said["position"] == "1" and said["advantage"] == str(completion["adv"]).replace("-", "−")
+    assert said["direction"] == f"made {'less likely ↓' if completion['c']['coef'][1] > 0 else 'more likely ↑'}"
+    assert page.locator("#tip .meaning").count() >= len(said) - 1  # every number is defined
     assert page.evaluate("document.activeElement.getAttribute('aria-describedby')") == "tip"
     page.keyboard.press("End")
     assert page.evaluate(focused) == len(completion["t"]) - 1
@@ -105,9 +199,26 @@ def test_keyboard_and_pointer_show_a_tokens_numbers(page, made):
     assert page.evaluate(focused) > 0
     assert page.locator("#completions .completion").first.locator('.token[tabindex="0"]').count() == 1
     page.keyboard.press("Escape")
-    assert not page.locator("#tip").is_visible()
+    assert not page.locator("#tip dl").is_visible()
     tokens.nth(3).hover()
-    assert page.locator("#tip").is_visible() and page.locator("#tip dd").nth(1).text_content() == "3"
+    assert _said(page)["position"] == "3"
+
+
+def _said(page):
+    names, values = page.locator("#tip dt").all_text_contents(), page.locator("#tip dd:not(.meaning)").all_text_contents()
+    return dict(zip(names, values, strict=True))
+
+
+COVERED = """() => [...document.querySelectorAll('#tokens button, #tokens select, #tokens input')].filter((each) => {
+  const box = each.getBoundingClientRect(), tip = document.getElementById('tip').getBoundingClientRect();
+  return !each.closest('#tip') && box.width && box.right > tip.left && box.left < tip.right && box.bottom > tip.top && box.top < tip.bottom;
+}).length"""
+
+
+def test_the_popup_covers_no_control(page):
+    for token in page.locator("#completions .token").all()[:12]:
+        token.hover()
+        assert page.locator("#tip dl").is_visible() and page.evaluate(COVERED) == 0
 
 
 def test_a_token_of_the_spike_leads_to_its_completion_and_a_link_can_be_shared(page, made):
@@ -117,7 +228,7 @@ def test_a_token_of_the_spike_leads_to_its_completion_and_a_link_can_be_shared(p
     page.wait_for_selector(".token:focus")
     assert page.evaluate("document.activeElement.dataset.index") == place
     assert f"step {step} · completion {number}" in page.evaluate(
-        "document.activeElement.closest('.completion').querySelector('h3').textContent"
+        "document.activeElement.closest('.completion').querySelector('h4').textContent"
     )
     assert page.evaluate("location.hash") == f"#token-{run}-{SPIKE}-{number}-{place}"
     assert page.evaluate(
@@ -133,7 +244,7 @@ def test_two_runs_answer_one_prompt_side_by_side(page, made):
     columns = page.locator("#completions .side")
     assert columns.count() == 2 and not page.locator("#search").is_visible()
     for column, run in zip((columns.nth(0), columns.nth(1)), data["runs"], strict=True):
-        own = column.locator(".completion h3").all_text_contents()
+        own = column.locator(".completion h4").all_text_contents()
         assert own and all(title.startswith(run) for title in own)
         prompts = column.locator(".prompt pre").evaluate_all("all => all.map((e) => e.textContent)")
         assert set(prompts) == {data["prompts"][int(page.locator("#prompt").input_value())]}
@@ -141,23 +252,95 @@ def test_two_runs_answer_one_prompt_side_by_side(page, made):
     assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
 
 
+def _charts(page):
+    page.wait_for_selector("html[data-curves=drawn]")
+    return page.locator("#curves .chart")
+
+
+def test_curves_are_the_tables_and_a_click_on_a_step_opens_its_tokens(page, made):
+    (group,) = made.data("curves")
+    charts = {chart["title"]: chart for chart in group["charts"]}
+    drawn = _charts(page)
+    assert drawn.count() == len(charts)
+    steps = load_run(made.runs / "grpo-s0").steps.sort_values("step")
+    norm = charts["gradient norm before clipping"]
+    at = [setting["label"] for setting in group["settings"]].index("grpo")
+    assert norm["x"] == steps["step"].tolist() and norm["log"]
+    np.testing.assert_allclose(norm["series"][at]["y"], steps["grad_norm"], rtol=1e-4)
+    plot = page.locator('.u-over[data-chart="gradient norm before clipping"]')
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    x = box["width"] * (SPIKE - 1) / (STEPS - 1)
+    plot.hover(position={"x": x, "y": 40})
+    said = page.locator(".chart", has=plot).locator(".readout").text_content()
+    assert said.startswith(f"step {SPIKE}: ") and "grpo 20" in said and "gradient spike" in said
+    plot.click(position={"x": x, "y": 40})
+    assert page.evaluate("location.hash") == f"#step-{SPIKE}"
+    assert page.locator("#step").input_value() == str(SPIKE)
+    assert all(f"step {SPIKE} ·" in title for title in _titles(page)) and _titles(page)
+    assert page.evaluate("document.activeElement.className") == "completion"
+
+
+def test_curves_zoom_smooth_and_hide_and_obey_the_keyboard(page, made):
+    _charts(page)
+    span = "Curves.plots.map(({ u }) => [u.scales.x.min, u.scales.x.max])"
+    values = "Curves.plots[0].u.data[1].map((v) => v)"
+    raw = page.evaluate(values)
+    page.evaluate("(s) => { s.value = 5; s.dispatchEvent(new Event('input')); }", page.locator("#smoothing").element_handle())
+    smooth = [float(np.mean(raw[max(0, i - 2) : i + 3])) for i in range(len(raw))]
+    assert page.evaluate(values) == pytest.approx(smooth)
+    plot = page.locator(".u-over").first
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 30)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 30, steps=4)
+    page.mouse.up()
+    zoomed = page.evaluate(span)
+    assert all(low == pytest.approx(1 + 0.3 * (STEPS - 1), abs=0.2) for low, _ in zoomed) and len(zoomed) > 5
+    assert page.evaluate("location.hash") == ""  # a drag is no click
+    page.locator("#unzoom").click()
+    assert page.evaluate(span) == [[1, STEPS]] * len(zoomed)
+    page.locator(".setting").first.click()
+    assert page.evaluate("Curves.plots.every(({ u }) => !u.series[1].show && u.series[2].show)")
+    page.locator(".plot").first.focus()
+    for _ in range(SPIKE):
+        page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    assert page.evaluate("location.hash") == f"#step-{SPIKE}"
+
+
+def test_a_command_is_copied(page):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.locator("button.copy").first.click()
+    page.wait_for_function("document.querySelector('button.copy').textContent === 'Copied'")
+    assert page.evaluate("navigator.clipboard.readText()") == page.locator("td code").first.text_content()
+
+
 def test_on_paper_everything_is_open_and_controls_are_gone(page):
     page.emulate_media(media="print")
-    assert page.locator("#figure-reward img").is_visible()
+    assert page.locator("#curves canvas").first.is_visible()
     assert not page.locator("#controls").is_visible() and not page.locator("nav").is_visible()
 
 
 def _violations(page, options):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python brings axe-core")
     result = axe.Axe().run(page, options=options).response["violations"]
-    return [(v["id"], v["nodes"][0]["html"]) for v in result if v["impact"] in ("serious", "critical")]
+    return [(v["id"], v["nodes"][0]["html"][:200]) for v in result]
 
 
-def test_axe_finds_no_serious_violation_in_light_and_dark(page):
-    page.evaluate("document.querySelectorAll('.completion details').forEach((each) => { each.open = true; })")
-    assert _violations(page, {"resultTypes": ["violations"]}) == []
-    for name in ("attribution", "entropy"):
-        page.emulate_media(color_scheme="dark")
+@pytest.mark.parametrize("size", [(1300, 1000), (390, 844)])
+def test_axe_finds_no_violation_in_light_and_dark_on_both_screens(page, size):
+    page.set_viewport_size({"width": size[0], "height": size[1]})
+    _charts(page)
+    for layout in ("group", "list", "sides"):
+        page.locator("#layout").select_option(layout)
+        page.locator("#completions .token").first.focus()
+        page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+        assert _violations(page, {"resultTypes": ["violations"]}) == [], layout
+        assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+    page.emulate_media(color_scheme="dark")
+    for name in ("direction", "entropy"):
         page.locator("#color").select_option(name)
         assert _violations(page, {"runOnly": ["color-contrast"]}) == []
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"

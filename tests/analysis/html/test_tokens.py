@@ -12,7 +12,7 @@ from sharpscope.analysis.html.tokens import DIGITS, token_view
 from sharpscope.analysis.text import shown
 from sharpscope.analysis.token_text import pieces
 from sharpscope.traces import load_run, load_runs
-from tests.analysis.html.runs import HOSTILE, LONG, SPIKE, WORDS, ids_of
+from tests.analysis.html.runs import HOSTILE, LONG, SPIKE, WORDS, ids_of, in_file
 
 
 @pytest.mark.parametrize("text", [*HOSTILE.values(), "</SCRIPT ", "<!--<script>", "\u2028"])
@@ -43,17 +43,19 @@ def test_tokens_carry_the_traces_numbers(made):
     held = [c for c in data["completions"] if c["r"] == number and c["s"] == SPIKE]
     assert len(held) == 4 and {c["why"] for c in held} == {"spike"}
     for completion in held:
-        assert [data["pieces"][i] for i in completion["t"]] == [shown(WORDS[i]) for i in ids_of(SPIKE, completion["n"])]
+        assert [data["pieces"][i] for i in completion["t"]] == [in_file(WORDS[i]) for i in ids_of(SPIKE, completion["n"])]
         rows_ = run.tokens(steps=SPIKE).query(f"rollout == {completion['n']}").sort_values("position")
         for name, column in (
-            ("attribution", "attribution"),
+            ("share", "attribution"),
+            ("mismatch", None),
             ("score", "score_norm_local"),
             ("weight", "weight"),
             ("logp", "logp"),
             ("influence", "heldout_influence"),
             ("entropy", "entropy"),
         ):
-            np.testing.assert_allclose(completion["c"][name], rows_[column], rtol=10.0 ** (1 - DIGITS))
+            wanted = rows_["logp"] - rows_["behavior_logp"] if column is None else rows_[column]
+            np.testing.assert_allclose(completion["c"][name], wanted, rtol=10.0 ** (1 - DIGITS))
         assert "exact" not in completion["c"]
 
 
@@ -62,6 +64,6 @@ def test_the_budget_cuts_and_says_so(made):
     whole, small = token_view(runs), token_view(runs, budget=8_000)
     assert 2 <= len(small["completions"]) < len(whole["completions"])
     assert any("chosen completions fit into the file" in note for note in small["notes"])
-    assert len(json.dumps({k: small[k] for k in ("completions", "pieces", "prompts")})) < 2 * len(LONG) + 8_000
+    assert len(json.dumps({k: small[k] for k in ("completions", "pieces", "prompts")})) < 60_000
     used = {i for c in small["completions"] for i in c["t"]}
     assert used == set(range(len(small["pieces"])))

@@ -3,26 +3,58 @@
 const Colors = (() => {
   const SHADES = 8;
 
+  const probability = (v) => (v === null ? null : Math.exp(number(v)));
+  const product = (a, b, f) => a && b && a.map((v, i) => (v === null || b[i] === null ? null : f(number(v), number(b[i]))));
+
   const CHOICES = {
-    attribution: {
-      label: "attribution", signed: true, of: (c) => c.c.attribution,
+    direction: {
+      label: "direction", signed: true, ends: ["made less likely, underlined", "made more likely"],
+      of: (c) => product(c.c.coef, c.c.logp, (coef, logp) => coef * Math.expm1(logp)),
+      says: "what the update does to the token: −c·(1 − π), the pull on its own logit",
+    },
+    share: {
+      label: "share of the gradient", signed: true, of: (c) => c.c.share,
       says: "signed share of the squared gradient norm of the step's update; the shares of all tokens of a step sum to 1",
     },
+    advantage: {
+      label: "advantage", signed: true, of: (c) => c.c.adv || (c.adv === null || !c.t ? undefined : c.t.map(() => c.adv)),
+      says: "advantage of the token or of its completion",
+    },
+    coef: {
+      label: "loss coefficient", signed: true, of: (c) => c.c.coef,
+      says: "c = dL/d ln π with advantage, weight, clipping and normalizer; negative makes the token more likely",
+    },
+    mismatch: {
+      label: "mismatch", signed: true, of: (c) => c.c.mismatch,
+      says: "ln π − ln μ: the trainer's log-probability minus the sampler's [nats]",
+    },
+    change: {
+      label: "entropy change", signed: true, of: (c) => product(c.c.coef, c.c.polarity, (coef, polarity) => coef * polarity),
+      says: "c·polarity: first-order change of this token's entropy per unit of learning rate on its logits [nats]",
+    },
+    ratio: {
+      label: "ratio", signed: true, of: (c) => c.c.ratio && c.c.ratio.map((v) => (v === null ? null : Math.log(number(v)))),
+      says: "ln (π / π_old) in the token's first update; 0 where nothing has changed",
+    },
+    kl: { label: "KL to the reference", signed: false, of: (c) => c.c.kl, says: "k3 estimate of KL(π ‖ reference) at the token [nats]" },
+    probability: {
+      label: "probability", signed: false, unlikely: true, of: (c) => c.c.logp && c.c.logp.map(probability),
+      says: "probability π of the token at the start of the step; darker is less likely",
+    },
+    entropy: { label: "entropy", signed: false, of: (c) => c.c.entropy, says: "entropy of the next-token distribution [nats]" },
+    polarity: {
+      label: "polarity", signed: true, of: (c) => c.c.polarity,
+      says: "p(ln p + H) − Σ p²(ln p + H): raising the token's logit lowers the entropy where it is positive",
+    },
+    weight: { label: "weight", signed: false, floor: true, of: (c) => c.c.weight, says: "the method's token weight" },
     score: {
       label: "score norm", signed: false, of: (c) => c.c.score || c.c.exact,
       says: "norm of the gradient of ln π over all parameters; local tier where it was recorded, else the exact one",
-    },
-    weight: { label: "weight", signed: false, floor: true, of: (c) => c.c.weight, says: "the method's token weight" },
-    probability: {
-      label: "probability", signed: false, unlikely: true,
-      of: (c) => c.c.logp && c.c.logp.map((v) => (v === null ? null : Math.exp(number(v)))),
-      says: "probability π of the token at the start of the step; darker is less likely",
     },
     influence: {
       label: "influence", signed: true, of: (c) => c.c.influence,
       says: "first-order fall of the held-out loss per unit of learning rate; positive lowers it",
     },
-    entropy: { label: "entropy", signed: false, of: (c) => c.c.entropy, says: "entropy of the next-token distribution [nats]" },
   };
 
   function number(value) {
@@ -70,7 +102,7 @@ const Colors = (() => {
     if (value === null || value === undefined) return "not recorded";
     if (typeof value === "string") return value;
     const size = Math.abs(value);
-    if (value !== 0 && (size < 1e-3 || size >= 1e5)) return value.toExponential(2).replace("-", "−");
+    if (value !== 0 && (size < 1e-3 || size >= 1e5)) return value.toExponential(2).replaceAll("-", "−");
     return String(Number(value.toPrecision(4))).replace("-", "−");
   }
 
@@ -81,21 +113,16 @@ const Colors = (() => {
     const says = document.createElement("p");
     says.textContent = `${choice.label}: ${choice.says}.`;
     place.append(says);
-    if (!some) {
-      const none = document.createElement("p");
-      none.textContent = `${choice.label} was not recorded for any completion in this file; tokens are uncolored.`;
-      place.append(none);
-      return;
-    }
+    if (!some) return;
     const row = document.createElement("p");
     row.className = "swatches";
     const steps = [];
     if (choice.signed) for (let i = SHADES; i >= 1; i -= 1) steps.push(`down${i}`);
     steps.push("");
     for (let i = 1; i <= SHADES; i += 1) steps.push((choice.signed ? "up" : "size") + i);
-    const ends = choice.unlikely ? ["π = 1", "π = 0"]
+    const ends = choice.ends || (choice.unlikely ? ["π = 1", "π = 0"]
       : choice.signed ? [`−${format(high)} and below, underlined`, `+${format(high)} and above`]
-      : [format(low), `${format(high)} and above`];
+      : [format(low), `${format(high)} and above`]);
     row.append(`${ends[0]} `);
     for (const step of steps) {
       const swatch = document.createElement("span");

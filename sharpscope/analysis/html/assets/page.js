@@ -1,6 +1,19 @@
 "use strict";
-/* On paper everything that opens is open. */
+/* Buttons that copy a command; on paper everything that opens is open. */
 (() => {
+  for (const button of document.querySelectorAll("button.copy")) {
+    button.addEventListener("click", async () => {
+      const code = button.previousElementSibling;
+      try {
+        await navigator.clipboard.writeText(code.textContent);
+        button.textContent = "Copied";
+      } catch { // where a page may not write to the clipboard, the command is selected
+        window.getSelection().selectAllChildren(code);
+        button.textContent = "Selected";
+      }
+      setTimeout(() => { button.textContent = "Copy"; }, 2000);
+    });
+  }
   let closed = [];
   window.addEventListener("beforeprint", () => {
     closed = [...document.querySelectorAll("main > section > details:not([open])")];

@@ -3,13 +3,25 @@
 const Tokens = (() => {
   const SHOWN_TOKENS = 400;
   const SHOWN_TEXT = 4000;
+  const SHOWN_PROMPT = 600;
   const SHOWN_PIECE = 200;
   const data = JSON.parse(document.getElementById("data-tokens").textContent);
   const tip = document.getElementById("tip");
+  const hint = [...tip.childNodes];
   const NAMES = [
-    ["logp", "ln π"], ["attribution", "attribution"], ["update", "update attribution"], ["score", "score norm (local)"],
-    ["exact", "score norm (exact)"], ["weight", "weight"], ["coef", "loss coefficient"], ["influence", "influence"],
-    ["entropy", "entropy [nats]"], ["ratio", "ratio"], ["clipped", "clipped"],
+    ["share", "share of the gradient", "signed part of ‖∇L‖² of the step's update; all tokens of the step sum to 1"],
+    ["coef", "loss coefficient c", "dL/d ln π; negative makes the token more likely, positive less"],
+    ["mismatch", "mismatch [nats]", "ln π − ln μ, trainer minus sampler"],
+    ["ratio", "ratio π/π_old", "importance ratio in its first update; 1 where not given"],
+    ["clipped", "clipped", "−1 at the lower bound, 1 at the upper one"],
+    ["kl", "KL to the reference [nats]", "k3 estimate at this token"],
+    ["entropy", "entropy [nats]", "of the distribution that the token was drawn from"],
+    ["polarity", "polarity [nats]", "how raising the token's logit changes that entropy; positive lowers it"],
+    ["weight", "token weight", "the method's factor; 1 where not given"],
+    ["score", "score norm", "‖∇ ln π‖ over all parameters, without terms through other positions"],
+    ["exact", "score norm, exact", "‖∇ ln π‖ over all parameters"],
+    ["update", "share of the update", "signed part of the optimizer's squared step"],
+    ["influence", "held-out influence [nats]", "first-order fall of the held-out loss per unit of learning rate"],
   ];
 
   function make(tag, className, text) {
@@ -37,14 +49,15 @@ const Tokens = (() => {
   }
 
   function title(completion) {
-    return `${data.runs[completion.r]} · step ${completion.s} · completion ${completion.n}`;
+    const run = data.runs.length > 1 ? `${data.runs[completion.r]} · ` : "";
+    return `${run}step ${completion.s} · completion ${completion.n}`;
   }
 
   function facts(completion) {
     /* What is null was not recorded. */
     const parts = [];
     if (completion.reward !== null) parts.push(`reward ${Colors.format(completion.reward)}`);
-    if (completion.ok !== null) parts.push(completion.ok ? "correct" : "wrong");
+    if (completion.ok !== null) parts.push(completion.ok ? "✓ right" : "✗ wrong");
     if (completion.adv !== null) parts.push(`advantage ${Colors.format(completion.adv)}`);
     if (completion.len !== null) parts.push(`${completion.len.toLocaleString("en")} tokens`);
     if (completion.cut) parts.push("cut at the length limit");
@@ -90,28 +103,44 @@ const Tokens = (() => {
       }
       const text = piece(completion, i);
       const short = text.length > SHOWN_PIECE ? `${text.slice(0, SHOWN_PIECE)} …` : text;
-      const token = make("span", `token ${Colors.className(values[i], scale)}`, visible(short));
+      const [, before, text_, after] = short.trim() ? /^( *)([^]*?)( *)$/.exec(short) : ["", "", short, ""];
+      fragment.append(before); // blanks around a token are not colored
+      const token = make("span", `token ${Colors.className(values[i], scale)}`, visible(text_));
       token.setAttribute("role", "option");
       token.setAttribute("aria-selected", "false");
       const name = spoken(text);
       if (name) token.setAttribute("aria-label", name);
       token.tabIndex = i === 0 ? 0 : -1;
       token.dataset.index = String(i);
-      fragment.append(token);
+      fragment.append(token, after);
     }
     list.append(fragment);
   }
 
-  /* A card of one completion; `number` is its place in data.completions. */
-  function card(number, scale) {
+  const rewards = data.completions.map((c) => c.reward).filter((r) => typeof r === "number");
+  const [worst, best] = [Math.min(...rewards), Math.max(...rewards)];
+
+  /* The prompt of a completion, to be opened. */
+  function prompt(completion, open) {
+    const details = make("details", "prompt");
+    details.open = open;
+    details.append(make("summary", "", "Prompt"), longText("pre", "text", data.prompts[completion.p], open ? SHOWN_PROMPT : SHOWN_TEXT));
+    return details;
+  }
+
+  /* A card of one completion, its edge colored by the reward; `number` is its place in data.completions. */
+  function card(number, scale, alone = true) {
     const completion = data.completions[number];
     const box = make("article", "completion");
+    box.tabIndex = -1;
     box.dataset.number = String(number);
-    const head = make("header");
-    head.append(make("h3", "", title(completion)), make("p", "small", `${facts(completion)} · here for: ${completion.why}`));
-    const prompt = make("details", "prompt");
-    prompt.append(make("summary", "", "Prompt"), longText("pre", "text", data.prompts[completion.p], SHOWN_TEXT));
-    box.append(head, prompt);
+    if (typeof completion.reward === "number" && best > worst) {
+      const part = (200 * (completion.reward - worst)) / (best - worst) - 100; // −100 % lowest, 100 % highest
+      const end = part < 0 ? "--down" : "--up";
+      box.style.setProperty("border-left-color", `color-mix(in srgb, rgb(var(${end})) ${Math.abs(Math.round(part))}%, var(--line))`);
+    }
+    box.append(make("h4", "", title(completion)), make("p", "small", facts(completion) + (alone ? ` · here for: ${completion.why}` : "")));
+    if (alone) box.append(prompt(completion, false));
     if (!completion.t) {
       box.append(longText("pre", "text", completion.text, SHOWN_TEXT));
       return box;
@@ -172,32 +201,36 @@ const Tokens = (() => {
   function show(token) {
     const completion = data.completions[Number(token.closest(".completion").dataset.number)];
     const index = Number(token.dataset.index);
-    const rows = [["token", JSON.stringify(piece(completion, index)).slice(1, -1)], ["position", position(completion, index)]];
-    if (completion.c.logp) rows.push(["probability π", Colors.format(Math.exp(Colors.number(completion.c.logp[index])))]);
-    for (const [key, label] of NAMES) {
+    const rows = [["token", JSON.stringify(piece(completion, index)).slice(1, -1), ""], ["position", position(completion, index), title(completion)]];
+    const { logp, coef, adv } = completion.c;
+    if (logp) rows.push(["probability π", Colors.format(Math.exp(Colors.number(logp[index]))), "at the start of the step, at the sampling temperature"]);
+    if (coef) rows.push(["direction", ["made more likely ↑", "none", "made less likely ↓"][Math.sign(Colors.number(coef[index] ?? 0)) + 1], "of the token's own loss"]);
+    const advantage = adv ? adv[index] : completion.adv;
+    if (advantage !== null) rows.push(["advantage", Colors.format(advantage), "of the token or of its completion"]);
+    for (const [key, label, meaning] of NAMES) {
       const values = completion.c[key];
-      if (values && values[index] !== null) rows.push([label, Colors.format(values[index])]);
+      if (values && values[index] !== null) rows.push([label, Colors.format(values[index]), meaning]);
     }
-    if (completion.adv !== null) rows.push(["advantage", Colors.format(completion.adv)]);
     const table = make("dl");
-    for (const [label, value] of rows) {
+    for (const [label, value, meaning] of rows) {
       const text = String(value);
-      table.append(make("dt", "", label), make("dd", "", text.length > 200 ? `${text.slice(0, 200)} …` : text));
+      const entry = make("div");
+      entry.append(make("dt", "", label), make("dd", "", text.length > 200 ? `${text.slice(0, 200)} …` : text));
+      if (meaning) entry.append(make("dd", "meaning", meaning));
+      table.append(entry);
     }
-    tip.replaceChildren(table);
-    tip.hidden = false;
-    const at = token.getClientRects()[0] || token.getBoundingClientRect();
-    const width = tip.offsetWidth;
-    const left = Math.max(8, Math.min(at.left, document.documentElement.clientWidth - width - 8));
-    const below = at.bottom + 6 + tip.offsetHeight < window.innerHeight;
-    tip.style.setProperty("left", `${left + window.scrollX}px`);
-    tip.style.setProperty("top", `${(below ? at.bottom + 6 : Math.max(8, at.top - tip.offsetHeight - 6)) + window.scrollY}px`);
+    const close = make("button", "close", "Close");
+    close.type = "button";
+    close.addEventListener("click", hide);
+    tip.replaceChildren(close, table);
+    tip.classList.add("open");
     for (const other of document.querySelectorAll('[aria-describedby="tip"]')) other.removeAttribute("aria-describedby");
     token.setAttribute("aria-describedby", "tip");
   }
 
   function hide() {
-    tip.hidden = true;
+    tip.classList.remove("open");
+    tip.replaceChildren(...hint);
   }
 
   /* The token nearest above or below, by where it stands on the screen. */
@@ -238,22 +271,13 @@ const Tokens = (() => {
   function listen(place) {
     place.addEventListener("keydown", onKey);
     place.addEventListener("focusin", (event) => event.target.classList.contains("token") && show(event.target));
-    place.addEventListener("focusout", hide);
-    place.addEventListener("mouseover", (event) => {
-      const token = event.target.closest(".token");
-      if (token) show(token);
-      else if (!place.contains(document.activeElement)) hide();
-    });
-    place.addEventListener("mouseleave", (event) => {
-      if (!tip.contains(event.relatedTarget)) hide();
-    });
+    place.addEventListener("mouseover", (event) => event.target.classList.contains("token") && show(event.target));
     place.addEventListener("click", (event) => {
       const token = event.target.closest(".token");
       if (token) move(token.closest(".tokens"), token);
     });
-    tip.addEventListener("mouseleave", hide);
     document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
   }
 
-  return { data, make, card, focus, indexOf, listen, longText, piece, position, title, visible, wholeText };
+  return { data, make, card, facts, prompt, focus, indexOf, listen, longText, piece, position, title, visible, wholeText };
 })();

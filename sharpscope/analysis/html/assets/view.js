@@ -1,8 +1,8 @@
 "use strict";
-/* The token view: controls, the list of completions, two runs side by side, and links to a token. */
+/* The token view: controls, the completions of a prompt together, one list, two runs side by side, keys, and links. */
 (() => {
   const PAGE = 12;
-  const SIDE = 8;
+  const SIDE = 16;
   const { data, make } = Tokens;
   const by = (id) => document.getElementById(id);
   const list = by("completions");
@@ -13,6 +13,7 @@
   const scales = {};
   let shown = PAGE;
   let pinned = -1;
+  let at = 0; // which of the groups
 
   function option(select, value, text) {
     const element = make("option", "", text);
@@ -66,6 +67,38 @@
     by("more").hidden = numbers.length <= shown;
   }
 
+  const groupOf = (c) => `${c.r} ${c.s} ${c.g ?? "p"} ${c.g === null ? c.p : ""}`;
+
+  /* The groups that the controls leave, each the numbers of its completions: a group is shown whole. */
+  function groups() {
+    const keys = [...new Set(chosen().map((i) => groupOf(data.completions[i])))];
+    return keys.map((key) => data.completions.map((_, i) => i).filter((i) => groupOf(data.completions[i]) === key)
+      .sort((a, b) => data.completions[a].n - data.completions[b].n));
+  }
+
+  function drawGroup() {
+    const all = groups();
+    at = Math.max(0, Math.min(at, all.length - 1));
+    by("more").hidden = true;
+    list.className = "group";
+    if (!all.length) {
+      list.replaceChildren();
+      by("count").textContent = "0 prompts";
+      return;
+    }
+    const members = all[at].map((i) => data.completions[i]);
+    const rewards = members.map((c) => c.reward).filter((r) => typeof r === "number");
+    const known = members.filter((c) => c.ok !== null);
+    const head = make("div", "head");
+    const parts = [`${data.runs[members[0].r]} · step ${members[0].s} · ${members.length} completions of one prompt`];
+    if (known.length) parts.push(`${known.filter((c) => c.ok).length} of ${known.length} right`);
+    if (rewards.length) parts.push(`mean reward ${Colors.format(rewards.reduce((a, b) => a + b, 0) / rewards.length)}`);
+    parts.push(`here for: ${members[0].why}`);
+    head.append(make("p", "facts", parts.join(" · ")), Tokens.prompt(members[0], true));
+    list.replaceChildren(head, ...all[at].map((i) => Tokens.card(i, scale(), false)));
+    by("count").textContent = `Prompt ${at + 1} of ${all.length}`;
+  }
+
   function drawSides() {
     const prompt = Number(control.prompt.value);
     list.className = "sides";
@@ -84,12 +117,12 @@
   }
 
   function draw() {
-    const sides = control.layout.value === "sides";
-    for (const element of document.querySelectorAll(".only-list")) element.hidden = sides;
-    for (const element of document.querySelectorAll(".only-sides")) element.hidden = !sides;
+    const layout = control.layout.value;
+    for (const element of document.querySelectorAll(".only-list, .only-group, .only-sides")) {
+      element.hidden = !element.classList.contains(`only-${layout}`);
+    }
     Colors.legend(by("legend"), control.color.value, scale());
-    if (sides) drawSides();
-    else drawList();
+    ({ group: drawGroup, list: drawList, sides: drawSides })[layout]();
   }
 
   /* Prompts that completions of at least two runs answer, and the runs that do. */
@@ -117,14 +150,16 @@
   }
 
   function prepare() {
-    for (const [name, choice] of Object.entries(Colors.CHOICES)) option(control.color, name, choice.label);
-    const first = Object.keys(Colors.CHOICES).find((name) => Colors.scale(name, data.completions).some);
-    control.color.value = first || "attribution";
+    for (const [name, choice] of Object.entries(Colors.CHOICES)) {
+      if (Colors.scale(name, data.completions).some) option(control.color, name, choice.label);
+    }
+    if (!control.color.options.length) option(control.color, "probability", "no numbers recorded");
     option(control.run, "", "all");
     data.runs.forEach((name, i) => option(control.run, String(i), name));
     option(control.step, "", "all");
     for (const step of [...new Set(data.completions.map((c) => c.s))].sort((a, b) => a - b)) option(control.step, String(step), String(step));
     for (const [name, [label]] of Object.entries(ORDERS)) option(control.sort, name, label);
+    option(control.layout, "group", "a prompt's completions");
     option(control.layout, "list", "one list");
     const prompts = shared();
     if (prompts.length) option(control.layout, "sides", "two runs, same prompt");
@@ -135,22 +170,79 @@
     fillRuns();
   }
 
-  /* Show the completion at run, step, number, and focus the token at a position in it. */
-  function open(run, step, number, place) {
-    const at = data.completions.findIndex((c) => c.r === run && c.s === step && c.n === number);
-    if (at < 0) return;
-    control.layout.value = "list";
+  function clear() {
     control.run.value = control.step.value = control.search.value = "";
-    pinned = at;
+    by("said").textContent = "";
+  }
+
+  /* Show the completion at run, step, number among those of its prompt, and focus the token at a position in it. */
+  function open(run, step, number, place) {
+    const found = data.completions.findIndex((c) => c.r === run && c.s === step && c.n === number);
+    if (found < 0) return;
+    control.layout.value = "group";
+    clear();
+    pinned = -1;
+    at = groups().findIndex((members) => members.includes(found));
     draw();
-    const box = list.querySelector(`[data-number="${at}"]`);
+    const box = list.querySelector(`[data-number="${found}"]`);
     box.scrollIntoView({ block: "center" });
-    Tokens.focus(box, Tokens.indexOf(data.completions[at], place));
+    Tokens.focus(box, Tokens.indexOf(data.completions[found], place));
+  }
+
+  /* Show the completions of a step, or of the nearest one that the file has. */
+  function openStep(step) {
+    const steps = [...new Set(data.completions.map((c) => c.s))];
+    const nearest = steps.reduce((a, b) => (Math.abs(b - step) < Math.abs(a - step) ? b : a));
+    if (control.layout.value === "sides") control.layout.value = "group";
+    clear();
+    control.step.value = String(nearest);
+    pinned = -1;
+    [at, shown] = [0, PAGE];
+    draw();
+    if (nearest !== step) {
+      by("said").textContent = `Step ${step} has no tokens in this page; shown is step ${nearest}. In a terminal: sharpscope tokens RUN --step ${step}`;
+    }
+    by("tokens").scrollIntoView();
+    list.querySelector(".completion")?.focus({ preventScroll: true });
   }
 
   function follow() {
     const match = /^#token-(\d+)-(\d+)-(\d+)-(\d+)$/.exec(window.location.hash);
     if (match) open(...match.slice(1).map(Number));
+    const step = /^#step-(\d+)$/.exec(window.location.hash);
+    if (step) openStep(Number(step[1]));
+  }
+
+  function turn(by_) {
+    const all = groups().length;
+    at = (at + by_ + all) % all;
+    draw();
+    list.querySelector(".completion")?.focus();
+  }
+
+  /* The completion `by_` further than the one with the focus, or the best (1) or the worst (-1) one. */
+  function step(by_) {
+    const cards = [...list.querySelectorAll(".completion")];
+    const now = cards.indexOf(document.activeElement.closest?.(".completion"));
+    cards[Math.max(0, Math.min(cards.length - 1, now + by_))]?.focus();
+  }
+
+  function extreme(sign) {
+    const cards = [...list.querySelectorAll(".completion")];
+    const reward = (card) => sign * (data.completions[Number(card.dataset.number)].reward ?? -Infinity * sign);
+    cards.sort((a, b) => reward(b) - reward(a))[0]?.focus();
+  }
+
+  const KEYS = {
+    n: () => turn(1), N: () => turn(-1), j: () => step(1), k: () => step(-1), b: () => extreme(1), w: () => extreme(-1),
+  };
+
+  function onKey(event) {
+    const inside = by("tokens").contains(event.target);
+    if (!inside || event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select")) return;
+    if (!KEYS[event.key] || ("nN".includes(event.key) && control.layout.value !== "group")) return;
+    event.preventDefault();
+    KEYS[event.key]();
   }
 
   prepare();
@@ -158,8 +250,7 @@
   Tokens.listen(list);
   for (const name of ["color", "run", "step", "sort", "layout", "first", "second"]) {
     control[name].addEventListener("change", () => {
-      if (name !== "color") pinned = -1;
-      shown = PAGE;
+      if (name !== "color") [pinned, at, shown] = [-1, 0, PAGE];
       draw();
     });
   }
@@ -168,11 +259,12 @@
     draw();
   });
   control.search.addEventListener("input", () => {
-    pinned = -1;
-    shown = PAGE;
+    [pinned, at, shown] = [-1, 0, PAGE];
     draw();
   });
   by("controls").addEventListener("submit", (event) => event.preventDefault());
+  for (const button of document.querySelectorAll("[data-key]")) button.addEventListener("click", () => KEYS[button.dataset.key]());
+  document.addEventListener("keydown", onKey);
   by("more").addEventListener("click", () => {
     const first = list.children.length;
     shown += PAGE;
@@ -180,7 +272,7 @@
     list.children[first]?.querySelector("summary")?.focus();
   });
   window.addEventListener("hashchange", follow);
-  /* A second click on the same link changes no hash. */
+  window.addEventListener("openstep", follow); // a second click on the same step changes no hash
   document.addEventListener("click", (event) => {
     if (event.target.closest("a.spot")) setTimeout(follow);
   });

@@ -1,0 +1,154 @@
+"""Curves of the page: the data of its charts, as JSON values that `html/assets/curves.js` draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy.special import stdtrit
+
+from sharpscope.analysis.frames import STEPS, Quantity, eval_values, sharpness_values, step_values
+from sharpscope.analysis.spikes import find_spikes
+from sharpscope.analysis.statistics import FEWEST
+from sharpscope.analysis.study import Setting, Study
+from sharpscope.analysis.text import method_label, shown
+from sharpscope.traces import Runs
+
+COLORS = (
+    "#0173b2",
+    "#de8f05",
+    "#029e73",
+    "#d55e00",
+    "#cc78bc",
+    "#ca9161",
+    "#fbafe4",
+    "#949494",
+    "#ece133",
+    "#56b4e9",
+)
+"""Palette `colorblind` of seaborn, of every chart and figure."""
+POINTS = 1500
+"""Points of a curve, at most; of longer runs each point is a mean over several steps."""
+MARKED = 60
+"""Steps with events that a chart marks, at most."""
+
+
+def in_order(labels: Iterable[str]) -> list[str]:
+    """Labels in the order of their colors: grpo first, then by name."""
+    return sorted(set(labels), key=lambda label: (label != "grpo", label))
+
+
+def study_charts(study: Study, settings: Sequence[Setting], runs: Runs) -> dict[str, Any]:
+    """The charts of a study: `name`, `settings`, `charts`, `events`, and `still`, quantities that never vary.
+
+    A chart has `title`, `log`, the steps `x`, and for each setting `y` (the mean over its seeds), `low` and `high` (95 %
+    interval: Student's t over seeds, from FEWEST on; over prompts of a run alone, where a table has it), `seeds` (of fewer seeds,
+    each), and `hollow` (indices of saturated estimates).
+
+    Args:
+        study: whose runs are drawn.
+        settings: of it, those that are shown.
+        runs: names of the runs.
+    """
+    labels = [setting.label for setting in settings]
+    part = study.only(labels)
+    evaluated, sharp = eval_values(part), sharpness_values(part)
+    steps = step_values(part, list(STEPS))
+    frames = [own for name in STEPS if len(own := steps[steps["quantity"] == name])]
+    frames += [own for frame in (evaluated, sharp) if len(frame) for _, own in frame.groupby("quantity", sort=False)]
+    frames = [own for own in frames if own["step"].nunique() > 1]
+    columns = {name for _, _, run in part.each() for name in STEPS if name in run.steps and run.steps[name].notna().any()}
+    still = [STEPS[name].name for name in STEPS if name in columns - set(steps["quantity"])]
+    order = in_order(labels)
+    names = {id(run): name for name, run in runs.by_name.items()}
+    return {
+        "name": shown(study.name) if study.slug else "",
+        "settings": [
+            {
+                "label": shown(method_label(label)),
+                "color": COLORS[order.index(label) % len(COLORS)],
+                "runs": [shown(names[id(run)]) for _, _, run in part.only([label]).each()],
+            }
+            for label in labels
+        ],
+        "charts": [_chart(own, labels) for own in sorted(frames, key=_rank)],
+        "events": _events(part),
+        "still": still,
+    }
+
+
+def _rank(frame: pd.DataFrame) -> int:
+    """Place of a chart: reward, accuracies, then the other quantities by step, sharpness last."""
+    name = str(frame["quantity"].iloc[0])
+    if name in STEPS:
+        return 0 if name == "reward_mean" else 2 if name == "accuracy" else 3
+    return 1 if "accuracy" in name else 4
+
+
+def _chart(frame: pd.DataFrame, labels: Sequence[str]) -> dict[str, Any]:
+    """One chart of the rows (setting, seed, step, value, …) of one quantity."""
+    name = str(frame["quantity"].iloc[0])
+    quantity = STEPS.get(name, Quantity(name))
+    frame = frame.assign(value=quantity.factor * frame["value"])
+    steps = np.sort(frame["step"].unique())
+    at = np.arange(len(steps)) // -(-len(steps) // POINTS)
+    x, block = pd.Series(steps).groupby(at).mean(), dict(zip(steps, at, strict=True))
+    series = []
+    for label in labels:
+        own = frame[frame["setting"] == label].assign(at=lambda rows: rows["step"].map(block))
+        table = own.pivot_table(index="at", columns="seed", values="value").reindex(range(len(x)))
+        series.append(_series(own, table))
+    positive = frame["value"].dropna()
+    log = quantity.log and bool((positive > 0).all() and positive.max() > 5 * positive.min())
+    return {"title": shown(quantity.name), "log": log, "x": [_short(step) for step in x], "series": series}
+
+
+def _series(own: pd.DataFrame, table: pd.DataFrame) -> dict[str, list[Any]]:
+    """`y`, `low`, `high`, `seeds` and `hollow` of one setting; `table`: value by point and seed."""
+    mean, count = table.mean(axis=1), table.count(axis=1)
+    made: dict[str, list[Any]] = {"y": _list(mean)}
+    if table.shape[1] >= FEWEST:
+        half = stdtrit(np.maximum(count - 1, 1), 0.975) * table.std(axis=1, ddof=1) / np.sqrt(count)
+        made |= {"low": _list(mean - half), "high": _list(mean + half)}
+    elif table.shape[1] > 1:
+        made["seeds"] = [_list(table[seed]) for seed in table]
+    elif "low" in own and own["low"].notna().any():
+        ends = own.groupby("at")[["low", "high"]].mean().reindex(table.index)
+        made |= {"low": _list(ends["low"]), "high": _list(ends["high"])}
+    if "saturated" in own and own["saturated"].any():
+        made["hollow"] = sorted(int(at) for at in own.loc[own["saturated"], "at"].unique())
+    return made
+
+
+def _events(study: Study) -> list[tuple[int, str]]:
+    """(step, text) of what happened: spikes of the gradient norm, warnings and worse; those of several runs in one."""
+    found: dict[int, dict[str, int]] = {}
+    several = len(study.each()) > 1
+    for label, seed, run in study.each():
+        who = f"{method_label(label)}, seed {seed}: " if several else ""
+        loud = run.events[run.events["severity"] != "info"]
+        said = [(int(row.step), f"{row.rule}: {row.message}") for row in loud.itertuples()]
+        said += [
+            (int(row.step), f"gradient spike, {row.grad_norm / row.typical:.1f} × typical")
+            for row in find_spikes(run.steps).itertuples()
+        ]
+        for step, text in said:
+            found.setdefault(step, {})[who + text] = 1
+    kept = sorted(sorted(found, key=lambda step: -len(found[step]))[:MARKED])
+    return [(step, shown(" · ".join(list(found[step])[:3]))[:300]) for step in kept]
+
+
+def _list(values: pd.Series) -> list[Any]:
+    return [_short(value) for value in values]
+
+
+def _short(value: Any) -> float | int | None:
+    """A number with five significant digits; None for what is not one."""
+    number = float(value)
+    if not math.isfinite(number):
+        return None
+    short = float(f"{number:.5g}")
+    return int(short) if short.is_integer() and abs(short) < 1e9 else short
