@@ -73,6 +73,7 @@ def toy_config(tiny_policy: Path, tmp_path: Path):
 @contextmanager
 def empty_pictures():
     """Within it figures are made but saved as empty pictures: drawing is tested elsewhere, and slow."""
+
     def save(figure, folder, name):
         paths = [folder / f"{name}.{ending}" for ending in ("png", "svg")]
         for path in paths:

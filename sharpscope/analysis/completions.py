@@ -48,7 +48,9 @@ class Choice:
         rows = self.run.rollouts[self.run.rollouts["step"] == step].sort_values("rollout")
         for rollout in dict.fromkeys(rollouts):
             group = rows.loc[rows["rollout"] == rollout, "group"]
-            same = rows["group"] == group.iloc[0] if len(group) and pd.notna(group.iloc[0]) else rows["rollout"] == rollout
+            same = (
+                rows["group"] == group.iloc[0] if len(group) and pd.notna(group.iloc[0]) else rows["rollout"] == rollout
+            )
             for one in rows.loc[same, "rollout"].head(GROUP):
                 self.wanted.setdefault((int(step), int(one)), why)
 
@@ -98,7 +100,11 @@ def _add_spike(choices: Mapping[str, Choice], name: str, spike: Spike) -> None:
     """Take the prompts of a spike's largest tokens from its run, and from the others of its study."""
     choice, what = choices[name], "largest gradient" if math.isnan(spike.z) else "spike"
     asked = choice.run.rollouts[choice.run.rollouts["step"] == spike.step].set_index("rollout")
-    held = [] if spike.tokens is None else [int(one) for one in dict.fromkeys(spike.tokens["rollout"]) if one in asked.index]
+    held = (
+        []
+        if spike.tokens is None
+        else [int(one) for one in dict.fromkeys(spike.tokens["rollout"]) if one in asked.index]
+    )
     prompts: dict[object, int] = {}  # prompt → its first completion among those that hold the largest tokens
     for rollout in held:
         prompts.setdefault(asked.loc[rollout, "prompt"] or rollout, rollout)

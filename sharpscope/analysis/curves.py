@@ -60,7 +60,9 @@ def study_charts(study: Study, settings: Sequence[Setting], runs: Runs) -> dict[
     frames = [own for name in STEPS if len(own := steps[steps["quantity"] == name])]
     frames += [own for frame in (evaluated, sharp) if len(frame) for _, own in frame.groupby("quantity", sort=False)]
     frames = [own for own in frames if own["step"].nunique() > 1]
-    columns = {name for _, _, run in part.each() for name in STEPS if name in run.steps and run.steps[name].notna().any()}
+    columns = {
+        name for _, _, run in part.each() for name in STEPS if name in run.steps and run.steps[name].notna().any()
+    }
     still = [STEPS[name].name for name in STEPS if name in columns - set(steps["quantity"])]
     order = in_order(labels)
     names = {id(run): name for name, run in runs.by_name.items()}

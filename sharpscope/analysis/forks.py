@@ -22,7 +22,7 @@ from sharpscope.analysis.text import number
 from sharpscope.errors import UserError, nearest
 
 if TYPE_CHECKING:  # figures are drawn elsewhere
-    from matplotlib.figure import Figure
+    pass
 
 COMPARISONS = {
     "step": "the optimizer's step as it is",

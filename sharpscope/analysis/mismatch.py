@@ -99,7 +99,9 @@ def sampler_section(runs: Runs) -> Section | None:
 
 def worst_ranges(table: pd.DataFrame) -> str:
     """The range of positions and that of probabilities with the most ratios outside [0.9, 1.1]; `–` if none is."""
-    worst = table[table["part"].isin(["position", "probability"])].sort_values("outside", ascending=False, kind="stable")
+    worst = table[table["part"].isin(["position", "probability"])].sort_values(
+        "outside", ascending=False, kind="stable"
+    )
     named = [
         f"{row.part} {row.range} ({row.outside:.1%})" for row in worst.groupby("part", sort=False).head(1).itertuples()
     ]

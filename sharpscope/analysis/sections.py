@@ -88,7 +88,9 @@ def cell_text(value: Any) -> str:
 
 def is_text(column: pd.Series) -> bool:
     """Whether a column is aligned to the left: words or sentences, and not numbers as text."""
-    return any(isinstance(cell, Marked | Code) or (isinstance(cell, str) and cell[:1] not in NUMERIC) for cell in column)
+    return any(
+        isinstance(cell, Marked | Code) or (isinstance(cell, str) and cell[:1] not in NUMERIC) for cell in column
+    )
 
 
 def to_terminal(sections: Iterable[Section]) -> RenderableType:

@@ -371,7 +371,9 @@ def run_pictures(runs: Runs) -> Iterator[Picture]:
     for name, own in forked.groupby("fork", sort=False):
         figure = fork_effects(own)
         if figure is not None:
-            yield Picture(f"fork_{name}" if forked["fork"].nunique() > 1 else "forks", "Counterfactual updates.", figure)
+            yield Picture(
+                f"fork_{name}" if forked["fork"].nunique() > 1 else "forks", "Counterfactual updates.", figure
+            )
 
 
 def study_pictures(study: Study) -> Iterator[Picture]:

@@ -22,7 +22,17 @@ from sharpscope.analysis.report import Page, not_kept
 from sharpscope.analysis.sections import Code, Marked, Section, cell_text, is_text
 from sharpscope.analysis.text import shown
 
-PARTS = ("Found", "Curves", "Tokens", "Compare", "Sharpness", "Counterfactual updates", "Events and cost", "Claims", "Make it again")
+PARTS = (
+    "Found",
+    "Curves",
+    "Tokens",
+    "Compare",
+    "Sharpness",
+    "Counterfactual updates",
+    "Events and cost",
+    "Claims",
+    "Make it again",
+)
 """The parts of the page in order."""
 
 
@@ -63,7 +73,9 @@ def report_html(page: Page, pictures: Mapping[str, str]) -> str:
             css=Markup(css),
             scripts=list(map(Markup, scripts)),
             data=data,
-            parts={name: own for name, own in parts.items() if own or name == "Tokens" or (name == "Curves" and charts)},
+            parts={
+                name: own for name, own in parts.items() if own or name == "Tokens" or (name == "Curves" and charts)
+            },
             kind=_kind,
             picture=lambda section: _picture(pictures[section.name]),
             link=link,

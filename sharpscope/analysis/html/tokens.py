@@ -163,7 +163,9 @@ def _body(row: Any, tokens: pd.DataFrame, maker: Pieces | None, pieces: Pool) ->
     ids = [int(token) for token in tokens["token_id"]]
     texts = [f"⟨{token}⟩" for token in ids] if maker is None else maker(ids)
     kept = tokens.head(MOST_TOKENS)
-    columns = {name: [_short(value) for value in kept[column]] for name, column in COLUMNS.items() if _tells(name, kept)}
+    columns = {
+        name: [_short(value) for value in kept[column]] for name, column in COLUMNS.items() if _tells(name, kept)
+    }
     body: dict[str, Any] = {"t": [pieces(shown(_cut(text, MOST_PIECE))) for text in texts[:MOST_TOKENS]], "c": columns}
     positions = [int(position) for position in kept["position"]]
     if positions != list(range(len(positions))):

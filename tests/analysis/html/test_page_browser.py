@@ -187,7 +187,9 @@ def test_keyboard_and_pointer_show_a_tokens_numbers(page, made):
     page.keyboard.press("ArrowLeft")
     assert page.evaluate(focused) == 1
     said = _said(page)
-    assert float(said["share of the gradient"].replace("−", "-")) == pytest.approx(completion["c"]["share"][1], rel=1e-2)
+    assert float(said["share of the gradient"].replace("−", "-")) == pytest.approx(
+        completion["c"]["share"][1], rel=1e-2
+    )
     assert said["position"] == "1" and said["advantage"] == str(completion["adv"]).replace("-", "−")
     assert said["direction"] == f"made {'less likely ↓' if completion['c']['coef'][1] > 0 else 'more likely ↑'}"
     assert page.locator("#tip .meaning").count() >= len(said) - 1  # every number is defined
@@ -205,7 +207,10 @@ def test_keyboard_and_pointer_show_a_tokens_numbers(page, made):
 
 
 def _said(page):
-    names, values = page.locator("#tip dt").all_text_contents(), page.locator("#tip dd:not(.meaning)").all_text_contents()
+    names, values = (
+        page.locator("#tip dt").all_text_contents(),
+        page.locator("#tip dd:not(.meaning)").all_text_contents(),
+    )
     return dict(zip(names, values, strict=True))
 
 
@@ -286,7 +291,9 @@ def test_curves_zoom_smooth_and_hide_and_obey_the_keyboard(page, made):
     span = "Curves.plots.map(({ u }) => [u.scales.x.min, u.scales.x.max])"
     values = "Curves.plots[0].u.data[1].map((v) => v)"
     raw = page.evaluate(values)
-    page.evaluate("(s) => { s.value = 5; s.dispatchEvent(new Event('input')); }", page.locator("#smoothing").element_handle())
+    page.evaluate(
+        "(s) => { s.value = 5; s.dispatchEvent(new Event('input')); }", page.locator("#smoothing").element_handle()
+    )
     smooth = [float(np.mean(raw[max(0, i - 2) : i + 3])) for i in range(len(raw))]
     assert page.evaluate(values) == pytest.approx(smooth)
     plot = page.locator(".u-over").first

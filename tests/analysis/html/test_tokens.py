@@ -12,7 +12,7 @@ from sharpscope.analysis.html.tokens import DIGITS, token_view
 from sharpscope.analysis.text import shown
 from sharpscope.analysis.token_text import pieces
 from sharpscope.traces import load_run, load_runs
-from tests.analysis.html.runs import HOSTILE, LONG, SPIKE, WORDS, ids_of, in_file
+from tests.analysis.html.runs import HOSTILE, SPIKE, WORDS, ids_of, in_file
 
 
 @pytest.mark.parametrize("text", [*HOSTILE.values(), "</SCRIPT ", "<!--<script>", "\u2028"])
@@ -43,7 +43,9 @@ def test_tokens_carry_the_traces_numbers(made):
     held = [c for c in data["completions"] if c["r"] == number and c["s"] == SPIKE]
     assert len(held) == 4 and {c["why"] for c in held} == {"spike"}
     for completion in held:
-        assert [data["pieces"][i] for i in completion["t"]] == [in_file(WORDS[i]) for i in ids_of(SPIKE, completion["n"])]
+        assert [data["pieces"][i] for i in completion["t"]] == [
+            in_file(WORDS[i]) for i in ids_of(SPIKE, completion["n"])
+        ]
         rows_ = run.tokens(steps=SPIKE).query(f"rollout == {completion['n']}").sort_values("position")
         for name, column in (
             ("share", "attribution"),
