@@ -131,7 +131,7 @@ def _candidates(run: Run) -> list[int]:
 
 
 def _spread(steps: list[int]) -> list[int]:
-    """The steps in an order in which any first part of them is spread evenly: halves, quarters, …"""
+    """The steps in an order in which any first part of them is spread evenly (halves, quarters and so on)."""
     order = sorted(range(len(steps)), key=lambda n: int(f"{n:020b}"[::-1], 2))
     return [steps[n] for n in order]
 
