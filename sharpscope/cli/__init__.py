@@ -4,5 +4,3 @@ from __future__ import annotations
 
 from sharpscope.cli.app import app, main
 from sharpscope.cli.console import printable
-
-__all__ = ["app", "main", "printable"]

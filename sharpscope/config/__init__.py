@@ -2,49 +2,31 @@
 
 from __future__ import annotations
 
-from sharpscope.config.base import Schedule as Schedule
-from sharpscope.config.base import Setting as Setting
-from sharpscope.config.base import Spec as Spec
-from sharpscope.config.base import check_keys as check_keys
-from sharpscope.config.base import settings_of as settings_of
-from sharpscope.config.base import validate as validate
-from sharpscope.config.claims import ClaimsSpec as ClaimsSpec
-from sharpscope.config.forks import ForkSpec as ForkSpec
-from sharpscope.config.method import Method as Method
-from sharpscope.config.methods import arm_name as arm_name
-from sharpscope.config.methods import constants as constants
-from sharpscope.config.methods import control_label as control_label
-from sharpscope.config.methods import control_names as control_names
-from sharpscope.config.methods import describe as describe
-from sharpscope.config.methods import method_label as method_label
-from sharpscope.config.methods import method_names as method_names
-from sharpscope.config.methods import named_method as named_method
-from sharpscope.config.methods import parse_method as parse_method
-from sharpscope.config.methods import parse_methods as parse_methods
-from sharpscope.config.policy import PolicySpec as PolicySpec
-from sharpscope.config.policy import RolloutSpec as RolloutSpec
-from sharpscope.config.policy import SamplingSpec as SamplingSpec
-from sharpscope.config.probes import ProbesSpec as ProbesSpec
-from sharpscope.config.reading import merge as merge
-from sharpscope.config.reading import parse_override as parse_override
-from sharpscope.config.reading import parse_overrides as parse_overrides
-from sharpscope.config.reading import read_yaml as read_yaml
-from sharpscope.config.reading import to_yaml as to_yaml
-from sharpscope.config.reference import method_rotation_bound as method_rotation_bound
-from sharpscope.config.reference import reference_method as reference_method
-from sharpscope.config.reference import rotation_bound as rotation_bound
-from sharpscope.config.reference import same_at_one_update as same_at_one_update
-from sharpscope.config.reference import weight_rotation_bound as weight_rotation_bound
-from sharpscope.config.removed import without_none_kinds as without_none_kinds
-from sharpscope.config.run import RunConfig as RunConfig
-from sharpscope.config.run import arm_method as arm_method
-from sharpscope.config.run import build_config as build_config
-from sharpscope.config.run import config_data as config_data
-from sharpscope.config.run import make_config as make_config
-from sharpscope.config.run import read_recorded as read_recorded
-from sharpscope.config.tasks import KnightsKnavesSpec as KnightsKnavesSpec
-from sharpscope.config.tasks import TaskSpec as TaskSpec
-from sharpscope.config.token_weights import TokenWeight as TokenWeight
-from sharpscope.config.token_weights import token_weight_kinds as token_weight_kinds
-from sharpscope.config.weighting import find_token_weight as find_token_weight
-from sharpscope.config.weighting import register_token_weight as register_token_weight
+from sharpscope.config.base import Schedule, Setting, Spec, check_keys, settings_of, validate
+from sharpscope.config.claims import ClaimsSpec
+from sharpscope.config.forks import ForkSpec
+from sharpscope.config.method import Method
+from sharpscope.config.methods import (
+    arm_name,
+    constants,
+    control_label,
+    control_names,
+    describe,
+    method_label,
+    method_names,
+    named_method,
+    parse_methods,
+)
+from sharpscope.config.policy import RolloutSpec
+from sharpscope.config.reading import merge, parse_override, parse_overrides, read_yaml, to_yaml
+from sharpscope.config.reference import (
+    method_rotation_bound,
+    reference_method,
+    rotation_bound,
+    same_at_one_update,
+    weight_rotation_bound,
+)
+from sharpscope.config.removed import without_none_kinds
+from sharpscope.config.run import RunConfig, arm_method, build_config, config_data, make_config, read_recorded
+from sharpscope.config.token_weights import TokenWeight, token_weight_kinds
+from sharpscope.config.weighting import register_token_weight

@@ -3,9 +3,7 @@
 Reads traces of sharpscope and the logs of other trainers. Imports no torch.
 """
 
-from sharpscope.diagnose.changes import Change, changes
-from sharpscope.diagnose.findings import Finding, find
+from sharpscope.diagnose.changes import changes
+from sharpscope.diagnose.findings import find
 from sharpscope.diagnose.logs import Log, read_log
-from sharpscope.diagnose.report import Diagnosis, diagnose
-
-__all__ = ["Change", "Diagnosis", "Finding", "Log", "changes", "diagnose", "find", "read_log"]
+from sharpscope.diagnose.report import diagnose

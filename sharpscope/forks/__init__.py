@@ -2,5 +2,3 @@
 
 from sharpscope.forks.experiment import fork
 from sharpscope.forks.rotating import Rotations, rotate
-
-__all__ = ["Rotations", "fork", "rotate"]

@@ -7,42 +7,10 @@ from __future__ import annotations
 
 from sharpscope.config.policy import PolicySpec, RolloutSpec, SamplingSpec
 from sharpscope.policy.embedded import embedded_policy
-from sharpscope.policy.forward import Scored, length_buckets, microbatches, score_completions
+from sharpscope.policy.forward import length_buckets, microbatches, score_completions
 from sharpscope.policy.generation import Environment, check_lengths, draw_completions, draw_scored, generate
 from sharpscope.policy.head import Head, backbone, bare, check_head, output_head
 from sharpscope.policy.loading import Policy, check_revision, load_policy, make_policy
 from sharpscope.policy.prompts import render_prompts, with_openings
 from sharpscope.policy.rollouts import Completions, Rollouts, completions_of, join_rollouts
 from sharpscope.policy.token_stats import TokenStats
-
-__all__ = [
-    "Completions",
-    "Environment",
-    "Head",
-    "Policy",
-    "PolicySpec",
-    "RolloutSpec",
-    "Rollouts",
-    "SamplingSpec",
-    "Scored",
-    "TokenStats",
-    "backbone",
-    "bare",
-    "check_head",
-    "check_lengths",
-    "check_revision",
-    "completions_of",
-    "draw_completions",
-    "draw_scored",
-    "embedded_policy",
-    "generate",
-    "join_rollouts",
-    "length_buckets",
-    "load_policy",
-    "make_policy",
-    "microbatches",
-    "output_head",
-    "render_prompts",
-    "score_completions",
-    "with_openings",
-]

@@ -23,7 +23,7 @@ from sharpscope.probes.critical import CriticalSharpness, critical_sharpness, up
 from sharpscope.probes.directions import NOISE_BOUND, Rotation, noise_rotation, rotation
 from sharpscope.probes.estimate import Estimate, columns, frame, labeled, problems, prompt_columns
 from sharpscope.probes.gradient_norm import squared_gradient_norm
-from sharpscope.probes.guard import attention_implementation, guarded
+from sharpscope.probes.guard import guarded
 from sharpscope.probes.hessian import Curvature, adamw_preconditioner, adamw_threshold, curvature
 from sharpscope.probes.language_model import lm_surface
 from sharpscope.probes.objectives import Objective, rollout_batch
@@ -35,69 +35,8 @@ from sharpscope.probes.runner import (
     choose_radius,
     limited_surface,
     probe_set_batches,
-    probe_set_objectives,
     rollout_objective,
     run,
 )
 from sharpscope.probes.standalone import DataRow, read_rows, text_batches, token_norms
 from sharpscope.probes.token_gradients import ScoreNorms, score_norms
-
-__all__ = [
-    "NOISE_BOUND",
-    "CriticalSharpness",
-    "Curvature",
-    "DataRow",
-    "Drawn",
-    "Estimate",
-    "Measured",
-    "Objective",
-    "ProbeBatch",
-    "ProbeItem",
-    "ProbeSet",
-    "ProbesSpec",
-    "Radius",
-    "Rotation",
-    "ScoreNorms",
-    "Sharpness",
-    "UpdateSplit",
-    "adamw_preconditioner",
-    "adamw_threshold",
-    "attention_implementation",
-    "attribute",
-    "build_probe_set",
-    "choose_radius",
-    "columns",
-    "coming_step",
-    "coming_update",
-    "critical_sharpness",
-    "curvature",
-    "directional_derivative",
-    "failure_coefficients",
-    "find_radius",
-    "frame",
-    "guarded",
-    "heldout_influence",
-    "labeled",
-    "limited_surface",
-    "lm_surface",
-    "logp_gradient",
-    "nll_coefficients",
-    "noise_rotation",
-    "probe_set_batches",
-    "probe_set_objectives",
-    "problems",
-    "prompt_columns",
-    "read_rows",
-    "rollout_batch",
-    "rollout_objective",
-    "rotation",
-    "run",
-    "score_norms",
-    "sharpness",
-    "squared_gradient_norm",
-    "text_batches",
-    "token_norms",
-    "update_attribution",
-    "update_direction",
-    "update_slope",
-]

@@ -14,22 +14,6 @@ import numpy as np
 from sharpscope.rules.measures import EARLY, WINDOW, History
 from sharpscope.rules.table import FIELDS, OF_ROLLOUTS, RULES, Rule, Severity
 
-__all__ = [
-    "EARLY",
-    "FIELDS",
-    "OF_ROLLOUTS",
-    "RULES",
-    "WINDOW",
-    "Event",
-    "History",
-    "Limit",
-    "Rule",
-    "Severity",
-    "advise",
-    "applies",
-    "judge",
-]
-
 
 @dataclass(frozen=True)
 class Event:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from sharpscope.config import Spec
-from sharpscope.config.tasks import CustomSpec, DatasetSpec, GymSpec, KnightsKnavesSpec, MathSpec, TaskSpec, ToolQaSpec
+from sharpscope.config.tasks import CustomSpec, DatasetSpec, GymSpec, KnightsKnavesSpec, MathSpec, ToolQaSpec
 from sharpscope.errors import UserError, nearest
 from sharpscope.tasks.base import Example, InteractiveTask, Reward, Task, respond_all
 from sharpscope.tasks.custom import register_task, registered_tasks
@@ -56,24 +56,3 @@ def task_choice(text: str) -> Mapping[str, Any]:
     if ":" in text or text in registered_tasks():
         return {"kind": "custom", "factory": text}
     raise UserError(f"task = '{text}': unknown{nearest(text, {*task_specs, *registered_tasks()} - {'custom'})}")
-
-
-__all__ = [
-    "CustomSpec",
-    "DatasetSpec",
-    "Example",
-    "GymSpec",
-    "InteractiveTask",
-    "KnightsKnavesSpec",
-    "MathSpec",
-    "Reward",
-    "Task",
-    "TaskSpec",
-    "ToolQaSpec",
-    "make_task",
-    "register_task",
-    "registered_tasks",
-    "respond_all",
-    "task_choice",
-    "task_specs",
-]

@@ -1,32 +1,22 @@
 """Recorded data of a run: schema, crash-safe writer and reader. `schema` defines every table and column."""
 
-from sharpscope.traces.files import RUN_FILE as RUN_FILE
-from sharpscope.traces.files import RunLock as RunLock
-from sharpscope.traces.files import check_free as check_free
-from sharpscope.traces.files import create_run_dir as create_run_dir
-from sharpscope.traces.files import create_run_info as create_run_info
-from sharpscope.traces.files import free_name as free_name
-from sharpscope.traces.files import has_writer as has_writer
-from sharpscope.traces.files import held_text as held_text
-from sharpscope.traces.files import output_folder as output_folder
-from sharpscope.traces.files import read_run_info as read_run_info
-from sharpscope.traces.files import update_run_info as update_run_info
-from sharpscope.traces.files import write_atomic as write_atomic
-from sharpscope.traces.packs import pack_runs as pack_runs
-from sharpscope.traces.parts import rewind as rewind
-from sharpscope.traces.reader import DamagedPartWarning as DamagedPartWarning
-from sharpscope.traces.reader import Reduction as Reduction
-from sharpscope.traces.reader import Run as Run
-from sharpscope.traces.reader import Runs as Runs
-from sharpscope.traces.reader import load_run as load_run
-from sharpscope.traces.reader import load_runs as load_runs
-from sharpscope.traces.reader import write_reductions as write_reductions
-from sharpscope.traces.rules import robust_z as robust_z
-from sharpscope.traces.schema import MAX_SATURATION as MAX_SATURATION
-from sharpscope.traces.schema import SCHEMA_VERSION as SCHEMA_VERSION
-from sharpscope.traces.schema import TABLES as TABLES
-from sharpscope.traces.schema import arrow_schema as arrow_schema
-from sharpscope.traces.schema import schema_markdown as schema_markdown
-from sharpscope.traces.schema import timing_columns as timing_columns
-from sharpscope.traces.writer import SchemaError as SchemaError
-from sharpscope.traces.writer import TraceWriter as TraceWriter
+from sharpscope.traces.files import (
+    RUN_FILE,
+    RunLock,
+    check_free,
+    create_run_dir,
+    create_run_info,
+    free_name,
+    has_writer,
+    held_text,
+    output_folder,
+    read_run_info,
+    update_run_info,
+    write_atomic,
+)
+from sharpscope.traces.packs import pack_runs
+from sharpscope.traces.parts import rewind
+from sharpscope.traces.reader import DamagedPartWarning, Reduction, Run, Runs, load_run, load_runs, write_reductions
+from sharpscope.traces.rules import robust_z
+from sharpscope.traces.schema import MAX_SATURATION, SCHEMA_VERSION, TABLES, schema_markdown, timing_columns
+from sharpscope.traces.writer import SchemaError, TraceWriter

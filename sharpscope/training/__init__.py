@@ -1,20 +1,7 @@
 """Training: rollouts, updates, evaluation and checkpoints, recorded as traces."""
 
-from sharpscope.training.display import Display, RichDisplay, minutes
+from sharpscope.training.display import Display, RichDisplay
 from sharpscope.training.evaluate import evaluate, evaluate_model
 from sharpscope.training.learner import AppliedUpdate, Learner
 from sharpscope.training.loop import Outcome, train
 from sharpscope.training.rollouts import DataOrder
-
-__all__ = [
-    "AppliedUpdate",
-    "DataOrder",
-    "Display",
-    "Learner",
-    "Outcome",
-    "RichDisplay",
-    "evaluate",
-    "evaluate_model",
-    "minutes",
-    "train",
-]

@@ -2,6 +2,4 @@
 
 from __future__ import annotations
 
-from sharpscope.warm_start.pretraining import WARM_STARTS, WarmStartSpec, warm_start
-
-__all__ = ["WARM_STARTS", "WarmStartSpec", "warm_start"]
+from sharpscope.warm_start.pretraining import WARM_STARTS, warm_start

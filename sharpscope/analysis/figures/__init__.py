@@ -1,16 +1,5 @@
 """Figures: from small frames to matplotlib figures, all in one style."""
 
-from sharpscope.analysis.figures.plots import fork_effects, probe_pictures, rotation_figure, weight_functions
+from sharpscope.analysis.figures.plots import fork_effects, rotation_figure, weight_functions
 from sharpscope.analysis.figures.style import Picture, save, styled
 from sharpscope.analysis.frames import split_of
-
-__all__ = [
-    "Picture",
-    "fork_effects",
-    "probe_pictures",
-    "rotation_figure",
-    "save",
-    "split_of",
-    "styled",
-    "weight_functions",
-]

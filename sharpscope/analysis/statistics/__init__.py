@@ -9,27 +9,5 @@ from sharpscope.analysis.statistics.intervals import (
     series_mean,
     to_halve,
 )
-from sharpscope.analysis.statistics.permutation import (
-    granulated_kendall,
-    kendall,
-    sign_flip_p,
-    smallest_sign_flip_p,
-)
+from sharpscope.analysis.statistics.permutation import granulated_kendall, kendall, sign_flip_p, smallest_sign_flip_p
 from sharpscope.analysis.statistics.regression import ClusterSlope, cluster_moments, weighted_ranks
-
-__all__ = [
-    "FEWEST",
-    "ClusterSlope",
-    "Interval",
-    "accuracy_interval",
-    "cluster_moments",
-    "contrast_interval",
-    "granulated_kendall",
-    "kendall",
-    "mean_interval",
-    "series_mean",
-    "sign_flip_p",
-    "smallest_sign_flip_p",
-    "to_halve",
-    "weighted_ranks",
-]

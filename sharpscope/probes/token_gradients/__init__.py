@@ -21,8 +21,6 @@ from sharpscope.probes.token_gradients.sharded import ShardedNorms
 from sharpscope.probes.token_gradients.sketch import sketch_norms
 from sharpscope.probes.token_gradients.structure import structure_of
 
-__all__ = ["METHODS", "NormMethod", "ScoreNorms", "ShardedNorms", "score_norms"]
-
 
 def score_norms(
     model: nn.Module,
