@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+LISTED = 30
+"""Valid names that a message lists."""
+
 
 class UserError(Exception):
     """An error that the user can fix. The one-line message gives the field, the value and the fix."""
@@ -33,7 +36,8 @@ class CheckError(UserError):
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"` for the element of `valid` closest to `name`, or the sorted list if none is close."""
+    """`"; did you mean 'x'?"` for the element of `valid` closest to `name`, or up to LISTED of them if none is close."""
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean '{close[0]}'?" if close else f"; valid: {', '.join(names)}"
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"; did you mean '{close[0]}'?" if close else f"; valid: {', '.join(names[:LISTED])}{more}"

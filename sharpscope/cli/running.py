@@ -127,6 +127,9 @@ def run(
             raise UserError("--resume uses the settings of the run; remove the other options")
         _train(read_recorded(resume), quiet, resume=True)
         return
+    for one, several in (("method", methods), ("seed", seeds)):
+        if several is not None and options[one] is not None:
+            raise UserError(f"--{one}: goes without --{one}s, which lists all; remove one of the two")
     content = {} if config is None else read_yaml(config)
     if methods is None and seeds is None and not SWEEP_FIELDS & set(content):
         given = {"--part": part, "--retry": retry, "--smoke": smoke, "--dry-run": dry_run}

@@ -128,7 +128,9 @@ def text_batches(
     """
     missing = sum(row.reward is None for row in rows)
     if missing and any(name != "nll" for name in functionals):
-        raise UserError(f"data: {missing} of {len(rows)} rows have no reward, which {functionals} need; use nll alone")
+        raise UserError(
+            f"data: {missing} of {len(rows)} rows have no reward, which {', '.join(functionals)} needs; use nll alone"
+        )
     batch = text_batch(policy, rows)
     return [ProbeBatch(label, tuple(Objective(name, batch, temperature) for name in functionals), seed)]
 

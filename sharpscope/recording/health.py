@@ -144,7 +144,7 @@ class StepHealth:
         mass = gradient_mass(self.method, learned, self.batch.advantage.cpu(), stats.logit_grad_norm.cpu())
         weights = summarize_weights(self.method.weight, weight.cpu(), learned, progress=self.progress, mass=mass)
         values: dict[str, float | None] = {
-            "truncated": float(rollouts.truncated.double().mean()),
+            "truncated": self._cut_share(),
             "reward": float(rollouts.reward.double().mean()),
             "saturation": max(weights.saturation_low or 0.0, weights.saturation_high or 0.0),
             "clipped_weights": clipped_weight_share(self.method, weight.cpu(), self.batch.advantage.cpu(), learned),
@@ -160,6 +160,12 @@ class StepHealth:
             event.action in ("skip_step", "stop") and (event.rule, event.action) != ("non_finite", "skip_step")
             for event in self.events
         )
+
+    def _cut_share(self) -> float | None:
+        """Share of completions that were cut at the length limit; None where one of them is right all the same."""
+        cut = self.batch.rollouts.truncated.cpu().tolist()
+        right = any(reward.correct and short for reward, short in zip(self.batch.rewards, cut, strict=True))
+        return None if right else sum(cut) / len(cut)
 
     def after_updates(self, row: Mapping[str, Any]) -> None:
         """Check what the step's row says of its updates."""

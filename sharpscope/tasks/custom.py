@@ -66,7 +66,7 @@ def make_custom(spec: CustomSpec) -> Task:
     """
     factory = _find(spec.factory)
     _check_options(factory, spec)
-    made = factory(**spec.options)
+    made = _own(f"task.factory = '{spec.factory}'", lambda: factory(**spec.options))
     if isinstance(made, tuple) and len(made) == 2 and callable(made[1]):
         return CheckedTask(spec.factory, lambda: made[0], made[1])
     missing = [part for part in ("splits", "score") if not callable(getattr(made, part, None))]
@@ -77,6 +77,18 @@ def make_custom(spec: CustomSpec) -> Task:
         )
     kind = InteractiveCheckedTask if callable(getattr(made, "respond", None)) else CheckedTask
     return kind(str(getattr(made, "name", spec.factory)), made.splits, made.score, made)
+
+
+def _own(what: str, call: Callable[[], Any]) -> Any:
+    """The result of a user's function; an error in it names the function, and --debug shows its traceback."""
+    try:
+        return call()
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{what}: raised {type(error).__name__}: {' '.join(str(error).split())}; correct it there"
+        ) from error
 
 
 def _check_options(factory: Factory, spec: CustomSpec) -> None:
@@ -129,7 +141,7 @@ class CheckedTask:
     def splits(self) -> dict[str, list[Example]]:
         """The task's splits, with `id` and `level` (default "all") in the `meta` of each example."""
         if self._splits is None:
-            splits = self._make_splits()
+            splits = _own(f"task '{self.name}', splits", self._make_splits)
             if not isinstance(splits, Mapping) or not splits.get("train"):
                 raise UserError(f"task '{self.name}': splits must be a dict with a list of examples under 'train'")
             self._splits = {str(split): self._checked(str(split), examples) for split, examples in splits.items()}
@@ -149,7 +161,7 @@ class CheckedTask:
 
     def score(self, example: Example, completion: str) -> Reward:
         """The scorer's result as a `Reward`. A total that is not finite is left to the health rule `non_finite`."""
-        reward = self._score(example, completion)
+        reward = _own(f"task '{self.name}', score", lambda: self._score(example, completion))
         if isinstance(reward, Reward):
             return reward
         if isinstance(reward, (bool, int, float)):
@@ -179,7 +191,9 @@ class InteractiveCheckedTask(CheckedTask):
 
     def respond_many(self, examples: Sequence[Example], completions: Sequence[str]) -> list[str | None]:
         """The task's responses, from its `respond_many` if defined."""
-        responses: list[Any] = respond_all(self._task, examples, completions)
+        responses: list[Any] = _own(
+            f"task '{self.name}', respond", lambda: respond_all(self._task, examples, completions)
+        )
         if len(responses) != len(examples):
             raise UserError(
                 f"task '{self.name}': respond_many returned {len(responses)} responses for {len(examples)} completions"

@@ -50,7 +50,7 @@ def test_a_containers_limit_counts_without_the_page_cache(tmp_path):
 
 SURE = {  # rule -> settings with which it fires at every step of the toy run
     "dead_groups": {"health__dead_groups__threshold": 0.0},
-    "truncation": {"rollout__max_new_tokens": 2},
+    "truncation": {"rollout__max_new_tokens": 2, "task__factory": "tests.toy_task:always_wrong"},
     "near_uniform": {"health__near_uniform__threshold": 0.0},
     "weight_saturation": {"health__weight_saturation__threshold": 0.0, "method": "grpo-sg"},
     "clipped_weights": {"health__clipped_weights__threshold": -1.0, "method": "tr-grpo"},
@@ -310,3 +310,14 @@ def test_greedy_and_sampled_accuracy_that_differ_are_reported():
     rows = [row | {"temperature": t, "accuracy": a} for t, a in ((0.0, 0.9), (0.6, 0.1), (1.0, 0.6))]
     assert temperature_gap(rows) == pytest.approx(0.3)
     assert temperature_gap(rows[:2]) is None
+
+
+def test_cut_completions_are_reported_at_steps_where_none_of_them_is_right(toy_config):
+    """Plain prompts are often continued beyond a right answer."""
+    config = toy_config(**(QUIET | {"rollout__max_new_tokens": 2, "steps": 4, "rollout__group_size": 8}))
+    train(config)
+    run = sharpscope.load_run(config.run_dir)
+    right = (run.rollouts["truncated"] & run.rollouts["correct"]).groupby(run.rollouts["step"]).any()
+    cut = run.rollouts.groupby("step")["truncated"].mean() >= 0.5
+    assert (right & cut).any()
+    assert run.events.loc[run.events["rule"] == "truncation", "step"].tolist() == list(right.index[~right & cut])

@@ -17,7 +17,7 @@ from tests.conftest import TOY
 
 
 def test_a_failed_run_stops_no_other_finished_ones_stay_interrupted_go_on(sweep_file, tmp_path: Path):
-    stops = {"rollout.max_new_tokens": 2, "health.truncation.action": "stop"}
+    stops = {"rollout.max_new_tokens": 1, "health.truncation.action": "stop"}
     file = sweep_file(methods=["grpo"], settings=[{"policy.model": str(tmp_path / "absent")}, stops, {}])
     done = CliRunner().invoke(app, ["run", str(file), "--workers", "2"])
     assert done.exit_code == 1 and "0 interrupted, 2 failed" in done.output, done.output

@@ -136,10 +136,19 @@ def test_an_error_inside_a_factory_is_not_blamed_on_its_options():
     def broken(size=3):
         return size + "s"
 
-    with pytest.raises(TypeError, match="unsupported operand"):
+    with pytest.raises(UserError, match="task.factory = 'broken': raised TypeError: unsupported") as caught:
         make_task(CustomSpec(factory="broken", options={"size": 3}))
+    assert isinstance(caught.value.__cause__, TypeError)  # what --debug shows
     with pytest.raises(UserError, match=r"task.options = {'sice': 3}: broken does not accept them"):
         make_task(CustomSpec(factory="broken", options={"sice": 3}))
+
+
+def test_an_error_of_a_scorer_names_the_task():
+    def score(example, completion):
+        return example.meta["absent"]
+
+    with pytest.raises(UserError, match="score: raised KeyError: 'absent'"):
+        custom((EXAMPLES, score)).score(EXAMPLES["train"][0], "")
 
 
 def documented_task() -> str:
