@@ -136,7 +136,7 @@ def test_an_error_inside_a_factory_is_not_blamed_on_its_options():
     def broken(size=3):
         return size + "s"
 
-    with pytest.raises(UserError, match="task.factory = 'broken': raised TypeError: unsupported") as caught:
+    with pytest.raises(UserError, match=r"task\.factory = 'broken': raised TypeError: unsupported") as caught:
         make_task(CustomSpec(factory="broken", options={"size": 3}))
     assert isinstance(caught.value.__cause__, TypeError)  # what --debug shows
     with pytest.raises(UserError, match=r"task.options = {'sice': 3}: broken does not accept them"):
