@@ -377,6 +377,13 @@ class Recorder(Guard):
         loss = math.fsum(float(loss) for loss in step.losses) if step.losses else math.nan
         found = gradient_norms(self.parameters, self._groups)
         norm, step.layers = found.total, found.layers
+        if not any(p.grad is not None for p in self.parameters):
+            norm, step.layers = math.nan, {}
+            self._warn(
+                "no_gradient",
+                "info",
+                "no parameter has a gradient in .grad (DeepSpeed keeps it elsewhere): no norm, no shares",
+            )
         factor = clip_factor(norm, self.max_grad_norm)
         step.gradient = (loss, norm, factor)
         joined, tokens, update = step.pending_update()
@@ -384,7 +391,9 @@ class Recorder(Guard):
         if norm == 0:
             text = "the gradient of an update is 0, so it has no shares and no critical sharpness (were all rewards of each group equal?)"
             self._warn("zero_gradient", "info", text, 0.0)
-        if math.isfinite(norm) and (math.isfinite(loss) or not step.losses):
+        if math.isnan(norm) and not step.layers:
+            pass
+        elif math.isfinite(norm) and (math.isfinite(loss) or not step.losses):
             with own_forward(self.model):
                 self._observed[-1](update)
             if self.rotate is not None and norm > 0 and self.observers.schedule.due("rotation", self.step_number):
