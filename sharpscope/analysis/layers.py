@@ -30,7 +30,7 @@ def layer_norms(run: Run) -> pd.DataFrame:
     names = ("grad_norm_by_layer", "update_norm_by_layer")
     rows = []
     for update in run.updates.dropna(subset=[names[0]]).to_dict("records"):
-        gradient, moved = (json.loads(update[name] or "{}") for name in names)
+        gradient, moved = (json.loads(update[name]) if isinstance(update[name], str) else {} for name in names)
         rows += [
             (update["step"], update["update"], group, value, moved.get(group)) for group, value in gradient.items()
         ]

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from sharpscope.cli.console import check_empty, printable
+from sharpscope.cli.console import check_empty
+from sharpscope.cli.probe_output import Found, report, save_pictures
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from sharpscope.analysis.figures import Picture
     from sharpscope.config.probes import ProbesSpec
     from sharpscope.policy import Policy
-    from sharpscope.probes import DataRow, Measured
+    from sharpscope.probes import DataRow
 
 PARTS = ("curvature", "perturbation", "tokens")
 WHOLE = 128  # prompts on which curvature is computed by default
@@ -28,40 +27,66 @@ def register(app: typer.Typer) -> None:
     app.command("probe")(probe)
 
 
+Models = Annotated[
+    list[str] | None, typer.Option(help="embedded:NAME, a model folder, or a hub id. Repeatable, side by side.")
+]
+Tokens = Annotated[
+    Path | None,
+    typer.Option(help="Folder of an imported run: measure its tokens' score norms and attribution at --model."),
+]
+Rollouts = Annotated[
+    Path | None,
+    typer.Option(
+        help="Batch dumped by another trainer (slime, NeMo-RL, prime-rl, verifiers, open-instruct, JSON lines): measure it as a recorded "
+        "step at the checkpoint, given in place of the run or as --model."
+    ),
+]
+MethodOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Method whose loss gives the tokens of --rollouts or --tokens their coefficients: name[+field=value…]."
+    ),
+]
+Probes = Annotated[
+    str | None, typer.Option(help="Comma-separated: curvature, perturbation, tokens (only with --model). Default: all.")
+]
+Functional = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Loss to probe: nll (default for --model), surrogate or expected_failure (these need rewards). Repeatable."
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Any field of `probes` as name=value, such as rho=0.05 or check=off. Repeatable."),
+]
+
+
 def probe(
     run: Annotated[
         Path | None, typer.Argument(help="Folder of a run, to probe its checkpoints on its probe set.")
     ] = None,
-    model: Annotated[
-        list[str] | None, typer.Option(help="embedded:NAME, a model folder, or a hub id. Repeatable, side by side.")
-    ] = None,
+    model: Models = None,
     data: Annotated[Path | None, typer.Option(help="JSONL or Parquet with prompt and completion (and reward).")] = None,
-    tokens: Annotated[
-        Path | None,
-        typer.Option(help="Folder of an imported run: measure its tokens' score norms and attribution at --model."),
+    tokens: Tokens = None,
+    rollouts: Rollouts = None,
+    method: MethodOption = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of the log-probabilities of --rollouts. Default: 1.")
     ] = None,
-    steps: Annotated[str | None, typer.Option(help="Comma-separated steps of --tokens. Default: all.")] = None,
-    probes: Annotated[
-        str | None,
-        typer.Option(help="Comma-separated: curvature, perturbation, tokens (only with --model). Default: all."),
+    steps: Annotated[
+        str | None, typer.Option(help="Comma-separated steps of --tokens or --rollouts. Default: all.")
     ] = None,
-    functional: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Loss to probe: nll (default for --model), surrogate or expected_failure (these need rewards). Repeatable."
-        ),
-    ] = None,
+    probes: Probes = None,
+    functional: Functional = None,
     all_checkpoints: Annotated[
         bool, typer.Option("--all-checkpoints", help="Probe every checkpoint of the run, not only the last.")
     ] = False,
     backend: Annotated[str, typer.Option(help="Eigenvalues and trace by lanczos, or by pyhessian.")] = "lanczos",
     force: Annotated[
-        bool, typer.Option("--force", help="Accept a --model that does not fit the run of --tokens.")
+        bool, typer.Option("--force", help="Accept a checkpoint that does not fit --tokens or --rollouts.")
     ] = False,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Any field of `probes` as name=value, such as rho=0.05 or check=off. Repeatable."),
-    ] = None,
+    set_: Settings = None,
     seed: Annotated[int, typer.Option(help="Seed of every random vector.")] = 0,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads. Default: those of the run or the machine.")
@@ -77,9 +102,47 @@ def probe(
 
       sharpscope probe runs/first --all-checkpoints
 
-      sharpscope probe --tokens runs/imported --model checkpoints/step-100 --steps 100 --out runs/probed
+      sharpscope probe checkpoints/step-100 --rollouts dumped/step_100.jsonl --method grpo --out runs/replayed
     """
     from sharpscope.config import parse_overrides
+    from sharpscope.errors import UserError
+
+    values = parse_overrides(set_ or []) | ({"functionals": functional} if functional else {})
+    surface = data is not None or functional or probes or all_checkpoints
+    if tokens is None and rollouts is None:
+        wrong = {"steps": steps, "force": force, "method": method, "temperature": temperature}
+        extra = next((name for name, value in wrong.items() if value), None)
+        if extra is not None:
+            raise UserError(f"--{extra}: goes with --tokens or --rollouts")
+        _surface(run, model, data, probes, functional, all_checkpoints, backend, values, seed, threads, out)
+        return
+    models = [*(model or []), *([str(run)] if rollouts is not None and run is not None else [])]
+    if (
+        len(models) != 1
+        or surface
+        or (tokens is None) == (rollouts is None)
+        or (tokens is not None and run is not None)
+    ):
+        raise UserError(
+            "--tokens and --rollouts: go with one checkpoint, --method, --steps, --set, --force, --threads and --out alone"
+        )
+    _afterwards(tokens, rollouts, models[0], method, temperature, steps, _spec(values), threads, out, force)
+
+
+def _surface(
+    run: Path | None,
+    model: list[str] | None,
+    data: Path | None,
+    probes: str | None,
+    functional: list[str] | None,
+    all_checkpoints: bool,
+    backend: str,
+    values: dict[str, Any],
+    seed: int,
+    threads: int | None,
+    out: Path | None,
+) -> None:
+    """Probe the loss surface of a run's checkpoints, or of models on texts."""
     from sharpscope.config.probes import Backend, ObjectiveName
     from sharpscope.errors import UserError, nearest
     from sharpscope.traces import free_name
@@ -92,17 +155,7 @@ def probe(
         for name in given:
             if name not in valid:
                 raise UserError(f"{option} {name}: unknown{nearest(name, valid)}")
-    values = parse_overrides(set_ or []) | ({"functionals": functional} if functional else {})
     spec = _spec(values)
-    if tokens is not None:
-        if run is not None or len(model or []) != 1 or data is not None or functional or probes or all_checkpoints:
-            raise UserError("--tokens: goes with one --model, --steps, --set, --force, --threads and --out alone")
-        out = free_name(f"{tokens}-probed") if out is None else out
-        check_empty(out)
-        _trace(tokens, model[0], steps, spec, threads, out, force)  # type: ignore[index]
-        return
-    if steps is not None or force:
-        raise UserError(f"--{'force' if force else 'steps'}: goes with --tokens")
     if (run is None) == (not model):
         raise UserError("probe: give a run's folder, or --model with --data")
     if run is not None and data is not None:
@@ -125,7 +178,7 @@ def probe(
         # The default of the spec needs rewards, which a file of texts need not have.
         names: list[str] = [*spec.functionals] if "functionals" in values else ["nll"]
         found = _models(model, data, spec, seed, names, parts, out, threads, options)
-    _report(found, out, _recorded(run))
+    report(found, out, _recorded(run))
 
 
 def _parts(run: Path | None, probes: str | None) -> list[str]:
@@ -157,10 +210,6 @@ def _spec(values: dict[str, Any]) -> ProbesSpec:
     check_keys(ProbesSpec, values)
     spec: ProbesSpec = validate(ProbesSpec, values)
     return spec
-
-
-Found = Iterator[tuple[str, int, "Measured"]]
-"""Label of the checkpoint, its step (0 for a model), and what was measured."""
 
 
 def _models(
@@ -239,31 +288,53 @@ def _checkpoints(
             yield f"step {step}", step, measured
 
 
-def _trace(
-    tokens: Path, model: str, steps: str | None, spec: ProbesSpec, threads: int | None, out: Path, force: bool
+def _afterwards(
+    tokens: Path | None,
+    rollouts: Path | None,
+    model: str,
+    method: str | None,
+    temperature: float | None,
+    steps: str | None,
+    spec: ProbesSpec,
+    threads: int | None,
+    out: Path | None,
+    force: bool,
 ) -> None:
-    """Copy an imported run with score norms and attribution at the weights of `model`."""
+    """Copy an imported run, or write a dumped batch as a run, with what a recorded step would have had at `model`."""
+    from sharpscope.config import parse_method
     from sharpscope.errors import UserError
+    from sharpscope.integrations.replay import probe_rollouts
     from sharpscope.policy import PolicySpec, load_policy
     from sharpscope.recording.environment import set_threads
     from sharpscope.recording.from_checkpoint import Probed, probe_trace
-    from sharpscope.traces import load_run
+    from sharpscope.traces import free_name, load_run
 
     try:
         chosen = None if steps is None else [int(step) for step in steps.split(",")]
     except ValueError:
         raise UserError(f"--steps {steps}: not whole numbers, comma-separated; write for example 10,20") from None
-    run = load_run(tokens)
+    out = free_name("runs/replayed" if tokens is None else f"{tokens}-probed") if out is None else out
+    check_empty(out)
+    value = None if method is None else parse_method(method)
+    if rollouts is not None and not rollouts.exists():
+        raise UserError(f"--rollouts {rollouts}: no such file or folder")
+    run = None if tokens is None else load_run(tokens)
     set_threads(threads, model)
 
     def tell(probed: Probed) -> None:
+        """One line for each step."""
         shares = "norms and shares" if probed.attributed else "norms (no loss_coef, so no shares)"
         typer.echo(
             f"step {probed.step}: {shares} of {probed.tokens} tokens; |ln π − recorded| {probed.logp_gap:.2g} nats"
         )
 
     policy = load_policy(PolicySpec(model=model))
-    probe_trace(run, policy, out, steps=chosen, check=spec.check, on_step=tell, force=force)
+    common: dict[str, Any] = {"steps": chosen, "method": value, "check": spec.check, "on_step": tell, "force": force}
+    if run is not None:
+        probe_trace(run, policy, out, **common)
+    else:
+        assert rollouts is not None
+        probe_rollouts(rollouts, policy, out, temperature=temperature, **common)
     typer.echo(f"Written: {out}/ (try: sharpscope tokens {out} --spikes)")
 
 
@@ -278,7 +349,7 @@ def _write_tokens(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec, out
     typer.echo(
         f"{len(tokens)} completion tokens: score norm ‖∇ ln π‖ (method local) median {norms.median():.3g}, largest {norms.max():.3g}"
     )
-    _save([analysis.token_picture(tokens)], out)
+    save_pictures([analysis.token_picture(tokens)], out)
 
 
 def _recorded(run: Path | None) -> pd.DataFrame | None:
@@ -286,171 +357,3 @@ def _recorded(run: Path | None) -> pd.DataFrame | None:
     from sharpscope.traces import load_run
 
     return None if run is None else load_run(run).probes
-
-
-def _report(found: Found, out: Path, recorded: pd.DataFrame | None) -> None:
-    """Write rows as they are found; then say what they mean, and print them side by side."""
-    import pandas as pd
-
-    from sharpscope import analysis
-    from sharpscope.probes import frame, problems
-
-    tables: list[pd.DataFrame] = []
-    for label, step, measured in found:
-        new = frame(measured.estimates, step)
-        new.insert(1, "checkpoint", label)
-        tables.append(new)
-        out.mkdir(parents=True, exist_ok=True)
-        aside = out / "probes.parquet.tmp"
-        pd.concat(tables, ignore_index=True).to_parquet(aside, index=False)
-        aside.replace(out / "probes.parquet")
-        for problem in problems(measured.estimates):
-            typer.echo(f"  not reliable: {printable(f'{label}: {problem}')}", err=True)
-    if tables:
-        estimates = pd.concat(tables, ignore_index=True)
-        for line in sentences(estimates, recorded):
-            typer.echo(printable(line))
-        _show(estimates)
-        last = estimates[estimates["checkpoint"] == estimates["checkpoint"].iloc[-1]]
-        _save(analysis.probe_pictures(estimates if estimates["step"].nunique() > 1 else last), out)
-    typer.echo(f"written to {out}/: {', '.join(sorted(path.name for path in out.iterdir()))}")
-
-
-def sentences(estimates: pd.DataFrame, recorded: pd.DataFrame | None = None) -> list[str]:
-    """What the estimates say, a sentence or two for each checkpoint and loss, on training prompts where there are some.
-
-    Args:
-        estimates: rows of the `probes` table with a column `checkpoint`.
-        recorded: the `probes` table of the run, for its critical sharpness; None without one.
-    """
-    lines = []
-    sets = estimates["probe_set"].unique()
-    chosen = next((name for name in sets if "/train@" in name), sets[0])
-    for (label, name), rows in estimates[estimates["probe_set"] == chosen].groupby(
-        ["checkpoint", "functional"], sort=False
-    ):
-        values = {row["quantity"]: row for row in rows.to_dict("records")}
-        texts = [_sharpest(values), _stability(values), *_rises(values)]
-        lines += [f"{label}, {name}: {text}" for text in texts if text]
-    if recorded is not None and len(recorded):
-        for step in dict.fromkeys(estimates["step"]):
-            near = recorded[(recorded["step"] <= step) & recorded["value"].notna()].set_index("quantity")
-            last = [near["value"].get(name) for name in ("critical_sharpness", "critical_threshold")]
-            pair = [value if value is None or isinstance(value, float) else value.iloc[-1] for value in last]
-            if all(value is not None for value in pair):
-                lines.append(f"step {step}, last update measured: {critical_sentence(*map(float, pair))}")  # type: ignore[arg-type]
-    return lines
-
-
-def critical_sentence(sharpness: float, threshold: float) -> str:
-    """What a critical sharpness says beside its threshold 2 / learning rate."""
-    factor = threshold / sharpness
-    means = (
-        f"could be {factor:.3g} times longer before it raised"
-        if factor >= 1
-        else f"was {1 / factor:.3g} times too long: it raised"
-    )
-    return f"critical sharpness {sharpness:.3g}, threshold 2/lr = {threshold:.3g}: the update {means} the loss of its batch"
-
-
-def _known(row: dict[str, Any] | None) -> bool:
-    return row is not None and row["value"] is not None and math.isfinite(row["value"])
-
-
-def _sharpest(values: dict[str, dict[str, Any]]) -> str:
-    """The largest eigenvalue, with how sure it is."""
-    row = values.get("largest")
-    if row is None:
-        return ""
-    if not _known(row):
-        return f"no curvature ({row['why']})"
-    error = row["prompt_std_error"]
-    sure = f" ± {error:.2g} over {row['prompts']:.0f} prompts" if math.isfinite(error) else ""
-    doubt = "" if row["converged"] else "; NOT converged"
-    smallest = values.get("smallest")
-    negative = f"; smallest {smallest['value']:.3g}" if smallest is not None and _known(smallest) else ""
-    limit = f"; plain gradient descent is stable along it below lr = {2 / row['value']:.2g}" if row["value"] > 0 else ""
-    return f"sharpest direction: eigenvalue {row['value']:.4g}{sure} (residual {row['residual']:.1g}{doubt}){negative}{limit}"
-
-
-def _stability(values: dict[str, dict[str, Any]]) -> str:
-    """Whether AdamW's step is beyond what the sharpest direction allows."""
-    row, limit = values.get("preconditioned_largest"), values.get("preconditioned_threshold")
-    if row is None or limit is None or not _known(row) or row["value"] <= 0:
-        return ""
-    factor = limit["value"] / row["value"]
-    sure = "" if row["converged"] else " (not converged)"
-    if factor >= 1:
-        return f"AdamW's step is within its stable range by a factor of {factor:.3g} along the sharpest direction{sure}"
-    return f"AdamW's step is BEYOND its stable range by a factor of {1 / factor:.3g} along the sharpest direction{sure}"
-
-
-def _rises(values: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Sharpness with its saturation."""
-    from sharpscope.traces import MAX_SATURATION
-
-    radius = values.get("radius")
-    if radius is not None:
-        found = (
-            f"radius {radius['value']:.3g}, chosen in {radius['samples']:.0f} losses"
-            if _known(radius)
-            else radius["why"]
-        )
-        yield found
-    for kind in ("sam", "asam"):
-        row = values.get(kind)
-        if row is None or not _known(row):
-            continue
-        error = row["prompt_std_error"]
-        sure = f" ± {error:.2g}" if math.isfinite(error) else ""
-        share = row["saturation"]
-        if math.isnan(share):
-            first = values.get(f"{kind}_first_order")
-            bound = f", {row['value'] / first['value']:.2f} of its first-order term" if first and first["value"] else ""
-        elif share > MAX_SATURATION:
-            bound = f", SATURATED: {share:.0%} of the largest possible rise, so it measures accuracy; use a smaller rho"
-        else:
-            bound = f", {share:.1%} of the largest possible rise (its value per unit of 1 − loss)"
-        yield f"{kind.upper()} sharpness at radius {row['rho']:.3g}: {row['value']:.3g}{sure}{bound}"
-
-
-def _show(estimates: pd.DataFrame) -> None:
-    """Print the values, a column for each checkpoint."""
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    from sharpscope.analysis.figures import split_of
-
-    shown = estimates[estimates["quantity"] != "density"]
-    labels = list(dict.fromkeys(shown["checkpoint"]))
-    several = len(labels) > 1
-    columns = [printable(label) for label in labels] if several else ["value", "± s.e.", "± prompts", "saturation"]
-    table = Table(Column("quantity", no_wrap=True), "rho", *columns, "conv.", box=SIMPLE, padding=(0, 1, 0, 0))
-
-    def number(value: Any, digits: int = 4) -> str:
-        return "–" if value is None or math.isnan(value) else f"{value:.{digits}g}"
-
-    for (name, functional), rows in shown.groupby(["probe_set", "functional"], sort=False):
-        table.add_section()
-        table.add_row(Text(f"{functional or 'gradient'}, {split_of(str(name))}", style="bold"))
-        for quantity, same in rows.groupby("quantity", sort=False):
-            first, by_label = same.iloc[0], same.set_index("checkpoint")
-            if several:
-                cells = [number(by_label["value"].get(label)) for label in labels]
-            else:
-                errors = [number(first[name], 2) for name in ("std_error", "prompt_std_error", "saturation")]
-                cells = [number(first["value"]), *errors]
-            good = {True: "yes", False: "NO"}.get(bool(same["converged"].ne(False).all()), "–")
-            direct = same["converged"].isna().all()
-            table.add_row(Text(str(quantity)), number(first["rho"], 3), *cells, "–" if direct else good)
-    Console().print(table)
-
-
-def _save(pictures: Iterable[Picture], out: Path) -> None:
-    from sharpscope.analysis.figures import save
-
-    for picture in pictures:
-        if picture.figure is not None:
-            save(picture.figure, out, picture.name)

@@ -1,8 +1,7 @@
-"""Score norms and attribution of a recorded or imported trace, measured afterwards at a checkpoint."""
+"""Score norms, shares, layers and rotation of a recorded or imported trace, measured afterwards at a checkpoint."""
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
@@ -15,18 +14,23 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from sharpscope.config.method import Method
 from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
-from sharpscope.policy import Policy, completions_of
-from sharpscope.policy.scoring import Scorer
-from sharpscope.probes import attribute, logp_gradient, score_norms
+from sharpscope.policy import Policy
+from sharpscope.probes import attribute, score_norms
 from sharpscope.recording.health import Event
+from sharpscope.recording.norms import layer_groups, norms
+from sharpscope.recording.observers import layer_values, leading
+from sharpscope.recording.replay import StepRows, replay, step_rows
+from sharpscope.recording.rows import rounded
 from sharpscope.traces import TABLES, Run, RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
 from sharpscope.traces.files import now
 
 GAP, WRONG = 0.05, 0.5
 """Mean |ln π of the trace − ln π of the checkpoint| above which an event warns, and above which it is an error [nats]."""
-MICROBATCH = 8192  # tokens of a forward pass
+STATISTICS = ("logit", "entropy", "collision", "polarity", "logit_grad_norm")
+"""Columns of tokens that are filled with the checkpoint's where the trace has none."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Probed:
         step: of the trace.
         tokens: number of tokens measured.
         logp_gap: mean |ln π of the trace − ln π of the checkpoint| [nats]; a checkpoint of another step has a large one.
-        attributed: whether the trace has loss coefficients, so that shares could be computed.
+        attributed: whether there are loss coefficients, of the trace or of a method, so that shares could be computed.
     """
 
     step: int
@@ -46,33 +50,46 @@ class Probed:
     attributed: bool
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """One step: what was measured, columns (tokens,) and JSON columns of the token rows, and rows of its updates."""
+
+    probed: Probed
+    columns: dict[str, np.ndarray]
+    by_layer: list[dict[str, float] | None]
+    updates: list[dict[str, Any]]
+
+
 def probe_trace(
     run: Run,
     policy: Policy,
     out: Path,
     *,
     steps: Sequence[int] | None = None,
+    method: Method | None = None,
     check: Check = "first",
     on_step: Callable[[Probed], None] | None = None,
     force: bool = False,
 ) -> list[Probed]:
-    """Copy a trace with `score_norm_local` and, where it has `loss_coef`, `attribution` at a policy's weights.
+    """Copy a trace with what a recorded step would have had, measured at a policy's weights.
 
-    The gradient of an update is Σ c_t ∇log π_t at these weights; its mean norm over a step's updates becomes `grad_norm` where
-    the trace has none. Everything is exact at the checkpoint, which is the policy of the training at one step only.
+    Tokens get `score_norm_local`, statistics where they have none and, where there are coefficients, `attribution`; updates get
+    the gradient's norm, in all and by layer, where the trace has no rows of them. The gradient of an update is Σ c_t ∇log π_t.
+    Everything is exact at the checkpoint, which is the policy of the training at one step only.
 
     Args:
-        run: with `rollouts.token_ids`, which importers write.
+        run: with `rollouts.token_ids`, which importers and recorders write.
         policy: the checkpoint, in float32 or float64.
         out: folder of the new run.
         steps: to measure; None: all that have tokens.
+        method: whose loss gives the coefficients of a trace that has none, and its rotation; see `replay`.
         check: when the probes compare themselves with autograd.
         on_step: called with what was measured at each step.
         force: accept a checkpoint whose log-probabilities differ from the trace's by more than WRONG.
 
     Raises:
-        UserError: the trace has no token IDs of whole sequences, a step does not exist, an ID is not in the vocabulary, or the
-            checkpoint does not fit.
+        UserError: the trace has no token IDs of whole sequences, a step does not exist, an ID is not in the vocabulary, the
+            checkpoint does not fit, or the method needs what the trace lacks.
     """
     chosen = run.token_steps if steps is None else sorted(set(steps))
     for step in chosen:
@@ -93,38 +110,28 @@ def probe_trace(
     ]
     create_run_info(made, info | {"status": "running", "notes": notes})
     results: list[Probed] = []
+    rows: dict[int, list[dict[str, Any]]] = {}
     try:
         with RunLock(made), TraceWriter(made) as writer:
-            steps_table = run.arrow("steps")
-            norms: dict[int, float] = {}
             for step in run.token_steps:
                 tokens = run.arrow("tokens", [step])
                 if step in chosen:
-                    measured, columns, norm = _measure(run, step, tokens, policy, check)
-                    tokens = _with(tokens, columns)
-                    results.append(measured)
-                    if norm is not None:
-                        norms[step] = norm
-                    if measured.logp_gap > WRONG and not force:
-                        raise UserError(
-                            f"--model: its log-probabilities at step {step} differ from the recorded ones by {measured.logp_gap:.2g} nats a "
-                            f"token (limit {WRONG:g}), so it is not the policy of that step; give that step's checkpoint, or add --force"
-                        )
-                    if measured.logp_gap > GAP:
-                        text = (
-                            "the checkpoint's log-probabilities are not those of the trace: it is of another step, or the trainer "
-                            "used another temperature or precision; norms and shares are the checkpoint's"
-                        )
-                        event = Event(step, "checkpoint_mismatch", "warning", measured.logp_gap, GAP, "warn", text)
-                        writer.append("events", {name: [value] for name, value in event.row().items()})
+                    measured = _measure(step_rows(run, step, tokens, policy), method, check)
+                    tokens = _with(tokens, measured.columns, measured.by_layer)
+                    results.append(measured.probed)
+                    rows[step] = measured.updates
+                    _judge(measured.probed, writer, force)
                     if on_step is not None:
-                        on_step(measured)
+                        on_step(measured.probed)
                 writer.append_table("tokens", tokens)
                 writer.flush()
             for table in TABLES:
                 if table not in ("tokens", "steps"):
                     writer.append_table(table, run.arrow(table))
-            writer.append_table("steps", _with_norms(steps_table, norms))
+            known = set(run.updates["step"])
+            for update in (update for step, own in rows.items() if step not in known for update in own):
+                writer.append("updates", update)
+            writer.append_table("steps", _with_norms(run.arrow("steps"), rows))
     except BaseException:
         shutil.rmtree(made)  # it was new or empty
         raise
@@ -133,118 +140,126 @@ def probe_trace(
     return results
 
 
-def _measure(
-    run: Run, step: int, tokens: pa.Table, policy: Policy, check: Check
-) -> tuple[Probed, dict[str, np.ndarray], float | None]:
-    """What was measured, columns (n,) for the step's token rows, and the mean norm of its updates' gradients."""
-    rollouts = run.rollouts[run.rollouts["step"] == step].dropna(subset=["token_ids"]).sort_values("rollout")
-    if rollouts.empty:
+def _judge(probed: Probed, writer: TraceWriter, force: bool) -> None:
+    """Raise UserError if the checkpoint does not fit the trace; write an event if it fits badly."""
+    step, gap = probed.step, probed.logp_gap
+    if gap > WRONG and not force:
         raise UserError(
-            f"step {step}: no completion has token IDs; leave the step out with --steps, or import the run again"
+            f"--model: its log-probabilities at step {step} differ from the recorded ones by {gap:.2g} nats a token (limit "
+            f"{WRONG:g}), so it is not the policy of that step; give that step's checkpoint, or add --force"
         )
-    row_of = {int(rollout): row for row, rollout in enumerate(rollouts["rollout"])}
-    ids = [json.loads(text) for text in rollouts["token_ids"]]
-    cut = [int(length) for length in rollouts["prompt_tokens"]]
-    size = policy.head.weight.shape[0]
-    largest = max(max(row, default=0) for row in ids)
-    if largest >= size:
-        raise UserError(
-            f"--model: token ID {largest} of step {step} is not among its {size}; give the model of this training"
+    if gap > GAP:
+        text = (
+            "the checkpoint's log-probabilities are not those of the trace: it is of another step, or the trainer used another "
+            "temperature or precision; norms and shares are the checkpoint's"
         )
-    frame = tokens.select(["rollout", "position", "token_id", "update", "logp", "loss_coef"]).to_pandas()
-    row = np.array([row_of.get(int(rollout), -1) for rollout in frame["rollout"]])
-    position = frame["position"].to_numpy()
-    known = row >= 0
-    for r, p, token in zip(row[known], position[known], frame["token_id"][known], strict=True):
-        if cut[r] + p >= len(ids[r]) or ids[r][cut[r] + p] != token:
-            raise UserError(f"step {step}: token_ids of a completion are not those of its tokens; import the run again")
-    counted = [[False] * (len(one) - c) for one, c in zip(ids, cut, strict=True)]
-    for r, p in zip(row[known], position[known], strict=True):
-        counted[r][p] = True
-    made = completions_of(
-        [one[:c] for one, c in zip(ids, cut, strict=True)],
-        [one[c:] for one, c in zip(ids, cut, strict=True)],
-        counted,
-        policy.device,
-    )
-    temperature = float((run.config.get("rollout") or {}).get("temperature", 1.0))
-    scorer = Scorer(policy.model, temperature, MICROBATCH, share_prompt=False, compute=policy.compute)
-    logp = scorer.statistics(made.with_reward(torch.zeros(len(ids)))).logp.double().cpu()
-    at = (torch.tensor(row[known]), torch.tensor(position[known]))
-    gap = float(np.abs(logp[at].numpy() - frame["logp"].to_numpy(dtype=float)[known]).mean())
-    width = made.prompt_width
-    mask = torch.cat([torch.zeros_like(made.input_ids[:, :width]), made.completion_mask], 1)
-    norms = score_norms(
-        policy.model,
-        made.input_ids,
-        mask,
+        event = Event(step, "checkpoint_mismatch", "warning", gap, GAP, "warn", text)
+        writer.append("events", {name: [value] for name, value in event.row().items()})
+
+
+def _measure(rows: StepRows, method: Method | None, check: Check) -> _Measured:
+    """Statistics, norms and, where there are coefficients, shares and gradients of one step."""
+    frame, known = rows.frame, rows.known
+    gap = float(np.nanmean(np.abs(rows.column(rows.stats.logp) - frame["logp"].to_numpy(dtype=float))))
+    columns = {
+        name: rows.column(getattr(rows.stats, name)) for name in STATISTICS if frame.loc[known, name].isna().all()
+    }
+    if method is not None:
+        made = replay(rows, method, check)
+        columns |= {name: rows.column(values) for name, values in made.tokens.items()}
+        frame = frame.assign(**{name: columns[name] for name in ("loss_coef", "update")})
+        rows = StepRows(rows.step, rows.policy, rows.temperature, rows.rollouts, frame, known, rows.at)
+    given = rows.rollouts
+    found = score_norms(
+        rows.policy.model,
+        given.input_ids,
+        rows.mask,
         method="local",
-        attention_mask=made.attention_mask,
-        temperature=temperature,
+        attention_mask=given.attention_mask,
+        temperature=rows.temperature,
         check=check,
-    ).values[:, width:]
-    columns = {"score_norm_local": _spread(norms, at, known)}
+    )
+    width = given.prompt_width
+    local = found.values[:, width:]
+    columns["score_norm_local"] = rows.column(local)
     coef = frame["loss_coef"].to_numpy(dtype=float)
     attributed = bool(np.isfinite(coef[known]).all() and known.any())
-    norm = None
+    by_layer: list[dict[str, float] | None] = [None] * len(frame)
+    updates: list[dict[str, Any]] = []
     if attributed:
-        shares, norm = _shares(policy, made, mask, frame, row, known, temperature, check)
-        columns["attribution"] = _spread(shares, at, known)
-    return Probed(step, int(known.sum()), gap, attributed), columns, norm
+        shares, updates = _shares(rows, check)
+        columns["attribution"] = rows.column(shares)
+        size = torch.nan_to_num(rows.tensor("loss_coef")).abs() * local.double().cpu()
+        place = {
+            at: index
+            for index, at in zip(np.flatnonzero(known), zip(*map(Tensor.tolist, rows.at), strict=True), strict=True)
+        }
+        for r, p in zip(*map(Tensor.tolist, leading(size)), strict=True):
+            by_layer[place[r, p]] = rounded(layer_values(found.groups, (r, p + width)))
+    if method is not None and updates:
+        updates[0] |= {name: value if math.isfinite(value) else None for name, value in made.rotation.items()}
+    return _Measured(Probed(rows.step, int(known.sum()), gap, attributed), columns, by_layer, updates)
 
 
-def _shares(
-    policy: Policy,
-    made: Any,
-    mask: Tensor,
-    frame: Any,
-    row: np.ndarray,
-    known: np.ndarray,
-    temperature: float,
-    check: Check,
-) -> tuple[Tensor, float]:
-    """(N, T) shares of ‖∇L‖² of each token's update, and the mean of ‖∇L‖ over the updates."""
-    width, device = made.prompt_width, made.input_ids.device
-    shares = torch.zeros(made.completion_mask.shape, dtype=torch.float64)
-    updates = frame["update"].fillna(0).to_numpy(dtype=int)
-    sizes = []
-    for update in np.unique(updates[known]):
-        mine = known & (updates == update)
-        at = (torch.tensor(row[mine]), torch.tensor(frame["position"].to_numpy()[mine]))
-        coef = torch.zeros(mask.shape, dtype=next(policy.model.parameters()).dtype)
-        coef[at[0], at[1] + width] = torch.tensor(frame["loss_coef"].to_numpy(dtype=float)[mine]).to(coef)
-        coef = coef.to(device)
-        given = (policy.model, made.input_ids, mask, coef)
-        gradient = logp_gradient(*given, made.attention_mask, temperature, check=check)
-        square = math.fsum(float(part.double().square().sum()) for part in gradient)
-        sizes.append(math.sqrt(square))
-        if square > 0:
-            along = attribute(*given, gradient, made.attention_mask, temperature, check=check)
-            shares[at] = along[:, width:].double().cpu()[at] / square
-    return shares, math.fsum(sizes) / len(sizes)
+def _shares(rows: StepRows, check: Check) -> tuple[Tensor, list[dict[str, Any]]]:
+    """(N, T) shares of ‖∇L‖² of each token's update, and the rows of the updates table."""
+    model, given = rows.policy.model, rows.rollouts
+    shares = torch.zeros(given.completion_mask.shape, dtype=torch.float64)
+    parameters, groups = [p for p in model.parameters() if p.requires_grad], layer_groups(model)
+    coef, update, ratio = (rows.tensor(name) for name in ("loss_coef", "update", "ratio"))
+    update = torch.nan_to_num(update)
+    made: list[dict[str, Any]] = []
+    for index in update[rows.at].unique().tolist():
+        own = (update == index) & given.completion_mask.bool().cpu()
+        part = torch.where(own, coef, 0.0)
+        gradient = rows.gradient(part, check)
+        size = norms(zip(parameters, gradient, strict=True), groups)
+        ratios = ratio[own][ratio[own].isfinite()]
+        made.append(
+            {
+                "step": rows.step,
+                "update": int(index),
+                "skipped": False,
+                "grad_norm": size.total,
+                "grad_norm_by_layer": [rounded(size.layers)],
+                "tokens": int(own.sum()),
+                "ratio_min": float(ratios.min()) if len(ratios) else None,
+                "ratio_max": float(ratios.max()) if len(ratios) else None,
+            }
+        )
+        if size.total > 0:
+            ids, attention = given.input_ids, given.attention_mask
+            along = attribute(
+                model, ids, rows.mask, rows.wide(part), gradient, attention, rows.temperature, check=check
+            )
+            shares = torch.where(own, along[:, given.prompt_width :].double().cpu() / size.total**2, shares)
+    return shares, made
 
 
-def _spread(values: Tensor, at: tuple[Tensor, Tensor], known: np.ndarray) -> np.ndarray:
-    """The values of the token rows that are known; NaN for the others."""
-    column = np.full(len(known), np.nan)
-    column[known] = values.detach().double().cpu()[at].numpy()
-    return column
-
-
-def _with(table: pa.Table, columns: dict[str, np.ndarray]) -> pa.Table:
+def _with(table: pa.Table, columns: dict[str, np.ndarray], by_layer: list[dict[str, float] | None]) -> pa.Table:
     """The table with new columns in place of its own; NaN becomes null."""
-    for name, values in columns.items():
+    import json
+
+    arrays = {name: pa.array(values, mask=np.isnan(values)) for name, values in columns.items()}
+    if any(by_layer):
+        arrays["score_norm_by_layer"] = pa.array([None if one is None else json.dumps(one) for one in by_layer])
+    for name, array in arrays.items():
         index = table.schema.get_field_index(name)
-        array = pa.array(values, table.schema.field(index).type, mask=np.isnan(values))
-        table = table.set_column(index, table.schema.field(index), array)
+        table = table.set_column(index, table.schema.field(index), array.cast(table.schema.field(index).type))
     return table
 
 
-def _with_norms(steps: pa.Table, norms: dict[int, float]) -> pa.Table:
-    """The steps with the gradient norms measured, where they have none."""
-    old = steps["grad_norm"].to_pylist()
-    new = [norms.get(step) if norm is None else norm for step, norm in zip(steps["step"].to_pylist(), old, strict=True)]
-    return _with(steps, {"grad_norm": np.array([math.nan if value is None else value for value in new], dtype=float)})
+def _with_norms(steps: pa.Table, rows: dict[int, list[dict[str, Any]]]) -> pa.Table:
+    """The steps with the gradient norms and rotations measured, where they have none."""
+    for name in ("grad_norm", "gradient_rotation", "gradient_scale", "noise_rotation"):
+        means = {step: [u[name] for u in own if u.get(name) is not None] for step, own in rows.items()}
+        found = [
+            (math.fsum(values) / len(values) if (values := means.get(step)) else None) if old is None else old
+            for step, old in zip(steps["step"].to_pylist(), steps[name].to_pylist(), strict=True)
+        ]
+        index = steps.schema.get_field_index(name)
+        steps = steps.set_column(index, steps.schema.field(index), pa.array(found, pa.float64()))
+    return steps
 
 
 def _copy_tokenizer(run: Run, made: Path, policy: Policy) -> None:

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 import sharpscope
-from sharpscope.cli import probing
+from sharpscope.cli import probe_output, probing
 from sharpscope.errors import UserError
 from tests.cli.invoking import GRPO, invoke
 
@@ -99,17 +99,17 @@ def test_the_sentences_say_what_the_numbers_mean():
         row("sam", 0.2, prompt_std_error=0.01, saturation=0.5),
         row("asam", 0.05, saturation=0.125),
     ]
-    found = probing.sentences(pd.DataFrame(rows))
+    found = probe_output.sentences(pd.DataFrame(rows))
     assert "eigenvalue 100 ± 5 over 12 prompts" in found[0] and "below lr = 0.02" in found[0]
     assert "within its stable range by a factor of 2" in found[1]
     assert "SATURATED: 50%" in found[2] and "12.5% of the largest possible rise" in found[3]
     rows[1]["value"] = 4000.0
-    assert "BEYOND its stable range by a factor of 4" in probing.sentences(pd.DataFrame(rows))[1]
+    assert "BEYOND its stable range by a factor of 4" in probe_output.sentences(pd.DataFrame(rows))[1]
     recorded = pd.DataFrame(
         {"step": [2, 2], "quantity": ["critical_sharpness", "critical_threshold"], "value": [10.0, 140.0]}
     )
-    assert "could be 14 times longer" in probing.sentences(pd.DataFrame(rows), recorded)[-1]
-    assert "was 2 times too long" in probing.critical_sentence(280.0, 140.0)
+    assert "could be 14 times longer" in probe_output.sentences(pd.DataFrame(rows), recorded)[-1]
+    assert "was 2 times too long" in probe_output.critical_sentence(280.0, 140.0)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from sharpscope.errors import UserError
 from sharpscope.integrations.completions import Labels
 from sharpscope.integrations.importers import import_files
 from sharpscope.policy import PolicySpec, load_policy
-from sharpscope.recording.from_checkpoint import probe_trace
+from sharpscope.recording.from_checkpoint import STATISTICS, probe_trace
 from tests.integrations.trainers import small_model, tokenizer
 from tests.oracles.supervised import row_logp, tokens_of
 
@@ -64,7 +64,8 @@ def test_norms_and_shares_are_autograds(checkpoint: Path, tmp_path: Path):
     assert run.tokens(steps=[1])["attribution"].isna().all() and np.isnan(run.steps["grad_norm"][0])
     assert run.events.empty and "measured afterwards" in run.info["notes"][-1]
     old, new = source.tokens(), run.tokens()
-    columns = [name for name in old.columns if name not in ("attribution", "score_norm_local")]
+    measured = ("attribution", "score_norm_local", "score_norm_by_layer", *STATISTICS)
+    columns = [name for name in old.columns if name not in measured]
     assert old[columns].equals(new[columns]) and source.rollouts.equals(run.rollouts)
 
 

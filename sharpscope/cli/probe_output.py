@@ -1,0 +1,190 @@
+"""What `sharpscope probe` prints and writes: sentences, values side by side, figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from sharpscope.cli.console import printable
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from sharpscope.analysis.figures import Picture
+    from sharpscope.probes import Measured
+
+Found = Iterator[tuple[str, int, "Measured"]]
+"""Label of the checkpoint, its step (0 for a model), and what was measured."""
+
+
+def report(found: Found, out: Path, recorded: pd.DataFrame | None) -> None:
+    """Write rows as they are found; then say what they mean, and print them side by side."""
+    import pandas as pd
+
+    from sharpscope import analysis
+    from sharpscope.probes import frame, problems
+
+    tables: list[pd.DataFrame] = []
+    for label, step, measured in found:
+        new = frame(measured.estimates, step)
+        new.insert(1, "checkpoint", label)
+        tables.append(new)
+        out.mkdir(parents=True, exist_ok=True)
+        aside = out / "probes.parquet.tmp"
+        pd.concat(tables, ignore_index=True).to_parquet(aside, index=False)
+        aside.replace(out / "probes.parquet")
+        for problem in problems(measured.estimates):
+            typer.echo(f"  not reliable: {printable(f'{label}: {problem}')}", err=True)
+    if tables:
+        estimates = pd.concat(tables, ignore_index=True)
+        for line in sentences(estimates, recorded):
+            typer.echo(printable(line))
+        _show(estimates)
+        last = estimates[estimates["checkpoint"] == estimates["checkpoint"].iloc[-1]]
+        save_pictures(analysis.probe_pictures(estimates if estimates["step"].nunique() > 1 else last), out)
+    typer.echo(f"written to {out}/: {', '.join(sorted(path.name for path in out.iterdir()))}")
+
+
+def sentences(estimates: pd.DataFrame, recorded: pd.DataFrame | None = None) -> list[str]:
+    """What the estimates say, a sentence or two for each checkpoint and loss, on training prompts where there are some.
+
+    Args:
+        estimates: rows of the `probes` table with a column `checkpoint`.
+        recorded: the `probes` table of the run, for its critical sharpness; None without one.
+    """
+    lines = []
+    sets = estimates["probe_set"].unique()
+    chosen = next((name for name in sets if "/train@" in name), sets[0])
+    for (label, name), rows in estimates[estimates["probe_set"] == chosen].groupby(
+        ["checkpoint", "functional"], sort=False
+    ):
+        values = {row["quantity"]: row for row in rows.to_dict("records")}
+        texts = [_sharpest(values), _stability(values), *_rises(values)]
+        lines += [f"{label}, {name}: {text}" for text in texts if text]
+    if recorded is not None and len(recorded):
+        for step in dict.fromkeys(estimates["step"]):
+            near = recorded[(recorded["step"] <= step) & recorded["value"].notna()].set_index("quantity")
+            last = [near["value"].get(name) for name in ("critical_sharpness", "critical_threshold")]
+            pair = [value if value is None or isinstance(value, float) else value.iloc[-1] for value in last]
+            if all(value is not None for value in pair):
+                lines.append(f"step {step}, last update measured: {critical_sentence(*map(float, pair))}")  # type: ignore[arg-type]
+    return lines
+
+
+def critical_sentence(sharpness: float, threshold: float) -> str:
+    """What a critical sharpness says beside its threshold 2 / learning rate."""
+    factor = threshold / sharpness
+    means = (
+        f"could be {factor:.3g} times longer before it raised"
+        if factor >= 1
+        else f"was {1 / factor:.3g} times too long: it raised"
+    )
+    return f"critical sharpness {sharpness:.3g}, threshold 2/lr = {threshold:.3g}: the update {means} the loss of its batch"
+
+
+def _known(row: dict[str, Any] | None) -> bool:
+    return row is not None and row["value"] is not None and math.isfinite(row["value"])
+
+
+def _sharpest(values: dict[str, dict[str, Any]]) -> str:
+    """The largest eigenvalue, with how sure it is."""
+    row = values.get("largest")
+    if row is None:
+        return ""
+    if not _known(row):
+        return f"no curvature ({row['why']})"
+    error = row["prompt_std_error"]
+    sure = f" ± {error:.2g} over {row['prompts']:.0f} prompts" if math.isfinite(error) else ""
+    doubt = "" if row["converged"] else "; NOT converged"
+    smallest = values.get("smallest")
+    negative = f"; smallest {smallest['value']:.3g}" if smallest is not None and _known(smallest) else ""
+    limit = f"; plain gradient descent is stable along it below lr = {2 / row['value']:.2g}" if row["value"] > 0 else ""
+    return f"sharpest direction: eigenvalue {row['value']:.4g}{sure} (residual {row['residual']:.1g}{doubt}){negative}{limit}"
+
+
+def _stability(values: dict[str, dict[str, Any]]) -> str:
+    """Whether AdamW's step is beyond what the sharpest direction allows."""
+    row, limit = values.get("preconditioned_largest"), values.get("preconditioned_threshold")
+    if row is None or limit is None or not _known(row) or row["value"] <= 0:
+        return ""
+    factor = limit["value"] / row["value"]
+    sure = "" if row["converged"] else " (not converged)"
+    if factor >= 1:
+        return f"AdamW's step is within its stable range by a factor of {factor:.3g} along the sharpest direction{sure}"
+    return f"AdamW's step is BEYOND its stable range by a factor of {1 / factor:.3g} along the sharpest direction{sure}"
+
+
+def _rises(values: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Sharpness with its saturation."""
+    from sharpscope.traces import MAX_SATURATION
+
+    radius = values.get("radius")
+    if radius is not None:
+        found = (
+            f"radius {radius['value']:.3g}, chosen in {radius['samples']:.0f} losses"
+            if _known(radius)
+            else radius["why"]
+        )
+        yield found
+    for kind in ("sam", "asam"):
+        row = values.get(kind)
+        if row is None or not _known(row):
+            continue
+        error = row["prompt_std_error"]
+        sure = f" ± {error:.2g}" if math.isfinite(error) else ""
+        share = row["saturation"]
+        if math.isnan(share):
+            first = values.get(f"{kind}_first_order")
+            bound = f", {row['value'] / first['value']:.2f} of its first-order term" if first and first["value"] else ""
+        elif share > MAX_SATURATION:
+            bound = f", SATURATED: {share:.0%} of the largest possible rise, so it measures accuracy; use a smaller rho"
+        else:
+            bound = f", {share:.1%} of the largest possible rise (its value per unit of 1 − loss)"
+        yield f"{kind.upper()} sharpness at radius {row['rho']:.3g}: {row['value']:.3g}{sure}{bound}"
+
+
+def _show(estimates: pd.DataFrame) -> None:
+    """Print the values, a column for each checkpoint."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    from sharpscope.analysis.figures import split_of
+
+    shown = estimates[estimates["quantity"] != "density"]
+    labels = list(dict.fromkeys(shown["checkpoint"]))
+    several = len(labels) > 1
+    columns = [printable(label) for label in labels] if several else ["value", "± s.e.", "± prompts", "saturation"]
+    table = Table(Column("quantity", no_wrap=True), "rho", *columns, "conv.", box=SIMPLE, padding=(0, 1, 0, 0))
+
+    def number(value: Any, digits: int = 4) -> str:
+        return "–" if value is None or math.isnan(value) else f"{value:.{digits}g}"
+
+    for (name, functional), rows in shown.groupby(["probe_set", "functional"], sort=False):
+        table.add_section()
+        table.add_row(Text(f"{functional or 'gradient'}, {split_of(str(name))}", style="bold"))
+        for quantity, same in rows.groupby("quantity", sort=False):
+            first, by_label = same.iloc[0], same.set_index("checkpoint")
+            if several:
+                cells = [number(by_label["value"].get(label)) for label in labels]
+            else:
+                errors = [number(first[name], 2) for name in ("std_error", "prompt_std_error", "saturation")]
+                cells = [number(first["value"]), *errors]
+            good = {True: "yes", False: "NO"}.get(bool(same["converged"].ne(False).all()), "–")
+            direct = same["converged"].isna().all()
+            table.add_row(Text(str(quantity)), number(first["rho"], 3), *cells, "–" if direct else good)
+    Console().print(table)
+
+
+def save_pictures(pictures: Iterable[Picture], out: Path) -> None:
+    """Write the figures to a folder."""
+    from sharpscope.analysis.figures import save
+
+    for picture in pictures:
+        if picture.figure is not None:
+            save(picture.figure, out, picture.name)
