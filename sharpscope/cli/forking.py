@@ -130,7 +130,7 @@ def fork(
     kind, _, count = without_tokens.partition(":")
     if kind != "top" or not count.isdecimal() or not int(count):
         raise UserError(f"--without-tokens {without_tokens}: give the number of leading tokens, as in top:12")
-    _without(run, step, int(count), **common, **settings)
+    _without(run, step, int(count), model=model, task=task, **common, **settings)
 
 
 def _finished(work: Callable[[], T]) -> T:

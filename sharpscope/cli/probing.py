@@ -301,7 +301,7 @@ def _afterwards(
     force: bool,
 ) -> None:
     """Copy an imported run, or write a dumped batch as a run, with what a recorded step would have had at `model`."""
-    from sharpscope.config import parse_method
+    from sharpscope.config.methods import parse_method
     from sharpscope.errors import UserError
     from sharpscope.integrations.replay import probe_rollouts
     from sharpscope.policy import PolicySpec, load_policy

@@ -471,7 +471,7 @@ class Start(State):
             self.make_step(learner, method, order, number)
             tell(f"step {self.step + 1 + number} made again, {steps - 1 - number} to go")
         self.step, self._cursor = self.step + steps, order.cursor
-        self._entropy = dict(vars(learner.entropy_control))
+        self._state = dict(vars(learner.state))
         self.lr = positive_learning_rate(self.config, min(self.step + 1, self.config.steps))
         self.snapshot = Snapshot(self.policy.model, self.optimizer, self.proximal)
 

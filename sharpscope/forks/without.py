@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,19 +18,21 @@ import torch
 from torch import Tensor
 
 from sharpscope.config import ForkSpec, RunConfig, validate
+from sharpscope.config.probes import ProbesSpec
 from sharpscope.errors import UserError
 from sharpscope.forks.outcomes import FixedRollouts, Reading, failure_objective
 from sharpscope.forks.start import Start, resolve, usable_checkpoints
-from sharpscope.policy import Rollouts
+from sharpscope.policy import Policy, Rollouts
 from sharpscope.policy.generation import draw_scored
 from sharpscope.policy.scoring import Scorer
-from sharpscope.probes import Objective, Sharpness, attribute, limited_surface, sharpness
+from sharpscope.probes import Drawn, Objective, Sharpness, attribute, limited_surface, rollout_batch, sharpness
 from sharpscope.probes.perturbation import find_radius
 from sharpscope.probes.surface import Surface
 from sharpscope.recording.environment import set_threads
+from sharpscope.recording.probe_sets import Drawer
 from sharpscope.recording.step import PendingUpdate, UpdateResult
 from sharpscope.seeds import generator
-from sharpscope.tasks import make_task
+from sharpscope.tasks import Example, Task, make_task
 from sharpscope.traces import MAX_SATURATION, Run, RunLock, TraceWriter, load_run, update_run_info
 
 Tell = Callable[[str], None]
@@ -48,12 +50,20 @@ class Leading:
     others: list[tuple[int, int]]
 
 
-class RecordedStep(Protocol):
-    """A step of a run that can be made again from its state."""
+class StepAgain(Protocol):
+    """A step of a run that can be made again from its state.
+
+    Attributes:
+        step: of the run.
+        scorer: of the policy.
+        rollouts: of the step.
+        outcomes: measures the present weights.
+    """
 
     step: int
     scorer: Scorer
     rollouts: Rollouts
+    outcomes: Outcomes
 
     def update(self, without: Tensor | None, observe: Callable[[PendingUpdate], None] | None) -> Sequence[UpdateResult]:
         """Restore the state and make the step; the model keeps its weights."""
@@ -61,8 +71,84 @@ class RecordedStep(Protocol):
     def restore(self) -> None:
         """Put the state back."""
 
+
+@dataclass
+class Outcomes:
+    """What is measured of the present weights; the first measurement is that of the state.
+
+    Attributes:
+        scorer: of the policy.
+        fixed: completions of the state, on whose tokens entropy and KL are measured.
+        probes: settings of the sharpness.
+        temperature: of the policy.
+        held_out: draws completions of held-out prompts: sampled ones, and the greedy answers' success; None: there are no prompts.
+        rho: radius of the sharpness; replaced where its rise at the state is a large part of the ceiling.
+    """
+
+    scorer: Scorer
+    fixed: FixedRollouts
+    probes: ProbesSpec
+    temperature: float
+    held_out: Callable[[], tuple[Drawn, Tensor]] | None
+    rho: float | None = None
+    before: dict[str, Tensor] = field(default_factory=dict)  # accuracy of each prompt at the state, by outcome
+
     def measure(self) -> dict[str, Reading]:
-        """Outcomes of the present weights."""
+        """Accuracy on held-out prompts, entropy and KL at fixed completions, sharpness on the present policy's own completions.
+
+        Without held-out prompts there is no accuracy, and the sharpness is that of the nll of the fixed completions.
+        """
+        stats, first = self.scorer.statistics(self.fixed.rollouts), not self.before
+        found = {"entropy": Reading(self.fixed.entropy(stats)), "kl": Reading(self.fixed.kl(stats.logp))}
+        objective = Objective("nll", rollout_batch(self.fixed.rollouts), self.temperature)
+        if self.held_out is not None:
+            drawn, greedy = self.held_out()
+            _, prompt = drawn.rollouts.group.cpu().unique(return_inverse=True)
+            sums = torch.zeros(len(greedy), dtype=torch.float64).index_add_(0, prompt, drawn.correct.double().cpu())
+            correct = {"accuracy_greedy": greedy.double(), "accuracy": sums / torch.bincount(prompt)}  # (prompts,)
+            for name, values in correct.items():
+                change = values - self.before.setdefault(name, values)
+                found[name] = Reading(float(values.mean()), float(change.std()) / math.sqrt(len(change)))
+            own = FixedRollouts(drawn.rollouts, drawn.correct, self.scorer.statistics(drawn.rollouts))
+            objective = failure_objective(own, self.temperature)
+        self.before.setdefault("measured", torch.ones(1))
+        return found | self._sharpness(objective, first)
+
+    def _sharpness(self, objective: Objective, first: bool) -> dict[str, Reading]:
+        """SAM sharpness at a radius whose rise is no large part of its ceiling at the state, with that part."""
+        with limited_surface(self.scorer.model, objective, self.probes) as surface:
+            at = surface.gradient()
+            found = self._sam(surface, at)
+            if first and objective.name == "nll" and found is None:
+                self.rho = 0.05 * at[0] / max(float(at[1].double().norm()), 1e-12)  # a rise of about 5 % of the loss
+                found = self._sam(surface, at)
+            elif first and not (found and found.value <= MAX_SATURATION * found.ceiling):
+                self.rho = find_radius(surface).rho
+                found = self._sam(surface, at)
+        if found is None:
+            return {"sam_sharpness": Reading(math.nan), "saturation": Reading(math.nan)}
+        share = {} if math.isnan(found.ceiling) else {"saturation": Reading(found.value / found.ceiling)}
+        return {"sam_sharpness": Reading(found.value)} | share
+
+    def _sam(self, surface: Surface, at: tuple[float, Tensor]) -> Sharpness | None:
+        """SAM sharpness at the radius; None without a radius or a gradient."""
+        if self.rho is None or not math.isfinite(self.rho) or not bool(at[1].any()):
+            return None
+        return sharpness(surface, None, self.rho, "sam", at=at)
+
+
+def drawn_by(
+    config: RunConfig, policy: Policy, task: Task, examples: Sequence[Example], samples: int, seed: int
+) -> Callable[[], tuple[Drawn, Tensor]]:
+    """Draws of the present policy for `Outcomes.held_out`, with the same random numbers each time."""
+    drawer = Drawer(config, policy, task)
+    greedy = config.rollout.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0, "backend": None})
+
+    def draw() -> tuple[Drawn, Tensor]:
+        _, rewards = draw_scored(policy, task, examples, 1, greedy, 0)
+        return drawer(examples, samples, seed), torch.tensor([float(reward.correct) for reward in rewards])
+
+    return draw
 
 
 class OwnStep:
@@ -71,17 +157,21 @@ class OwnStep:
     def __init__(self, config: RunConfig, run: Path, step: int, spec: ForkSpec, tell: Tell) -> None:
         saved = {at: folder for at, folder in usable_checkpoints(run).items() if at < step}
         nearest = max(saved, default=0)
-        self.start = Start(config, spec, {"own": config.method}, saved.get(nearest), make_task(config.task))
+        start = self.start = Start(config, spec, {"own": config.method}, saved.get(nearest), make_task(config.task))
         if nearest + 1 < step:
             tell(f"the nearest checkpoint is of step {nearest}: steps {nearest + 1} to {step - 1} are made again")
-        self.start.advance(step - 1 - nearest, tell)
-        self.step, self.scorer, self.spec = step, self.start.scorer, spec
-        self.rollouts = self.start.rollouts(next(iter(self.start.methods.values())), 0).rollouts
-        self.fixed = self.start.fixed("heldout", 0)
-        self.examples = self.start.heldout_examples(0)
-        self.rho = self.start.run_radius
-        self.chosen = False  # whether the radius has been judged at the state
-        self.before: dict[str, Tensor] = {}  # accuracy of each prompt at the state, by outcome
+        start.advance(step - 1 - nearest, tell)
+        self.step, self.scorer = step, start.scorer
+        self.rollouts = start.rollouts(start.methods["own"], 0).rollouts
+        seed, examples = start.draw_seed("heldout", 0), start.heldout_examples(0)
+        draw = drawn_by(config, start.policy, start.task, examples, spec.samples, seed)
+        fixed, temperature = start.fixed("heldout", 0), config.rollout.temperature
+        self.outcomes = Outcomes(self.scorer, fixed, config.probes, temperature, draw, start.run_radius)
+        texts = [row["completion"] for row in recorded_rows(run, step)]
+        if texts and texts != list(self.rollouts.texts):
+            tell(
+                f"the completions of step {step} are not those that the run recorded: it ran on another machine or version"
+            )
 
     def restore(self) -> None:
         """Put the state back."""
@@ -91,50 +181,14 @@ class OwnStep:
         """Restore the state and make the step; the model keeps its weights."""
         return self.start.update("own", 0, without=without, before_step=observe).results[0].updates
 
-    def measure(self) -> dict[str, Reading]:
-        """Accuracy on held-out prompts, entropy and KL at fixed completions, sharpness on the present policy's own completions."""
-        start, samples = self.start, self.spec.samples
-        sampled = start.drawer(self.examples, samples, start.draw_seed("heldout", 0))
-        greedy = start.config.rollout.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0, "backend": None})
-        _, rewards = draw_scored(start.policy, start.task, self.examples, 1, greedy, 0)
-        correct = {
-            "accuracy_greedy": torch.tensor([float(reward.correct) for reward in rewards], dtype=torch.float64),
-            "accuracy": sampled.correct.double().cpu().view(len(self.examples), samples).mean(1),
-        }
-        found = {}
-        for name, values in correct.items():  # (prompts,)
-            change = values - self.before.setdefault(name, values)
-            found[name] = Reading(float(values.mean()), float(change.std()) / math.sqrt(len(change)))
-        stats = self.scorer.statistics(self.fixed.rollouts)
-        found |= {"entropy": Reading(self.fixed.entropy(stats)), "kl": Reading(self.fixed.kl(stats.logp))}
-        own = FixedRollouts(sampled.rollouts, sampled.correct, self.scorer.statistics(sampled.rollouts))
-        objective = failure_objective(own, start.config.rollout.temperature)
-        return found | self._sharpness(objective)
 
-    def _sharpness(self, objective: Objective) -> dict[str, Reading]:
-        """SAM sharpness at a radius whose rise is no large part of its ceiling at the state."""
-        start = self.start
-        with limited_surface(start.policy.model, objective, start.config.probes) as surface:
-            at = surface.gradient()
-            found = self._sam(surface, at)
-            if not self.chosen and not (found and found.value <= MAX_SATURATION * found.ceiling):
-                self.rho = find_radius(surface).rho
-                found = self._sam(surface, at)
-        self.chosen = True
-        if found is None:
-            return {"sam_sharpness": Reading(math.nan), "saturation": Reading(math.nan)}
-        return {"sam_sharpness": Reading(found.value), "saturation": Reading(found.value / found.ceiling)}
-
-    def _sam(self, surface: Surface, at: tuple[float, Tensor]) -> Sharpness | None:
-        """SAM sharpness at the radius; None without a radius or a gradient."""
-        if self.rho is None or not math.isfinite(self.rho) or not bool(at[1].any()):
-            return None
-        return sharpness(surface, None, self.rho, "sam", at=at)
+def recorded_rows(run: Path, step: int) -> list[dict[str, Any]]:
+    """The rows of the rollouts table of a step, in order."""
+    rows = load_run(run).rollouts
+    return list(rows[rows["step"] == step].sort_values("rollout").to_dict("records"))
 
 
-def leading_tokens(
-    step: RecordedStep, top: int, temperature: float, seed: int
-) -> tuple[Leading, Sequence[UpdateResult]]:
+def leading_tokens(step: StepAgain, top: int, temperature: float, seed: int) -> tuple[Leading, Sequence[UpdateResult]]:
     """The `top` tokens with the largest |share| of the step, and the updates that they are part of, which are made."""
     rollouts, scorer = step.rollouts, step.scorer
     shares = torch.full(rollouts.completion_mask.shape, math.nan, dtype=torch.float64)
@@ -182,6 +236,8 @@ def without_tokens(
     step: int,
     top: int = 12,
     *,
+    model: str | None = None,
+    task: str | None = None,
     overrides: Sequence[str] = (),
     threads: int | None = None,
     on_progress: Tell | None = None,
@@ -198,6 +254,8 @@ def without_tokens(
         run: folder of a run.
         step: to make again, from 1.
         top: number of leading tokens.
+        model: of a run that was recorded in another trainer: its checkpoint before the step, with AdamW's state (`optimizer.pt`).
+        task: kind of a task whose held-out prompts measure the accuracy, with `model`; None: no accuracy.
         overrides: changes of the run's configuration that leave its training alone, such as `probes.check=off`.
         threads: CPU threads; None: as configured.
         on_progress: called with a line of text on what is done.
@@ -207,29 +265,35 @@ def without_tokens(
         The run with the rows, and the name of the fork.
 
     Raises:
-        UserError: the input is wrong, or the step has too few tokens with a gradient.
+        UserError: the input is wrong, the checkpoint is not that before the step, or the step has too few tokens with a gradient.
     """
+    from sharpscope.forks.recorded import TrainerStep
+
     tell = on_progress or (lambda text: None)
     loaded = load_run(run)
     if step not in set(loaded.steps["step"]):
-        raise UserError(
-            f"--step {step}: the run has steps 1 to {int(loaded.steps['step'].max() if len(loaded.steps) else 0)}"
-        )
+        last = int(loaded.steps["step"].max()) if len(loaded.steps) else 0
+        raise UserError(f"--step {step}: the run has steps 1 to {last}")
     spec: ForkSpec = validate(ForkSpec, {**settings, "warm_up": 0, "batches": 1})
-    config = resolve("fork", run, None, None, None, overrides)
+    if model is not None:
+        config = None if task is None else resolve("fork", None, model, task, None, overrides)
+        set_threads(threads, model)
+        other = TrainerStep(loaded, step, model, config, spec, tell)
+        return _write(loaded, other, top, other.rows.temperature, int(loaded.seed or 0), spec, tell)
+    config = resolve("fork", run, None, task, None, overrides)
     set_threads(config.threads if threads is None else threads, config.policy.model)
     own = OwnStep(config, Path(run), step, spec, tell)
     return _write(loaded, own, top, config.rollout.temperature, config.seed, spec, tell)
 
 
 def _write(
-    run: Run, own: RecordedStep, top: int, temperature: float, seed: int, spec: ForkSpec, tell: Tell
+    run: Run, own: StepAgain, top: int, temperature: float, seed: int, spec: ForkSpec, tell: Tell
 ) -> tuple[Run, str]:
     """Make the arms and write their rows; returns the run and the name of the fork."""
     settings = {"step": own.step, "top": top, **spec.model_dump(mode="json", include={"prompts", "samples"})}
     name = hashlib.sha256(json.dumps(["without", settings]).encode()).hexdigest()[:8]
     own.restore()
-    start = own.measure()
+    start = own.outcomes.measure()
     tell("leading tokens")
     leading, made = leading_tokens(own, top, temperature, seed)
     arms: dict[str, list[tuple[int, int]]] = {
@@ -243,7 +307,7 @@ def _write(
             left_out = torch.zeros(own.rollouts.completion_mask.shape, dtype=torch.bool)
             left_out[tuple(torch.tensor(places).T)] = True
             made = own.update(left_out, None)
-        readings = own.measure() | update_readings(made)
+        readings = own.outcomes.measure() | update_readings(made)
         sound = not any(update.problem for update in made)
         common = {"step": own.step - 1, "fork": name, "batch": 0, "arm": arm, "reference": ALL, "updates": 1}
         saturated = readings.get("saturation", Reading(0.0)).value > MAX_SATURATION

@@ -37,7 +37,7 @@ from sharpscope.recording import environment
 from sharpscope.recording.health import StepHealth
 from sharpscope.recording.norms import clip_factor, gradient_norm, gradient_norms, layer_groups, norms, update_norms
 from sharpscope.recording.observers import Observers, StepObserver
-from sharpscope.recording.rows import rollout_columns, steps_row, token_columns, update_columns
+from sharpscope.recording.rows import id_columns, rollout_columns, steps_row, token_columns, update_columns
 from sharpscope.recording.run_folder import NoWriter, note, trace_writer
 from sharpscope.recording.step import PendingUpdate, RolloutBatch, StepResult, StepTokens, UpdateRotation, step_tensors
 from sharpscope.rules import Event
@@ -521,7 +521,7 @@ class Recorder(Guard):
         self._earlier.append(health.values)
         spec = self.config.recording
         if spec.rollouts_every and number % spec.rollouts_every == 0:
-            columns = rollout_columns(number, batch)
+            columns = rollout_columns(number, batch) | id_columns(batch.rollouts)
             self._append("rollouts", columns if self.correct else columns | {"correct": None})
         if probed or (spec.tokens_every and number % spec.tokens_every == 0):
             layers = {at: values for one in self._observed for at, values in one.by_layer.items()}

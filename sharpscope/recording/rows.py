@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from sharpscope.config.method import PpoClip
 from sharpscope.objective import Method, gradient_killed, per_token, summarize_weights
-from sharpscope.policy import Head, TokenStats
+from sharpscope.policy import Head, Rollouts, TokenStats
 from sharpscope.recording.step import OPTIONAL, RolloutBatch, StepResult, StepTokens, UpdateResult, UpdateSummary
 
 ROTATION = ("gradient_rotation", "gradient_scale", "update_rotation", "update_scale", "noise_rotation")
@@ -177,6 +178,13 @@ def rollout_columns(step: int, batch: RolloutBatch) -> dict[str, Any]:
         "length": rollouts.completion_mask.sum(dim=1).int().cpu(),
         "truncated": rollouts.truncated.cpu(),
     }
+
+
+def id_columns(rollouts: Rollouts) -> dict[str, Any]:
+    """token_ids and prompt_tokens of the rollouts table: what a checkpoint needs to read the completions again."""
+    rows = zip(rollouts.input_ids.cpu(), rollouts.attention_mask.bool().cpu(), strict=True)
+    ids = [json.dumps(row[seen].tolist()) for row, seen in rows]
+    return {"token_ids": ids, "prompt_tokens": rollouts.prompt_lengths.int().cpu()}
 
 
 def completion_advantage(advantage: Tensor, mask: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from sharpscope.cli.app import main
 from sharpscope.config import ForkSpec, build_config
 from sharpscope.errors import UserError
 from sharpscope.forks import start as start_module
+from sharpscope.forks.recorded import TrainerStep
 from sharpscope.forks.without import ALL, OwnStep, leading_tokens, without_tokens
 from sharpscope.training import loop, train
 from sharpscope.training.checkpoint import checkpoint_dir
@@ -118,3 +120,52 @@ def test_a_step_with_too_few_tokens_is_refused(spiked):
     own = OwnStep(spiked, spiked.run_dir, 1, ForkSpec(**SMALL, warm_up=0), lambda text: None)
     with pytest.raises(UserError, match="top:5000"):
         leading_tokens(own, 5000, 1.0, 0)
+
+
+@pytest.fixture(scope="module")
+def trl_run(tmp_path_factory):
+    """(run recorded in TRL with two updates a step, folder of the trainer's checkpoints)."""
+    from sharpscope.integrations.trl import record
+    from tests.integrations.trainers import trainer
+
+    folder = tmp_path_factory.mktemp("trl")
+    whole = trainer(
+        folder / "t", max_steps=4, num_iterations=2, save_strategy="steps", save_steps=1, max_grad_norm=0.05
+    )
+    record(whole, out=folder / "run", recording={"tokens_every": 1, "token_gradients_every": 1})
+    whole.train()
+    return sharpscope.load_run(folder / "run"), folder / "t"
+
+
+def test_a_step_of_another_trainer_is_made_again_from_its_checkpoint(trl_run):
+    """Coefficients, moments and clipping of the recorded run give the trainer's next weights."""
+    from safetensors.torch import load_file
+
+    run, folder = trl_run
+    step = 2
+    done = int((run.updates["step"] < step).sum())
+    other = TrainerStep(run, step, str(folder / f"checkpoint-{done}"), None, ForkSpec(**SMALL), lambda text: None)
+    made = other.update(None, None)
+    recorded = run.updates[run.updates["step"] == step]
+    assert [one.grad_norm for one in made] == pytest.approx(list(recorded["grad_norm"]), rel=1e-3)
+    assert [one.clip_factor for one in made] == pytest.approx(list(recorded["clip_factor"]), rel=1e-3)
+    saved = load_file(folder / f"checkpoint-{done + len(made)}" / "model.safetensors")
+    for name, parameter in other.model.named_parameters():
+        if name in saved:
+            torch.testing.assert_close(
+                parameter.detach(), saved[name], rtol=0, atol=1e-4, msg=name
+            )  # the learning rate is 0.01
+
+
+def test_the_command_takes_a_checkpoint_of_another_trainer(trl_run, capsys):
+    run, folder = trl_run
+    done = int((run.updates["step"] < 2).sum())
+    command = ["fork", str(run.path), "--step", "2", "--without-tokens", "top:3"]
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--model", str(folder / f"checkpoint-{done}")])
+    assert ended.value.code == 0 and "leading tokens" in capsys.readouterr().out
+    bare = shutil.copytree(
+        folder / f"checkpoint-{done}", folder / "bare", ignore=shutil.ignore_patterns("optimizer.pt")
+    )
+    with pytest.raises(UserError, match=r"has no optimizer\.pt"):
+        without_tokens(run.path, 2, 3, model=str(bare))

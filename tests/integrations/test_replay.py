@@ -15,7 +15,8 @@ import sharpscope
 from sharpscope.analysis.layers import layer_norms, layer_tokens
 from sharpscope.analysis.token_values import entropy_bins
 from sharpscope.cli.app import main
-from sharpscope.config import build_config, parse_method
+from sharpscope.config import build_config
+from sharpscope.config.methods import parse_method
 from sharpscope.errors import UserError
 from sharpscope.integrations.replay import probe_rollouts
 from sharpscope.policy import PolicySpec, load_policy
