@@ -226,15 +226,20 @@ def _choose(examples: Sequence[Example], count: int, seed: int) -> list[Example]
 
 
 def _solutions(drawn: Drawn, prompts: int) -> list[tuple[int, ...]]:
-    """The first correct completion of each prompt that ends with the end token and has no inserted tokens; () if none."""
+    """The first correct completion of each prompt without inserted tokens; () if none.
+
+    One that ends with the end token is taken before one that was cut, as answers to plain prompts always are.
+    """
     rollouts = drawn.rollouts
     solutions: list[tuple[int, ...]] = [()] * prompts
+    ended = [False] * prompts
     for row in range(len(rollouts.input_ids)):
         prompt, length = int(rollouts.group[row]), int(rollouts.completion_mask[row].sum())
-        whole = bool(rollouts.completion_mask[row, :length].all())
-        ended = length > 0 and not bool(rollouts.truncated[row])
-        if not solutions[prompt] and float(drawn.correct[row]) == 1.0 and whole and ended:
-            solutions[prompt] = tuple(rollouts.completion_ids[row, :length].tolist())
+        own = length > 0 and bool(rollouts.completion_mask[row, :length].all())
+        ends = not bool(rollouts.truncated[row])
+        better = not solutions[prompt] or (ends and not ended[prompt])
+        if own and better and float(drawn.correct[row]) == 1.0:
+            solutions[prompt], ended[prompt] = tuple(rollouts.completion_ids[row, :length].tolist()), ends
     return solutions
 
 

@@ -65,8 +65,8 @@ class SurfaceProbes:
         left = tuple(name for name in self.spec.functionals if name != "nll") or ("expected_failure",)
         self.spec = self.spec.model_copy(update={"functionals": left})
         text = (
-            f"the initial policy solves no prompt of the probe set's {' and '.join(bare)} prompts in a completion that ends by itself, "
-            f"so that there is no text whose nll is probed; {' and '.join(left)} is probed"
+            f"the initial policy solves no prompt of the probe set's {' and '.join(bare)} prompts, so "
+            f"that there is no text whose nll is probed; {' and '.join(left)} is probed"
         )
         return [Event(0, "probe", "info", math.nan, math.nan, "left out", text)]
 
