@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -14,6 +17,20 @@ from sharpscope.errors import UserError
 def printable(text: str) -> str:
     """Return `text` on one line, with control characters replaced; text of a file or a model can contain them."""
     return "".join(c if c.isprintable() else (" " if c in "\n\t" else "�") for c in text)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON; a number that is not finite is null, and NumPy's numbers are numbers."""
+    typer.echo(json.dumps(_plain(value), indent=1, ensure_ascii=False, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_empty(out: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sharpscope.cli.console import printable
+from sharpscope.cli.console import print_json, printable
 
 
 def register(app: typer.Typer) -> None:
@@ -55,8 +55,6 @@ def diagnose(
         mapping[quantity] = key
     found = run_rules(path, mapping, group_size)
     if json:
-        import json as format_
-
-        typer.echo(format_.dumps(found.as_dict(), indent=1, allow_nan=False))
+        print_json(found.as_dict())
     else:
         typer.echo("\n".join(printable(line) for line in found.text().split("\n")))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sharpscope.cli.console import printable
+from sharpscope.cli.console import print_json, printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,8 +21,8 @@ Found = Iterator[tuple[str, int, "Measured"]]
 """Label of the checkpoint, its step (0 for a model), and what was measured."""
 
 
-def report(found: Found, out: Path, recorded: pd.DataFrame | None) -> None:
-    """Write rows as they are found; then say what they mean, and print them side by side."""
+def report(found: Found, out: Path, recorded: pd.DataFrame | None, json: bool = False) -> None:
+    """Write rows as they are found; then say what they mean, and print them side by side, or both as JSON."""
     import pandas as pd
 
     from sharpscope import analysis
@@ -41,12 +41,16 @@ def report(found: Found, out: Path, recorded: pd.DataFrame | None) -> None:
             typer.echo(f"  not reliable: {printable(f'{label}: {problem}')}", err=True)
     if tables:
         estimates = pd.concat(tables, ignore_index=True)
-        for line in sentences(estimates, recorded):
-            typer.echo(printable(line))
-        _show(estimates)
+        said = sentences(estimates, recorded)
+        if json:
+            rows = estimates.replace({pd.NA: None}).to_dict("records")
+            print_json({"sentences": said, "rows": rows, "written": str(out)})
+        else:
+            typer.echo("\n".join(map(printable, said)))
+            _show(estimates)
         last = estimates[estimates["checkpoint"] == estimates["checkpoint"].iloc[-1]]
         save_pictures(analysis.probe_pictures(estimates if estimates["step"].nunique() > 1 else last), out)
-    typer.echo(f"written to {out}/: {', '.join(sorted(path.name for path in out.iterdir()))}")
+    typer.echo(f"written to {out}/: {', '.join(sorted(path.name for path in out.iterdir()))}", err=json)
 
 
 def sentences(estimates: pd.DataFrame, recorded: pd.DataFrame | None = None) -> list[str]:

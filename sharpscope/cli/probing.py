@@ -94,6 +94,7 @@ def probe(
     out: Annotated[
         Path | None, typer.Option(help="Folder for tables and figures. Default: probe, or RUN-probe beside the run.")
     ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the loss surface's numbers as JSON.")] = False,
 ) -> None:
     """Probe a model: curvature, sharpness under perturbations and score norms of tokens.
 
@@ -114,7 +115,7 @@ def probe(
         extra = next((name for name, value in wrong.items() if value), None)
         if extra is not None:
             raise UserError(f"--{extra}: goes with --tokens or --rollouts")
-        _surface(run, model, data, probes, functional, all_checkpoints, backend, values, seed, threads, out)
+        _surface(run, model, data, probes, functional, all_checkpoints, backend, values, seed, threads, out, json)
         return
     models = [*(model or []), *([str(run)] if rollouts is not None and run is not None else [])]
     if (
@@ -141,6 +142,7 @@ def _surface(
     seed: int,
     threads: int | None,
     out: Path | None,
+    json: bool,
 ) -> None:
     """Probe the loss surface of a run's checkpoints, or of models on texts."""
     from sharpscope.config.probes import Backend, ObjectiveName
@@ -178,7 +180,7 @@ def _surface(
         # The default of the spec needs rewards, which a file of texts need not have.
         names: list[str] = [*spec.functionals] if "functionals" in values else ["nll"]
         found = _models(model, data, spec, seed, names, parts, out, threads, options)
-    report(found, out, _recorded(run))
+    report(found, out, _recorded(run), json)
 
 
 def _parts(run: Path | None, probes: str | None) -> list[str]:
@@ -347,7 +349,8 @@ def _write_tokens(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec, out
     tokens.to_parquet(out / f"{name}.parquet", index=False)
     norms = tokens["score_norm_local"]
     typer.echo(
-        f"{len(tokens)} completion tokens: score norm ‖∇ ln π‖ (method local) median {norms.median():.3g}, largest {norms.max():.3g}"
+        f"{len(tokens)} completion tokens: score norm ‖∇ ln π‖ (method local) median {norms.median():.3g}, largest {norms.max():.3g}",
+        err=True,
     )
     save_pictures([analysis.token_picture(tokens)], out)
 

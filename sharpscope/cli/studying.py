@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sharpscope.cli.console import printable
+from sharpscope.cli.console import print_json, printable
 
 if TYPE_CHECKING:
     from sharpscope.analysis.study import Study
@@ -122,6 +123,7 @@ def claims(
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for claims.json and claims.md.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Test the published claims on runs. Verdicts: supported, refuted, inconclusive or untestable.
 
@@ -140,18 +142,20 @@ def claims(
     laid_out = _study(runs, _terms(file, baseline, treatment), treatment, file)
     if file is not None:
         declared = quote(file, declared_rules(laid_out.terms, _radius(file, search=False)), laid_out.runs.values())
-        typer.echo(printable(declared))
+        typer.echo(printable(declared), err=json)
     verdicts, checks = judge(laid_out, names)
-    for verdict in (v for one in verdicts for v in one.versions):
-        lines = [verdict.line().split("\n")[0], *(f"  {line}" for line in verdict.details() if details)]
-        typer.echo("\n".join(printable(line) for line in lines))
-    if checks:
-        typer.echo("checks of the recording:")
-    for check in checks:
-        typer.echo(printable(check.line()))
+    if json:
+        found = [verdict.to_dict() for verdict in verdicts]
+        print_json({"declared": declared, "verdicts": found, "checks": [asdict(check) for check in checks]})
+    else:
+        for verdict in (v for one in verdicts for v in one.versions):
+            lines = [verdict.line().split("\n")[0], *(f"  {line}" for line in verdict.details() if details)]
+            typer.echo("\n".join(printable(line) for line in lines))
+        if checks:
+            typer.echo("\n".join(["checks of the recording:", *(printable(check.line()) for check in checks)]))
     if out is not None:
         files = write_claims(verdicts, out, checks, declared)
-        typer.echo(f"{len(files)} files. Written: {out}/ (open {files[1]})")
+        typer.echo(f"{len(files)} files. Written: {out}/ (open {files[1]})", err=json)
 
 
 def _terms(file: Path | None, baseline: str | None = None, treatment: str | None = None) -> ClaimsSpec:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from typer.testing import CliRunner
 
 import sharpscope
-from sharpscope.cli import probe_output, probing
+from sharpscope.cli import app, probe_output, probing
 from sharpscope.errors import UserError
 from tests.cli.invoking import GRPO, invoke
 
@@ -65,8 +66,13 @@ def test_probe_measures_models_on_a_file_side_by_side(tiny_policy: Path, texts: 
     with pytest.raises(UserError, match="not empty"):
         invoke("probe", "--model", one, "--data", str(texts), "--out", str(out))
     both = ["--model", one, "--model", two, "--data", str(texts), "--out", str(tmp_path / "both"), "--threads", "1"]
-    invoke("probe", *both, *QUICK, "--set", "rho=auto", "--functional", "expected_failure", "--probes", "perturbation")
+    asked = ("--set", "rho=auto", "--functional", "expected_failure", "--probes", "perturbation", "--json")
+    result = CliRunner().invoke(app, ["probe", *both, *QUICK, *asked])
     frame = pd.read_parquet(tmp_path / "both" / "probes.parquet")
+    printed = pd.DataFrame(json.loads(result.stdout)["rows"])
+    for name in ("quantity", "value", "rho"):
+        assert printed[name].isna().equals(frame[name].isna())
+        assert list(printed[name].dropna()) == list(frame[name].dropna())
     rises = frame[frame["quantity"] == "sam"]
     assert list(rises["checkpoint"]) == [one, two] and rises["rho"].nunique() == 1
     assert (frame["quantity"] == "radius").sum() == 1 and 0.05 <= rises["saturation"].iloc[0] <= 0.3

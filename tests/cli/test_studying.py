@@ -79,6 +79,8 @@ def test_claims_prints_every_verdict_and_the_checks_and_writes_them(tmp_path: Pa
     assert "grpo-sg generalizes better" in output and f"{tmp_path / 'claims'}/claims.md" in output
     stored = json.loads((tmp_path / "claims" / "claims.json").read_text())
     assert len(stored) == len(claims.CLAIMS) and {entry["treatment"] for entry in stored} == {"grpo-sg"}
+    printed = CliRunner().invoke(app, ["study", "claims", str(EXAMPLE), "--json"]).stdout
+    assert json.loads(printed)["verdicts"] == stored
     assert "rule: supported: greedy held-out accuracy" in invoke(
         "study", "claims", EXAMPLE, "--claim", "C7", "--details"
     )
