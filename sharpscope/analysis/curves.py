@@ -11,7 +11,7 @@ import pandas as pd
 from scipy.special import stdtrit
 
 from sharpscope.analysis.frames import STEPS, Quantity, eval_values, sharpness_values, step_values
-from sharpscope.analysis.spikes import find_spikes
+from sharpscope.analysis.spikes import find_spikes, largest_gradients
 from sharpscope.analysis.statistics import FEWEST
 from sharpscope.analysis.study import Setting, Study
 from sharpscope.analysis.text import method_label, shown
@@ -135,7 +135,7 @@ def _events(study: Study) -> list[tuple[int, str]]:
         said = [(int(row.step), f"{row.rule}: {row.message}") for row in loud.itertuples()]
         said += [
             (int(row.step), f"gradient spike, {row.grad_norm / row.typical:.1f} × typical")
-            for row in find_spikes(run.steps).itertuples()
+            for row in find_spikes(largest_gradients(run)).itertuples()
         ]
         for step, text in said:
             found.setdefault(step, {})[who + text] = 1

@@ -188,3 +188,24 @@ def token_samples(study: Study, columns: Sequence[str]) -> dict[str, pd.DataFram
         if parts:
             samples[setting.label] = pd.concat(parts, ignore_index=True)
     return samples
+
+
+def critical_text(estimates: pd.DataFrame) -> str:
+    """The newest critical sharpness of the table `probes` beside its threshold 2 / learning rate; empty without one."""
+    known = estimates[estimates["value"].notna()]
+    pairs = known.pivot_table(index="step", columns="quantity", values="value", aggfunc="last")
+    if not {"critical_sharpness", "critical_threshold"} <= set(pairs):
+        return ""
+    both = pairs[["critical_sharpness", "critical_threshold"]].dropna()
+    return critical_sentence(*map(float, both.iloc[-1])) if len(both) else ""
+
+
+def critical_sentence(sharpness: float, threshold: float) -> str:
+    """What a critical sharpness says beside its threshold 2 / learning rate."""
+    factor = threshold / sharpness
+    means = (
+        f"could be {factor:.3g} times longer before it raised"
+        if factor >= 1
+        else f"was {1 / factor:.3g} times too long: it raised"
+    )
+    return f"critical sharpness {sharpness:.3g}, threshold 2/lr = {threshold:.3g}: the update {means} the loss of its batch"

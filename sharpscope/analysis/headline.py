@@ -157,7 +157,7 @@ def moved_sections(runs: Sequence[Run], top: int = 4, why: str = "") -> list[Sec
         if spike is None or spike.tokens is None or spike.prompts is None:
             continue
         named = f"{run.name}, " if len(runs) > 1 else ""
-        where = f"{named}step {spike.step}{f', {spike.sample}' if spike.sample else ''}"
+        where = ", ".join(filter(None, (f"{named}step {spike.step}", spike.update, spike.sample)))
         many = (
             f", {spike.grad_norm / spike.typical:.1f} × the typical one"
             if spike.grad_norm > 1.5 * spike.typical
@@ -166,7 +166,7 @@ def moved_sections(runs: Sequence[Run], top: int = 4, why: str = "") -> list[Sec
         texts = told_apart([str(text) for text in spike.prompts["prompt"]], 90)
         note = (
             f"{concentration_text(run, spike.step)} Gradient norm {number(spike.grad_norm)}{many}. ↑ made more likely, ↓ less likely; "
-            f"shares are of the step's update. Largest prompt: {percent(spike.prompts['share'].iloc[0], sign=True)}, {texts[0]!r}."
+            f"shares are of its square. Largest prompt: {percent(spike.prompts['share'].iloc[0], sign=True)}, {texts[0]!r}."
         )
         table = moved_table(moved_tokens(run, spike.step, top))
         result.append(Section(f"Which tokens moved the model ({where})", table, note.strip(), name=f"moved_{run.name}"))
@@ -180,14 +180,14 @@ def moved_sections(runs: Sequence[Run], top: int = 4, why: str = "") -> list[Sec
 
 
 def step_sections(run: Run, spike: Spike, top: int = 8) -> list[Section]:
-    """The tokens, prompts and ranges of probability behind one step's gradient; all shares are of the step's update."""
+    """The tokens, prompts and ranges of probability behind one update's gradient; all shares are of its square."""
     many = f", {spike.grad_norm / spike.typical:.1f} × the typical {number(spike.typical)}" if spike.typical > 0 else ""
     z = f", z = {spike.z:.1f}" if math.isfinite(spike.z) else ""
-    title = f"{run.name}, step {spike.step}: gradient norm {number(spike.grad_norm)}{many}{z}"
+    title = f"{run.name}, step {spike.step}{', ' * bool(spike.update)}{spike.update}: gradient norm {number(spike.grad_norm)}{many}{z}"
     if spike.tokens is None or spike.prompts is None or spike.probabilities is None:
         return [Section(title, f"{spike.missing[0].upper()}{spike.missing[1:]}.")]
     of = f" of {spike.sample}" if spike.sample else ""
-    note = "↑ made more likely, ↓ less likely. All shares are of the step's update; those of all tokens sum to 100 %."
+    note = "↑ made more likely, ↓ less likely. All shares are of its square; those of all tokens sum to 100 %."
     first = spike.prompts.head(4)
     texts = told_apart([str(text) for text in first["prompt"]])
     prompts = pd.DataFrame({"share": [percent(one, 1, sign=True) for one in first["share"]], "prompt": texts})

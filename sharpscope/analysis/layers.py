@@ -11,7 +11,7 @@ import pandas as pd
 
 from sharpscope.analysis.headline import sentences
 from sharpscope.analysis.sections import Section
-from sharpscope.analysis.spikes import find_spikes, large_steps
+from sharpscope.analysis.spikes import find_spikes, large_steps, largest_gradients
 from sharpscope.analysis.text import number, percent
 from sharpscope.traces import Run
 
@@ -137,6 +137,6 @@ def layer_sections(run: Run, step: int, top: int = 6) -> list[Section]:
 
 def spike_layer_sections(run: Run) -> list[Section]:
     """The layers at the largest spike, or else at a large step whose reward fell; empty without either."""
-    spikes = find_spikes(run.steps).sort_values("z", ascending=False)
+    spikes = find_spikes(largest_gradients(run)).sort_values("z", ascending=False)
     steps = spikes if len(spikes) else large_steps(run.steps)
     return layer_sections(run, int(steps["step"].iloc[0])) if len(steps) else []

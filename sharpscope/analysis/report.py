@@ -19,6 +19,7 @@ from sharpscope.analysis.frames import (
     Quantity,
     Z,
     accuracy_values,
+    critical_text,
     known,
     rotates,
     sharpness_rows,
@@ -367,6 +368,9 @@ def sharpness_sections(settings: Sequence[Setting]) -> list[Section]:
     note = "Rise of the loss within the radius (SAM), eigenvalue, or 2 / critical learning rate. ±: 95 % interval over prompts or seeds."
     if "of the possible rise" in frame:
         note += f" Above {percent(MAX_SATURATION)} of the possible rise it says how many answers are right, not how sharp the loss is."
+    run = next(iter(settings[0].runs.values()))
+    if len(settings) == 1 and len(settings[0].runs) == 1 and (said := critical_text(run.probes)):
+        note += f" Last update measured: {said}."
     return [Section("Sharpness at start and end", frame, note, "Sharpness")]
 
 

@@ -1,7 +1,7 @@
 """Steps with a large gradient, and the tokens, prompts and probabilities behind them.
 
-Every share is of the step's update: a token's part of the squared gradient norm ‖∇L‖² of its update, c·⟨∇ ln π, ∇L⟩ / ‖∇L‖², divided
-by the number of the step's updates. The tokens of a prompt sum to the prompt's share, and all prompts to 1.
+Every share is of one update: a token's part of the squared gradient norm ‖∇L‖², c·⟨∇ ln π, ∇L⟩ / ‖∇L‖². Of a step with several updates
+it is the one with the largest gradient among those with shares. The tokens of a prompt sum to the prompt's share, and all prompts to 1.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.5, 0.8, 0.95, 0.99, 1.0)
 """Ranges of π in which shares are summed."""
 NOT_RECORDED = "(not recorded)"
 """Stands for a prompt that an imported run does not have."""
+SUBJECTS = {
+    "recording.token_gradients_every": ("attribution", "no shares"),
+    "probes.preset": ("critical sharpness", "critical_sharpness"),
+}
+"""What records a quantity -> words by which events name it, where they say why it is missing."""
 WINDOW = 50
 FEWEST = 10
 """Earlier steps with a gradient that the rule needs; see `sharpscope.traces.robust_z`."""
@@ -36,13 +41,14 @@ class Spike:
 
     Attributes:
         step: of the run.
-        grad_norm, typical: its gradient norm and the median of those before it [L2, parameters].
+        grad_norm, typical: its gradient norm, of the update below, and the median of those before it [L2, parameters].
         z: robust standard deviations of the logarithm above that median; NaN where the rule was not reached.
         tokens: the tokens with the largest |share|, with `share` and `probability`; None if none was recorded.
         prompts: group, prompt, share.
         probabilities: share and share of the tokens by range of π; estimates are scaled to sum to 1.
         sample: the groups whose tokens were measured, in words; empty if all were. Prompts and tokens are of these only.
         missing: why there are no shares.
+        update: which of the step's updates, in words; empty if it has one.
     """
 
     step: int
@@ -54,6 +60,7 @@ class Spike:
     probabilities: pd.DataFrame | None = None
     sample: str = ""
     missing: str = ""
+    update: str = ""
 
 
 def gradient_scores(steps: pd.DataFrame) -> pd.DataFrame:
@@ -84,6 +91,15 @@ def gradient_scores(steps: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(columns[1:], float)).astype({"step": int})
 
 
+def largest_gradients(run: Run) -> pd.DataFrame:
+    """The steps table with, as `grad_norm`, that of each step's largest update, so that a spike of one update is no mean over them."""
+    steps, updates = run.steps, run.updates
+    if updates.empty:
+        return steps
+    largest = updates.groupby("step")["grad_norm"].max()
+    return steps.assign(grad_norm=steps["step"].map(largest).fillna(steps["grad_norm"]))
+
+
 def find_spikes(steps: pd.DataFrame, z: float = 4.0) -> pd.DataFrame:
     """Steps whose log gradient norm is `z` robust standard deviations above the median of the 50 before it.
 
@@ -109,12 +125,18 @@ def share_steps(run: Run) -> list[int]:
 
 
 def recorded_by(run: Run, option: str) -> str:
-    """What records a quantity, as ` (…)`: `option`, or what a trace without such options has; empty if nothing does.
+    """Why a quantity is missing, as `: …`; else what records it, as ` (…)`; empty if nothing does.
 
-    Imported traces and those of verl's recorder have no section `recording` or `probes` in their configuration.
+    What records it is `option`; imported traces and those of verl's recorder have no such section in their configuration.
     """
     if len(run.steps) and (run.steps["grad_norm"] == 0).all():
         return ": the gradient was 0 at every step"
+    if told := (run.info.get("not_measured") or {}).get(option):
+        return f": {told}"
+    reasons = run.events[run.events["rule"].isin(("probe", "self_check", "no_gradient"))]["message"]
+    for reason in reasons:
+        if any(subject in reason for subject in SUBJECTS.get(option, ())):
+            return f": {reason}"
     if option.split(".", maxsplit=1)[0] in run.config:
         return f" ({option})"
     if option == "recording.token_gradients_every":
@@ -132,9 +154,9 @@ def explain_spikes(run: Run, z: float = 4.0, top: int = 8, largest: int = 0) -> 
         top: tokens and prompts of each.
         largest: without a spike, so many steps with recorded shares, the largest gradients first.
     """
-    found = find_spikes(run.steps, z)
+    found = find_spikes(largest_gradients(run), z)
     if found.empty and largest:
-        scores = gradient_scores(run.steps)
+        scores = gradient_scores(largest_gradients(run))
         found = scores[scores["step"].isin(share_steps(run))].nlargest(largest, "grad_norm").assign(z=math.nan)
         found["typical"] = scores["grad_norm"].median()
     return [
@@ -145,24 +167,31 @@ def explain_spikes(run: Run, z: float = 4.0, top: int = 8, largest: int = 0) -> 
 
 def explain_step(run: Run, step: int, top: int = 8, z: float = math.nan, typical: float = math.nan) -> Spike:
     """The causes of one step's gradient."""
-    norms = run.steps.loc[run.steps["step"] == step, "grad_norm"]
-    head = (step, float(norms.iloc[0]) if len(norms) else math.nan, z, typical)
     tokens = step_shares(run, step)
+    own = run.updates[run.updates["step"] == step].set_index("update")["grad_norm"]
+    norms, named = run.steps.loc[run.steps["step"] == step, "grad_norm"], ""
+    if len(own) > 1:
+        chosen = own.idxmax() if tokens.empty else tokens["update"].iloc[0]
+        norms, named = own[[chosen]], f"update {chosen + 1} of {len(own)}"
+    head = (step, float(norms.iloc[0]) if len(norms) else math.nan, z, typical)
     if tokens.empty:
         how = recorded_by(run, "recording.token_gradients_every")
-        return Spike(*head, missing=f"no token's share was recorded at this step{how}")
+        return Spike(*head, missing=f"no token's share was recorded at this step{how}", update=named)
     biggest = tokens.reindex(tokens["share"].abs().sort_values(ascending=False, kind="stable").index).head(top)
     prompts = prompt_shares(run, step, tokens)
     prompts = prompts.loc[prompts["share"].abs().nlargest(top).index]
-    return Spike(*head, biggest, prompts, range_shares(tokens), sample_text(tokens))
+    return Spike(*head, biggest, prompts, range_shares(tokens), sample_text(tokens), update=named)
 
 
 def step_shares(run: Run, step: int) -> pd.DataFrame:
-    """The tokens of a step that have a share, with `share` (of the step's update) and `probability`."""
+    """The tokens that have a share in the step's largest update with shares, with `share` and `probability`."""
     wanted = ["step", "score_norm", "score_norm_local", *COLUMNS, INCLUSION]
     tokens = run.tokens(steps=[step], columns=wanted).dropna(subset=["attribution"])
-    updates = max(1, tokens["update"].nunique())
-    return tokens.assign(probability=np.exp(tokens["logp"]), share=tokens["attribution"].astype(float) / updates)
+    if tokens["update"].nunique() > 1:
+        norms = run.updates[run.updates["step"] == step].set_index("update")["grad_norm"]
+        there = sorted(int(update) for update in tokens["update"].dropna().unique())
+        tokens = tokens[tokens["update"] == max(there, key=lambda update: norms.get(update, 0.0))]
+    return tokens.assign(probability=np.exp(tokens["logp"]), share=tokens["attribution"].astype(float))
 
 
 def prompt_shares(run: Run, step: int, tokens: pd.DataFrame) -> pd.DataFrame:
@@ -202,7 +231,7 @@ def concentration(tokens: pd.DataFrame, sure: float = 0.99) -> tuple[float, floa
 
 def spike_text(run: Run, z: float = 4.0) -> str:
     """What the rule found in one to four sentences: the spikes, or how near the run came and why it is no nearer."""
-    scores = gradient_scores(run.steps).to_dict("records")
+    scores = gradient_scores(largest_gradients(run)).to_dict("records")
     if not scores:
         return "No step has a gradient norm, so there is nothing to compare."
     spikes = [row for row in scores if row["z"] >= z]

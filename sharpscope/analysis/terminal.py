@@ -17,7 +17,7 @@ from sharpscope.analysis.layers import layer_sections
 from sharpscope.analysis.loading import load_several, quiet
 from sharpscope.analysis.report import found_sections, laid_out, run_sections, runs_sections
 from sharpscope.analysis.sections import Section, to_terminal
-from sharpscope.analysis.spikes import explain_spikes, explain_step, large_steps, share_steps, spike_text
+from sharpscope.analysis.spikes import explain_spikes, explain_step, large_steps, recorded_by, share_steps, spike_text
 from sharpscope.analysis.study import last_step
 from sharpscope.analysis.text import number, printable
 from sharpscope.analysis.token_values import needed_columns, with_values
@@ -140,7 +140,7 @@ def token_sections(run: Run, step: int | None = None, by: str = SHARE, top: int 
     if step is None:
         at = run.steps[run.steps["step"].isin(recorded)]
         if at.empty:
-            raise UserError(f"--by {by}: never recorded in this run")
+            raise UserError(f"--by {by}: never recorded in this run{_instead(run, by)}")
         step = int(at["step"].iloc[at["grad_norm"].fillna(-1.0).to_numpy().argmax()])
     if step not in set(run.steps["step"]):
         ends = (run.steps["step"].min(), run.steps["step"].max()) if len(run.steps) else (0, 0)
@@ -168,6 +168,13 @@ def token_sections(run: Run, step: int | None = None, by: str = SHARE, top: int 
     table.insert(0, "completion", chosen["rollout"].astype(str).to_numpy())
     of = f", among the tokens of {sample}" if sample else ""
     return [Section(f"{run.name}, step {step}: tokens by |{by}|{of}", table.rename(columns={"probability": "π"}))]
+
+
+def _instead(run: Run, by: str) -> str:
+    """Why a column is missing, and a column of the run that can be shown in its place."""
+    why = recorded_by(run, "recording.token_gradients_every") if by == SHARE else ""
+    other = next((name for name in ("loss_coef", "advantage", "entropy") if name != by and _recorded(run, name)), None)
+    return why + ("" if other is None else f"; try --by {other}")
 
 
 def _with_later_uses(run: Run, step: int, tokens: pd.DataFrame) -> pd.DataFrame:

@@ -60,6 +60,8 @@ def sentences(estimates: pd.DataFrame, recorded: pd.DataFrame | None = None) -> 
         estimates: rows of the `probes` table with a column `checkpoint`.
         recorded: the `probes` table of the run, for its critical sharpness; None without one.
     """
+    from sharpscope.analysis.frames import critical_text
+
     lines = []
     sets = estimates["probe_set"].unique()
     chosen = next((name for name in sets if "/train@" in name), sets[0])
@@ -71,23 +73,9 @@ def sentences(estimates: pd.DataFrame, recorded: pd.DataFrame | None = None) -> 
         lines += [f"{label}, {name}: {text}" for text in texts if text]
     if recorded is not None and len(recorded):
         for step in dict.fromkeys(estimates["step"]):
-            near = recorded[(recorded["step"] <= step) & recorded["value"].notna()].set_index("quantity")
-            last = [near["value"].get(name) for name in ("critical_sharpness", "critical_threshold")]
-            pair = [value if value is None or isinstance(value, float) else value.iloc[-1] for value in last]
-            if all(value is not None for value in pair):
-                lines.append(f"step {step}, last update measured: {critical_sentence(*map(float, pair))}")  # type: ignore[arg-type]
+            if said := critical_text(recorded[recorded["step"] <= step]):
+                lines.append(f"step {step}, last update measured: {said}")
     return lines
-
-
-def critical_sentence(sharpness: float, threshold: float) -> str:
-    """What a critical sharpness says beside its threshold 2 / learning rate."""
-    factor = threshold / sharpness
-    means = (
-        f"could be {factor:.3g} times longer before it raised"
-        if factor >= 1
-        else f"was {1 / factor:.3g} times too long: it raised"
-    )
-    return f"critical sharpness {sharpness:.3g}, threshold 2/lr = {threshold:.3g}: the update {means} the loss of its batch"
 
 
 def _known(row: dict[str, Any] | None) -> bool:

@@ -112,12 +112,21 @@ def test_tokens_sum_to_their_prompt_and_prompts_and_ranges_to_the_update(seed: i
     assert 0 <= largest <= 1 and 0 <= carried <= 1 and 0 <= sure <= 1
 
 
-def test_a_part_is_never_of_another_whole_than_the_step(tmp_path: Path):
-    """With two updates a step, a token's share of its update is twice its share of the step's."""
+def test_a_spike_of_one_update_is_found_and_named(tmp_path: Path):
+    """Not lost in the mean over the updates of its step; shares and norm are of that update."""
     run = load_run(write_report_run(tmp_path / "a"))
-    whole, half = step_shares(run, SPIKE), run.tokens
-    run.tokens = lambda steps=None, columns=None: half(steps, columns).assign(update=lambda f: np.arange(len(f)) % 2)
-    np.testing.assert_allclose(step_shares(run, SPIKE)["share"], whole["share"] / 2)
+    steps, tokens = run.steps, run.tokens
+    updates = pd.DataFrame({"step": np.repeat(steps["step"], 2), "update": [0, 1] * len(steps)})
+    norms = np.random.default_rng(0).uniform(0.9, 1.1, len(updates))
+    norms[2 * int(np.flatnonzero(steps["step"] == SPIKE)[0]) + 1] = 2.5
+    updates["grad_norm"] = norms
+    run.__dict__["updates"] = updates
+    run.__dict__["steps"] = steps.assign(grad_norm=updates.groupby("step")["grad_norm"].mean().to_numpy())
+    run.tokens = lambda steps=None, columns=None: tokens(steps, columns).assign(update=lambda f: np.arange(len(f)) % 2)
+    (spike,) = [one for one in explain_spikes(run) if one.z > 10]
+    assert (spike.step, spike.grad_norm, spike.update) == (SPIKE, 2.5, "update 2 of 2")
+    every = run.tokens([SPIKE], ["attribution", "update"]).dropna()
+    np.testing.assert_allclose(step_shares(run, SPIKE)["share"], every.loc[every["update"] == 1, "attribution"])
 
 
 def test_ranges_of_a_sample_that_holds_little_are_not_scaled_up():

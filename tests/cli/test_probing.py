@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import sharpscope
+from sharpscope.analysis.frames import critical_sentence
 from sharpscope.cli import app, probe_output, probing
 from sharpscope.errors import UserError
 from tests.cli.invoking import GRPO, invoke
@@ -115,7 +116,7 @@ def test_the_sentences_say_what_the_numbers_mean():
         {"step": [2, 2], "quantity": ["critical_sharpness", "critical_threshold"], "value": [10.0, 140.0]}
     )
     assert "could be 14 times longer" in probe_output.sentences(pd.DataFrame(rows), recorded)[-1]
-    assert "was 2 times too long" in probe_output.critical_sentence(280.0, 140.0)
+    assert "was 2 times too long" in critical_sentence(280.0, 140.0)
 
 
 @pytest.mark.parametrize(
