@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from sharpscope.analysis.study import per_run
 from sharpscope.traces import MAX_SATURATION
@@ -253,50 +252,3 @@ def answer_noise(run: Run, split: str, step: int, temperature: float = SAMPLED) 
     within = np.maximum(0.0, p * (1 - p) - n * error**2) * k / np.maximum(k - 1, 1)
     within = np.where((k > 1) & np.isfinite(error), within, p * (1 - p))
     return float(np.sum((n / n.sum()) ** 2 * within / (n * k)))
-
-
-UNKNOWN_NOISE = (
-    "the sampling noise of the gap is not known, so neither is its reliability: no training answers to count"
-)
-
-
-def gap_noise(run: Run, step: int) -> float | None:
-    """Variance of the generalization gap from sampling answers: held-out answers plus training answers; None without either.
-
-    Where the split `train` was not evaluated, the training rollouts are taken as independent answers, which gives an upper bound.
-    """
-    outside, inside = answer_noise(run, "heldout", step), answer_noise(run, "train", step)
-    if inside is None:
-        trained = train_accuracy(run, step)
-        inside = None if trained is None else trained[0] * (1 - trained[0]) / trained[1]
-    return None if outside is None or inside is None else outside + inside
-
-
-def reliability(values: NDArray[np.floating], noise: NDArray[np.floating], groups: Sequence[Any]) -> float:
-    """1 − (mean noise variance)/(variance within groups), at least 0: the share of the spread that is no sampling noise.
-
-    Args:
-        values, noise: (n,) a number per run and its sampling variance.
-        groups: (n,) only runs of one group are compared; a group of one run says nothing.
-    """
-    frame = pd.DataFrame({"value": values, "group": [repr(group) for group in groups]})
-    centered = frame["value"] - frame.groupby("group")["value"].transform("mean")
-    freedom = len(frame) - frame["group"].nunique()
-    total = float((centered**2).sum() / freedom) if freedom > 0 else 0.0
-    return max(0.0, 1 - float(np.mean(noise)) / total) if total > 0 else 0.0
-
-
-def unreliable(result: float, floor: float, values: NDArray[np.floating], noise: NDArray[np.floating]) -> str:
-    """Why a gap of reliability `result` < `floor` cannot be predicted, and how many times as many answers would do."""
-    sampled = float(np.mean(noise))
-    if len(values) < 2:
-        return "one run is left to test: the spread of the gap over runs, and with it its reliability, is not known"
-    total = sampled / (1 - result) if result > 0 else float(np.var(values, ddof=1))
-    text = (
-        f"the gap's reliability is {result:.2f}, below {floor:g}: its standard deviation over the runs compared is "
-        f"{100 * total**0.5:.2g} points, that of sampling answers {100 * sampled**0.5:.2g} points"
-    )
-    if result <= 0:
-        return text + "; evaluate more prompts and samples"
-    more = sampled / (total - sampled) * floor / (1 - floor)
-    return text + f"; {math.ceil(10 * more) / 10:g} times as many answers would do"

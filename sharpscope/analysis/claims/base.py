@@ -361,7 +361,7 @@ class Verdict:
 
     def line(self) -> str:
         """The verdict on one line; that on the other version on a second one."""
-        text = f"{self.name:<18}{self.verdict:<13}{self.title}"
+        text = f"{self.name:<17} {self.verdict:<12} {self.title}"
         if self.effect is not None and math.isfinite(self.effect.value):
             text += f": {self.effect.name} {self.effect.line}"
         if self.verdict in ("untestable", "inconclusive") or self.finding.undecided:

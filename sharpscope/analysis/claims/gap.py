@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
+from scipy.stats import kendalltau
 
-from sharpscope.analysis.claims.base import Claim, Estimate, Evidence, Finding, unfinished
+from sharpscope.analysis.claims.base import Estimate, Finding, PairedClaim, mean_estimate, present, unfinished
 from sharpscope.analysis.measures import (
     FUNCTIONAL,
-    UNKNOWN_NOISE,
+    answer_noise,
     gap,
-    gap_noise,
     last_step,
     probe_rows,
-    reliability,
     shared_sharpness,
-    unreliable,
+    train_accuracy,
 )
-from sharpscope.analysis.statistics import (
-    contrast_interval,
-    granulated_kendall,
-    kendall,
-    sign_flip_p,
-    smallest_sign_flip_p,
-)
-from sharpscope.analysis.statistics.permutation import Granulated
 from sharpscope.analysis.study import GRID, Study, grid_settings, most_common
 
 if TYPE_CHECKING:
@@ -39,6 +33,7 @@ FLOOR = 0.5
 LEAST_SHRINKAGE = 0.05
 """Share of the weights that decay must take off in a run for weight decay to be an axis of the grid."""
 MEASURES = ("sam", "asam")
+TAU = "Kendall τ"
 
 
 def grid_frame(study: Study) -> pd.DataFrame:
@@ -82,18 +77,72 @@ def shrinkage(run: Run) -> float:
     return 1 - math.exp(-float((run.steps["lr"] * run.steps["updates"]).sum()) * decay)
 
 
-def granulated(frame: pd.DataFrame, quantity: str, axes: list[str], held: list[str]) -> Granulated | None:
-    """Granulated Kendall coefficient of sharpness and gap over `axes`, runs compared within equal `held` only."""
-    return granulated_kendall(
-        frame[quantity].to_numpy(),
-        frame["gap"].to_numpy(),
-        {axis: frame[axis].tolist() for axis in axes},
-        list(frame[["method", "seed", *held]].itertuples(index=False, name=None)),
+def agreement(frame: pd.DataFrame, quantity: str, axes: Sequence[str], stratum: Sequence[str]) -> pd.DataFrame:
+    """Kendall's τ of a quantity and the gap in each stratum, over pairs of runs that differ in one axis alone, as `difference`.
+
+    The granulated coefficient (Jiang et al. 2020): τ is averaged over groups of runs that differ in one axis, then over axes, so that
+    settings which move both count for nothing. Also a column for each axis, and the number of pairs.
+    """
+    rows: list[dict[str, Any]] = []
+    for _, runs in frame.groupby(list(stratum), sort=True):
+        row: dict[str, Any] = {"seed": runs["seed"].iloc[0], "pairs": 0}
+        for axis in axes:
+            others = [other for other in axes if other != axis]
+            groups = [group for _, group in runs.groupby(others)] if others else [runs]
+            taus = []
+            for group in groups:
+                values = group[[axis, quantity, "gap"]].to_numpy(dtype=float)
+                pairs = [b - a for a, b in itertools.combinations(values, 2) if a[0] != b[0]]
+                row["pairs"] += len(pairs)
+                taus += [np.mean(np.sign(pairs)[:, 1] * np.sign(pairs)[:, 2])] if pairs else []
+            row |= {axis: float(np.mean(taus))} if taus else {}
+        known = [row[axis] for axis in axes if axis in row]
+        rows += [row | {"difference": float(np.mean(known))}] if known else []
+    return pd.DataFrame(rows, columns=["seed", "pairs", *axes, "difference"])
+
+
+def gap_noise(run: Run, step: int) -> float | None:
+    """Variance of the generalization gap from sampling answers: held-out answers plus training answers; None without either.
+
+    Where the split `train` was not evaluated, the training rollouts are taken as independent answers, which gives an upper bound.
+    """
+    outside, inside = answer_noise(run, "heldout", step), answer_noise(run, "train", step)
+    if inside is None:
+        trained = train_accuracy(run, step)
+        inside = None if trained is None else trained[0] * (1 - trained[0]) / trained[1]
+    return None if outside is None or inside is None else outside + inside
+
+
+def reliability(values: NDArray[np.floating], noise: NDArray[np.floating], groups: Sequence[Any]) -> float:
+    """1 − (mean noise variance)/(variance within groups), at least 0: the share of the spread that is no sampling noise.
+
+    Args:
+        values, noise: (n,) a number per run and its sampling variance.
+        groups: (n,) only runs of one group are compared; a group of one run says nothing.
+    """
+    frame = pd.DataFrame({"value": values, "group": [repr(group) for group in groups]})
+    centered = frame["value"] - frame.groupby("group")["value"].transform("mean")
+    freedom = len(frame) - frame["group"].nunique()
+    total = float((centered**2).sum() / freedom) if freedom > 0 else 0.0
+    return max(0.0, 1 - float(np.mean(noise)) / total) if total > 0 else 0.0
+
+
+def _unreliable(result: float, values: NDArray[np.floating], noise: NDArray[np.floating]) -> str:
+    """Why a gap of reliability `result` < FLOOR cannot be predicted, and how many times as many answers would do."""
+    sampled = float(np.mean(noise))
+    total = sampled / (1 - result) if result > 0 else float(np.var(values, ddof=1))
+    text = (
+        f"the gap's reliability is {result:.2f}, below {FLOOR:g}: its standard deviation over the runs compared is "
+        f"{100 * total**0.5:.2g} points, that of sampling answers {100 * sampled**0.5:.2g} points"
     )
+    if result <= 0:
+        return text + "; evaluate more prompts and samples"
+    more = sampled / (total - sampled) * FLOOR / (1 - FLOOR)
+    return text + f"; {math.ceil(10 * more) / 10:g} times as many answers would do"
 
 
 def measure(study: Study) -> Finding:
-    """Ψ of adaptive sharpness and gap over group size and weight decay, at fixed learning rate, method and seed."""
+    """τ of adaptive sharpness and gap over group size and weight decay, at fixed learning rate, method and seed."""
     frame = grid_frame(study)
     if not len(frame):
         why = f"no run has a gap and sam and asam sharpness of {FUNCTIONAL}, at a radius and on a probe set that all share"
@@ -108,59 +157,51 @@ def measure(study: Study) -> Finding:
         names = ", ".join(varied) or "no setting"
         missing = f"no grid: the runs vary {names}{why}; group size or weight decay must vary at a fixed learning rate"
         return Finding(missing=missing)
-    held = [name for name in varied if name not in axes]
+    stratum = ["method", "seed", *(name for name in varied if name not in axes)]
     # Runs that no other run can be compared with (more seeds of one setting, other learning rates) are not in the grid.
-    alone = frame.groupby(["method", "seed", *held])["run"].transform("size") == 1
-    frame = frame[~alone].reset_index(drop=True)
-    main, plain = granulated(frame, "asam", axes, held), granulated(frame, "sam", axes, held)
-    if main is None or plain is None:
+    frame = frame[frame.groupby(stratum)["run"].transform("size") > 1].reset_index(drop=True)
+    main, plain = (agreement(frame, quantity, axes, stratum) for quantity in ("asam", "sam"))
+    if not len(main):
         return Finding(missing="no two runs of the grid differ in one setting alone")
     noise = [gap_noise(study.finished[row["run"]], int(row["step"])) for _, row in frame.iterrows()]
     if any(value is None for value in noise):
-        return Finding(missing=UNKNOWN_NOISE, frames={"grid": frame})
+        why = "the sampling noise of the gap is not known, so neither is its reliability: no training answers to count"
+        return Finding(missing=why, frames={"grid": frame})
     known, gaps = np.array(noise, dtype=float), frame["gap"].to_numpy()
-    reliable = reliability(gaps, known, list(frame[["method", "seed", *held]].itertuples(index=False, name=None)))
+    reliable = reliability(gaps, known, list(frame[stratum].itertuples(index=False, name=None)))
     if reliable < FLOOR:
-        return Finding(missing=unreliable(reliable, FLOOR, gaps, known) + why, frames={"grid": frame})
-    whole = kendall(frame["asam"].to_numpy(), gaps)
-    smallest = smallest_sign_flip_p(len(main.strata), "less")
-    refuted = sign_flip_p(main.strata, "less", shift=study.terms.margin(C6.key, C6.margin))
+        return Finding(missing=_unreliable(reliable, gaps, known) + why, frames={"grid": frame})
+    whole = float(kendalltau(frame["asam"], gaps).statistic)
+    common = "includes any common cause"
     return Finding(
-        effect=_estimate("Ψ of adaptive sharpness and gap", main, ""),
-        n=len(frame),
-        evidence=(Evidence(main.p_value, main.value > 0, refuted, main.smallest_p, smallest),),
-        conditions=tuple((f"τ over {a} alone is not negative", v >= 0) for a, v in main.axes.items()),
-        others=(
-            _estimate("Ψ of sam", plain, "given the learning rate"),
-            *(Estimate(f"τ over {axis} alone", value, "Kendall τ") for axis, value in main.axes.items()),
-            Estimate(
-                "plain Kendall τ over all runs", whole, "Kendall τ", n=len(frame), note="includes any common cause"
-            ),
+        parts={"": main},
+        conditions=tuple((f"{TAU} over {axis} alone is not negative", bool(main[axis].mean() >= 0)) for axis in axes),
+        others=present(
+            mean_estimate(f"{TAU} of sam and gap", plain, TAU),
+            *(mean_estimate(f"{TAU} over {axis} alone", main[axis].dropna(), TAU) for axis in axes),
+            Estimate("plain Kendall τ over all runs", whole, TAU, n=len(frame), note=common),
             Estimate("reliability of the gap within strata", reliable, "1"),
         ),
         notes=(
-            f"{main.pairs} compared pairs in {len(main.strata)} strata; axes: {', '.join(axes)}{why}",
+            f"{main['pairs'].sum()} compared pairs of {len(frame)} runs; axes: {', '.join(axes)}{why}",
             *unfinished(study),
         ),
         frames={"grid": frame},
     )
 
 
-def _estimate(name: str, result: Granulated, note: str) -> Estimate:
-    interval = contrast_interval(result.strata)
-    return Estimate(name, result.value, "granulated Kendall τ", interval, result.p_value, result.pairs, note)
-
-
-C6 = Claim(
+C6 = PairedClaim(
     name="C6",
     title="sharpness predicts the generalization gap",
     source="flat minima; tested after arXiv 1912.02178",
-    rule="supported: the granulated Kendall coefficient of adaptive sharpness and gap at fixed learning rate is above 0 "
-    "(permutation of the gap within learning rate, method and seed) and no axis alone is negative; refuted: it is "
-    f"shown to be below {{margin}} (sign-flip test over strata); untestable where the gap's reliability is below {FLOOR:g}",
+    rule="supported: the granulated Kendall coefficient of adaptive sharpness and gap at fixed learning rate is above 0 (sign-flip test "
+    "over strata: method, seed and learning rate) and no axis alone is negative; refuted: it is shown to be below {margin}; "
+    f"untestable where the gap's reliability is below {FLOOR:g}",
     measure=measure,
     margin=0.2,
-    unit="runs of the grid",
-    minimal_n=8,
+    direction="higher",
+    effect="granulated Kendall τ of adaptive sharpness and gap",
+    effect_unit=TAU,
+    unit="strata of the grid",
     figures=(("scatter", "grid", "asam", "gap", "gap against adaptive sharpness"),),
 )

@@ -1,4 +1,4 @@
-"""Statistics of few, unequal and dependent samples: clustered intervals, sign-flip tests, granulated rank correlation."""
+"""Statistics of few, unequal and dependent samples: clustered intervals, sign-flip tests, slopes over clusters."""
 
 from sharpscope.analysis.statistics.intervals import (
     FEWEST,
@@ -9,5 +9,5 @@ from sharpscope.analysis.statistics.intervals import (
     series_mean,
     to_halve,
 )
-from sharpscope.analysis.statistics.permutation import granulated_kendall, kendall, sign_flip_p, smallest_sign_flip_p
+from sharpscope.analysis.statistics.permutation import sign_flip_p, smallest_sign_flip_p
 from sharpscope.analysis.statistics.regression import ClusterSlope, cluster_moments, weighted_ranks

@@ -9,14 +9,9 @@ collapses: then the differences are not symmetric, and the median and the worst 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections import Counter
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 Alternative = Literal["two-sided", "greater", "less"]
@@ -104,93 +99,3 @@ def _patterns(n: int) -> NDArray[np.float64]:
 def _draws(n: int, seed: int) -> NDArray[np.float64]:
     """(DRAWS, n) random sign patterns."""
     return np.asarray(np.random.default_rng([seed, n]).integers(0, 2, (DRAWS, n)) * 2.0 - 1.0, dtype=np.float64)
-
-
-def kendall(x: NDArray[np.floating], y: NDArray[np.floating]) -> float:
-    """Kendall's τ-a: mean over pairs of sign(Δx)·sign(Δy); NaN for fewer than 2 values. Ties count 0."""
-    a, b = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    i, j = np.triu_indices(len(a), 1)
-    return float(np.mean(np.sign(a[i] - a[j]) * np.sign(b[i] - b[j]))) if len(i) else float("nan")
-
-
-@dataclass(frozen=True)
-class Granulated:
-    """Granulated Kendall coefficient (Jiang et al. 2020, "Fantastic generalization measures").
-
-    Attributes:
-        value: Ψ, mean over axes of `axes`.
-        axes: axis → ψ, the mean τ over groups of runs that differ in this axis alone.
-        strata: (S,) Ψ of each stratum by itself.
-        p_value: two-sided, permuting y within strata.
-        smallest_p: what perfect agreement would give: no smaller p can be had from this grid.
-        pairs: number of compared pairs.
-    """
-
-    value: float
-    axes: dict[str, float]
-    strata: NDArray[np.float64]
-    p_value: float
-    smallest_p: float
-    pairs: int
-
-
-def granulated_kendall(
-    x: NDArray[np.floating],
-    y: NDArray[np.floating],
-    axes: dict[str, Sequence[Hashable]],
-    stratum: Sequence[Hashable],
-    seed: int = 0,
-) -> Granulated | None:
-    """Rank correlation of x and y between runs of one stratum that differ in one axis only.
-
-    Args:
-        x, y: (n,) one value per run.
-        axes: axis → its setting in each run (n,).
-        stratum: what is held fixed (n,); runs are compared and y is permuted within equal values only.
-        seed: of the PERMUTATIONS random orders.
-
-    Returns:
-        None if no two runs can be compared.
-    """
-    a, b = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    member = np.unique([repr(s) for s in stratum], return_inverse=True)[1]
-    pairs = _pairs(axes, stratum).assign(stratum=lambda frame: member[frame["i"]])
-    if not len(pairs):
-        return None
-    i, j, weight = (pairs[name].to_numpy() for name in ("i", "j", "weight"))
-    signs = np.sign(a[i] - a[j])
-
-    def psi(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.asarray(np.sign(values[..., i] - values[..., j]) @ (signs * weight))
-
-    rng = np.random.default_rng(seed)
-    orders = np.tile(np.arange(len(member)), (PERMUTATIONS + 1, 1))  # (P, n) within strata; the first is the one seen
-    for inside in (np.flatnonzero(member == s) for s in range(member.max() + 1)):
-        orders[1:, inside] = inside[np.argsort(rng.random((PERMUTATIONS, len(inside))), axis=1)]
-    value = float(psi(b))
-    pairs["agreement"] = np.sign(b[i] - b[j]) * signs * weight
-    sums = pairs.groupby("axis")[["agreement", "weight"]].sum()
-    within = pairs.groupby(["stratum", "axis"])[["agreement", "weight"]].sum()
-    return Granulated(
-        value,
-        {str(axis): float(row["agreement"] / row["weight"]) for axis, row in sums.iterrows()},
-        (within["agreement"] / within["weight"]).groupby("stratum").mean().to_numpy(),
-        float(np.mean(np.abs(psi(b[orders])) >= abs(value) - 1e-12)),
-        float(np.mean(np.abs(psi(a[orders])) >= abs(psi(a)) - 1e-12)),
-        len(pairs),
-    )
-
-
-def _pairs(axes: dict[str, Sequence[Hashable]], stratum: Sequence[Hashable]) -> pd.DataFrame:
-    """i, j, weight, axis of runs that differ in one axis alone; groups of an axis, and axes, count equally."""
-    groups: list[tuple[str, list[tuple[int, int]]]] = []
-    for name in axes:
-        cells: dict[Hashable, list[int]] = {}
-        for run, key in enumerate(zip(stratum, *(axes[other] for other in axes if other != name), strict=True)):
-            cells.setdefault(key, []).append(run)
-        for runs in cells.values():
-            group = [(i, j) for i, j in itertools.combinations(runs, 2) if axes[name][i] != axes[name][j]]
-            groups += [(name, group)] if group else []
-    count = Counter(name for name, _ in groups)
-    rows = [(i, j, 1 / (len(count) * count[name] * len(group)), name) for name, group in groups for i, j in group]
-    return pd.DataFrame(rows, columns=["i", "j", "weight", "axis"])

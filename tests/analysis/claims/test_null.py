@@ -9,7 +9,6 @@ import scipy.stats
 
 from sharpscope.analysis.claims import CLAIMS, study_of
 from sharpscope.analysis.claims.base import Finding, decide, directional
-from sharpscope.analysis.statistics import granulated_kendall
 from sharpscope.config import ClaimsSpec
 from tests.analysis.claims.frames import frame_run, study, tokens_frame
 from tests.analysis.claims.planted import MAKERS, SEEDS
@@ -43,18 +42,6 @@ def test_an_effect_of_the_margin_is_refuted_no_more_often_than_half_the_level():
         directional(0.02 + 0.05 * rng.normal(size=10), "higher", 0.02).p_refuted <= LEVEL / 2 for _ in range(1000)
     )
     assert not_above(hits, 1000, LEVEL / 2)
-
-
-def test_granulated_correlation_keeps_its_level_whatever_the_stratum_does():
-    rng = np.random.default_rng(2)
-    cells = [(a, b, s) for a in (0, 1) for b in (0, 1) for s in range(6)]
-    a, b, s = (list(column) for column in zip(*cells, strict=True))
-    hits = 0
-    for _ in range(60):
-        x, y = rng.normal(size=(2, 24)) + 10 * np.array(s)
-        result = granulated_kendall(x, y, {"a": a, "b": b}, s)
-        hits += result.p_value <= LEVEL
-    assert not_above(hits, 60)
 
 
 def null_runs(claim, rng):
