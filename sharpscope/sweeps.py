@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -45,12 +44,6 @@ _RESERVED = {"seed": "list seeds under `seeds`", "out": "set `out` of the sweep"
 """Field that the sweep sets -> what to do instead."""
 
 
-def _reject_reserved(fields: Mapping[str, Any]) -> None:
-    for path, value in fields.items():
-        if path in _RESERVED:
-            raise ValueError(f"{path} = {value!r} does not belong here; {_RESERVED[path]}")
-
-
 class SweepPart(Spec):
     """Runs of all combinations methods × settings × grid × seeds."""
 
@@ -74,19 +67,17 @@ class SweepPart(Spec):
             raise ValueError("has duplicate values; remove them")
         return value
 
-    @field_validator("base", "grid", "settings")
+    @field_validator("base", "grid", "settings", "smoke", check_fields=False)
     @classmethod
     def _check_fields(cls, value: Any) -> Any:
-        for fields in value if isinstance(value, tuple) else (value,):
-            _reject_reserved(fields)
+        for path, given in (
+            (p, v) for fields in (value if isinstance(value, tuple) else (value,)) for p, v in fields.items()
+        ):
+            if path in _RESERVED:
+                raise ValueError(f"{path} = {given!r} does not belong here; {_RESERVED[path]}")
+            if given == ():
+                raise ValueError(f"{path} has no values; add some or remove it")
         return value
-
-    @model_validator(mode="after")
-    def _grid_has_values(self) -> SweepPart:
-        empty = [path for path, values in self.grid.items() if not values]
-        if empty:
-            raise ValueError(f"grid.{empty[0]} has no values; add some or remove it")
-        return self
 
 
 class SweepSpec(SweepPart):
@@ -104,12 +95,6 @@ class SweepSpec(SweepPart):
         description="Named parts, run in order. Each has its own methods, settings, grid and seeds, and a base that extends the "
         "sweep's. The sweep itself must not set these.",
     )
-
-    @field_validator("smoke")
-    @classmethod
-    def _check_smoke(cls, value: dict[str, Any]) -> dict[str, Any]:
-        _reject_reserved(value)
-        return value
 
     @model_validator(mode="after")
     def _check_parts(self) -> SweepSpec:
@@ -218,17 +203,19 @@ def _plan_part(
     # Validated here, so that a wrong method is one error and not one for each run.
     methods = list(zip(part.methods, parse_methods(part.methods, token_weights).values(), strict=True))
     points = [dict(zip(part.grid, values, strict=True)) for values in itertools.product(*part.grid.values())]
+    small = [nested(path, value) for path, value in (spec.smoke if smoke else {}).items()]
     for seed, setting, point in itertools.product(part.seeds, part.settings, points):
         settings = {**setting, **point}
-        small = spec.smoke if smoke else {}
         for text, method in methods:
+            chosen = {"method": text if token_weights is None else method.model_dump(mode="json")}
+            name = run_name(method.label or (text if token_weights is None else method_label(method)), settings, seed)
             layers: list[Mapping[str, Any]] = [
                 base,
-                {"method": text if token_weights is None else method.model_dump(mode="json")},
+                chosen,
+                *(nested(p, v) for p, v in settings.items()),
+                changes,
+                *small,
             ]
-            layers += [nested(path, value) for path, value in settings.items()] + [changes]
-            layers += [nested(path, value) for path, value in small.items()]
-            name = run_name(method.label or (text if token_weights is None else method_label(method)), settings, seed)
             yield PlannedRun(make_config(merge_all([*layers, {"seed": seed, "out": str(out / name)}])))
 
 
@@ -275,16 +262,11 @@ def run_name(method: str, settings: Mapping[str, Any], seed: int) -> str:
 
 @dataclass
 class SweepOutcome:
-    """Result of a sweep: names of runs by how they ended.
+    """Names of a sweep's runs by how they ended.
 
-    Attributes:
-        finished: runs that finished in this call.
-        skipped: runs that had finished before.
-        failed: runs that ended with an error or by a health rule. Without run.json they restart at the next call, otherwise
-            with `retry`.
-        interrupted: runs that the next call continues.
-        held: run in use by another process -> message with the process and the fix.
-        errors: run that failed, or was interrupted other than by the user -> reason.
+    `finished` in this call, `skipped` since they had finished before, `failed` with an error or by a health rule (executed again with
+    `retry`, or without run.json at the next call), `interrupted` (the next call continues them); `held`: run in use by another
+    process -> message; `errors`: run that failed, or was interrupted other than by the user -> reason.
     """
 
     finished: list[str] = field(default_factory=list)
@@ -425,19 +407,3 @@ def _forward_interrupts(processes: Callable[[], list[subprocess.Popen[bytes]]]) 
     finally:
         for number, old in previous.items():
             signal.signal(number, old)
-
-
-def estimate_step_seconds(run: PlannedRun, threads: int, steps: int = 2) -> float:
-    """Measure the median time of one step of `run` [s] in a temporary folder; the first step is excluded."""
-    from sharpscope.traces import load_run
-    from sharpscope.training import train
-
-    with tempfile.TemporaryDirectory(prefix="sharpscope-estimate-") as folder:
-        never = {"every": 0}
-        changes = {"out": f"{folder}/run", "steps": steps + 1, "threads": threads}
-        parts = {name: getattr(run.config, name).model_copy(update=never) for name in ("evaluation", "probes")}
-        config = run.config.model_copy(update=changes | parts)
-        train(config)
-        table = load_run(config.run_dir).steps.iloc[1:]
-        shutil.rmtree(config.run_dir, ignore_errors=True)
-    return float(table[["generation_s", "training_s", "recording_s"]].sum(axis=1).median())

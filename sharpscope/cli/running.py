@@ -100,7 +100,7 @@ def run(
     part: Annotated[list[str] | None, typer.Option(help="Sweep: part to run. Repeatable. Default: all.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Sweep: run failed runs again.")] = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="Sweep: its tiny version, in another folder.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Sweep: print the runs and the time, and exit.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Sweep: print the runs, and exit.")] = False,
 ) -> None:
     """Train a policy and record token-level traces; with --methods, --seeds or a sweep's file, several. Repeat to resume a sweep.
 
@@ -217,7 +217,9 @@ def _sweep(runs: Sequence[PlannedRun], workers: int, retry: bool, dry_run: bool)
     fixed = runs[0].config.threads
     threads = fixed or max(1, max(default_threads(run.config.policy.model) for run in runs) // workers)
     if dry_run:
-        _dry_run(runs, workers, threads)
+        for run in runs:
+            typer.echo(f"  {run.run_dir}  {run.config.steps} steps  {run.status}")
+        typer.echo(f"{len(runs)} runs, {sum(run.status != 'finished' for run in runs)} to do")
         return
     with _Bar(runs) as bar:
         outcome = execute(runs, workers=workers, threads=threads, retry=retry, on_progress=bar.update)
@@ -240,23 +242,6 @@ def _sweep(runs: Sequence[PlannedRun], workers: int, retry: bool, dry_run: bool)
     typer.echo(f"view:   sharpscope analyze {folder}")
     if len(outcome.finished) + len(outcome.skipped) < len(runs):
         raise typer.Exit(130 if outcome.interrupted and not outcome.failed else 1)
-
-
-def _dry_run(runs: Sequence[PlannedRun], workers: int, threads: int) -> None:
-    from sharpscope.sweeps import estimate_step_seconds
-
-    remaining = [run for run in runs if run.status != "finished"]
-    for run in runs:
-        typer.echo(f"  {run.run_dir}  {run.config.steps} steps  {run.status}")
-    typer.echo(f"{len(runs)} runs, {len(remaining)} to do")
-    if remaining:
-        typer.echo("measuring a step …", err=True)
-        seconds = estimate_step_seconds(remaining[0], threads)
-        steps = sum(run.config.steps - run.steps_done for run in remaining)
-        typer.echo(
-            f"about {seconds * steps / workers / 3600:.2f} h: {steps} steps of {seconds:.2f} s (threads per run: {threads}; "
-            f"settings of the first run, without evaluation, probes and checkpoints), workers: {workers}"
-        )
 
 
 class _Bar:
