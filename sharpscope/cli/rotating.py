@@ -52,6 +52,16 @@ def rotate(
             help="Token weights in place of those of the methods: module:function, or paper or calibrated (presets).",
         ),
     ] = None,
+    warm_up: Annotated[
+        int,
+        typer.Option(min=0, help="With --model: batches of plain GRPO that fill the optimizer's moments first."),
+    ] = 0,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Make each update, measure entropy and policy on the batch, take it back (rotation.csv)."
+        ),
+    ] = False,
     plot: Annotated[
         bool, typer.Option("--plot", help="Also plot token weights over logit and probability: weights.png and .svg.")
     ] = False,
@@ -87,6 +97,8 @@ def rotate(
         seed=seed,
         token_weights=token_weights,
         overrides=set_ or (),
+        warm_up=warm_up,
+        measure=measure,
         threads=threads,
         on_progress=lambda text: typer.echo(f"  {time.perf_counter() - started:5.0f} s  {text}", err=True),
     )
@@ -117,7 +129,10 @@ def _show(rotations: Rotations) -> None:
         console.print(f"The completions {same} that the run recorded at this step.", highlight=False, markup=False)
     table = Table(
         Column("method", no_wrap=True),
-        *(Column(name, justify="right") for name in ("gradient", "scale", "update", "scale", "bound", "at L", "at U")),
+        *(
+            Column(name, justify="right")
+            for name in ("gradient", "scale", "kept", "update", "scale", "dose", "bound", "at L", "at U")
+        ),
         box=SIMPLE,
         padding=(0, 1, 0, 0),
     )
@@ -127,9 +142,10 @@ def _show(rotations: Rotations) -> None:
             table.add_row(name, "–", Text(row["problem"], overflow="fold"))
             continue
         degrees = [_number(row[key], ".1f", "°") for key in ("gradient_rotation", "update_rotation", "rotation_bound")]
-        scales = [_number(row[key], ".2f") for key in ("gradient_scale", "update_scale")]
+        scales = [_number(row[key], ".2f") for key in ("gradient_scale", "update_scale", "update_difference")]
+        kept = _number(row["gradient_kept"], ".1%")
         shares = [_number(row[f"weight_saturation_{side}_gradient"], ".1%") for side in ("low", "high")]
-        table.add_row(name, degrees[0], scales[0], degrees[1], scales[1], degrees[2], *shares)
+        table.add_row(name, degrees[0], scales[0], kept, degrees[1], *scales[1:], degrees[2], *shares)
     console.print(table)
     noise = "unknown for one prompt" if math.isnan(rotations.noise) else f"about {rotations.noise:.0f}°"
     if rotations.noise >= NOISE_BOUND:
@@ -138,8 +154,9 @@ def _show(rotations: Rotations) -> None:
         )
     console.print(
         f"Noise of this batch: {noise} between its gradient (plain GRPO) and the expected one.\n"
-        "gradient, update: rotation and ratio of norms against plain GRPO (*: against the same method with weights 1); bound: the\n"
-        "largest rotation by weights alone if tokens' gradients are orthogonal; at L, at U: share of the gradient at either bound.",
+        "gradient, update: rotation and ratio of norms against plain GRPO (*: against the same method with weights 1); kept: share\n"
+        "of that gradient on tokens that keep one; dose: length of the difference of both updates, in units of the reference's; bound:\n"
+        "the largest rotation by weights alone if tokens' gradients are orthogonal; at L, at U: share of the gradient at either bound.",
         highlight=False,
         markup=False,
     )

@@ -19,10 +19,10 @@ from sharpscope.config import (
     method_rotation_bound,
     reference_method,
 )
-from sharpscope.config.method import Kl, Method
+from sharpscope.config.method import CurvatureTokens, Kl, Method
 from sharpscope.errors import UserError
 from sharpscope.forks.start import State, arms_of, resolve, saved_states
-from sharpscope.objective import StepTensors, calibrate, policy_loss, token_normalizer, token_weights
+from sharpscope.objective import StepTensors, calibrate, policy_loss, token_bins, token_normalizer, token_weights
 from sharpscope.policy import TokenStats
 from sharpscope.recording.environment import set_threads
 from sharpscope.recording.rows import gradient_weight_columns, weight_columns
@@ -40,16 +40,26 @@ Tell = Callable[[str], None]
 CONTROLS = ("grpo-sg-reverse", "grpo-sg-shuffled")
 """Controls among the default methods."""
 
+BINS = ("pos_peak", "pos_valley", "neg_peak", "neg_valley")
+"""Tokens by the sign of A and by π against Σ π², see `BinTokens`."""
+_MEASURED = (
+    *(f"entropy_{kind}_{name}" for kind in ("predicted", "measured") for name in BINS),
+    "entropy_rank",
+    "kl_rank",
+)
 _NUMBERS = (
     "gradient_rotation",
     "gradient_scale",
+    "gradient_kept",
     "update_rotation",
     "update_scale",
+    "update_difference",
     "rotation_bound",
     "weight_mean",
     "weight_mean_gradient",
     "weight_saturation_low_gradient",
     "weight_saturation_high_gradient",
+    *_MEASURED,
 )
 COLUMNS = ("method", "reference", *_NUMBERS, "problem")
 
@@ -62,7 +72,12 @@ class Rotations:
         table: a row per method: `method`, `reference` (grpo, or unweighted: the method itself with weights 1), then as in the
             trace `gradient_rotation` and `update_rotation` [degrees], `gradient_scale`, `update_scale`, `weight_mean`,
             `weight_mean_gradient`, `weight_saturation_low_gradient`, `weight_saturation_high_gradient`; `rotation_bound`
-            [degrees] of methods that differ by their weights alone; `problem`: why a method could not be computed, else empty.
+            [degrees] of methods that differ by their weights alone; `gradient_kept`: share of the reference's gradient, tokens
+            counted by |c|·‖p − e_y‖, on tokens that have a gradient in the method too; `update_difference`: ‖Δ − Δ_ref‖/‖Δ_ref‖
+            of the steps; `problem`: why a method could not be computed, else empty. With `measure`: by bin of tokens
+            (`token_bins`) the predicted share of the entropy change, Σ c·polarity over Σ |c·polarity| of all tokens, and the
+            measured mean change after the update [nats / token]; `entropy_rank`, Spearman's correlation of the two over tokens;
+            `kl_rank`, that of CAPO's m_F (`flat_curvature`) and the measured k3 estimate of KL(π_old‖π) of the token.
         noise: estimated angle between plain GRPO's gradient on the batch and its expectation [degrees]; NaN for one prompt.
         batch: `model`, `task`, `seed`, `step`, numbers of `prompts`, `completions`, `tokens` and of `informative_prompts`, whose
             rewards differ, and `recorded`: whether the completions are those that the run has recorded (None: no record).
@@ -114,6 +129,8 @@ def rotate(
     seed: int | None = None,
     token_weights: str | None = None,
     overrides: Sequence[str] = (),
+    warm_up: int = 0,
+    measure: bool = False,
     threads: int | None = None,
     on_progress: Tell | None = None,
 ) -> Rotations:
@@ -135,6 +152,8 @@ def rotate(
         token_weights: in place of those of the methods that have some (None given: grpo-sg and two controls): `module:function`, or
             a preset of the sigmoid, paper or calibrated.
         overrides: changes of the configuration, `field.subfield=value`, such as `rollout.prompts_per_step=64`.
+        warm_up: with `model`: batches whose plain GRPO gradients fill AdamW's moments first; the weights stay.
+        measure: whether to make every update, measure what it does to entropy and policy on the batch, and take it back.
         threads: CPU threads; None: as configured.
         on_progress: called with a line of text on what is done.
 
@@ -158,7 +177,10 @@ def rotate(
         texts = ("grpo-sg", *CONTROLS) if token_weights is not None else (*method_names(), *CONTROLS)
     chosen = arms_of(texts, token_weights, config)
     set_threads(config.threads if threads is None else threads, config.policy.model)
-    start = _Start(config, chosen, state)
+    start = _Start(config, chosen, state, measure)
+    if warm_up:
+        tell("warming up the optimizer")
+        start.warm_up(warm_up)
     tell("drawing completions")
     batch = start.draw()
     _check_signal(batch)
@@ -194,14 +216,18 @@ def _check_signal(batch: RolloutBatch) -> None:
 class _Start(State):
     """One step of a run, from which every method is compared: the whole batch is one update."""
 
-    def __init__(self, config: RunConfig, methods: Mapping[str, Method], checkpoint: Path | None) -> None:
+    def __init__(
+        self, config: RunConfig, methods: Mapping[str, Method], checkpoint: Path | None, measure: bool = False
+    ) -> None:
         # An average of past weights starts as the weights, also for the run's own method: every ratio is 1 then.
         super().__init__(config, methods, checkpoint, make_task(config.task), stored_average=False)
         self._learner = replace(self._learner, mini_batches=1, inner_epochs=1)
         self.seed_step = self.step + 1
-        # Methods compared so far with their coefficients, the reference's, and the result.
-        self.known: list[tuple[Method, Tensor, Tensor, UpdateRotation]] = []
+        self.measure = measure
+        # Methods compared so far with their coefficients, the reference's, the result, and the statistics after the update.
+        self.known: list[tuple[Method, Tensor, Tensor, UpdateRotation, TokenStats | None]] = []
         self.weights: dict[str, dict[str, np.ndarray]] = {}  # of the batch's tokens, by method
+        self.curvatures: list[tuple[Tensor, Tensor]] = []  # advantages and m_F
 
     def draw(self) -> RolloutBatch:
         """The batch that the run's next step draws; a divergence in the reward is left out."""
@@ -226,8 +252,9 @@ class _Start(State):
         plain = _is_plain(reference)
         tokens = self.tokens(method, batch, advantage, stats)
         against = self.tokens(reference, batch, step_advantages(reference, batch.rollouts, batch.rewards, stats), stats)
-        rotation = self._known(method, tokens.loss_coef, against.loss_coef)
-        if rotation is None:
+        same = self._known(method, tokens.loss_coef, against.loss_coef)
+        if same is None:
+            moved: list[TokenStats] = []
             rotation = self.learner(method).compare(
                 batch.rollouts,
                 advantage,
@@ -236,38 +263,84 @@ class _Start(State):
                 method=method,
                 stats=stats,
                 references=references,
+                at_update=(lambda: moved.append(self.scorer.statistics(batch.rollouts))) if self.measure else None,
             )
-            self.known.append((method, tokens.loss_coef, against.loss_coef, rotation))
+            same = rotation, moved[0] if moved else None
+            self.known.append((method, tokens.loss_coef, against.loss_coef, *same))
+        rotation, after = same
         used = loss_mask(batch.rollouts, method).bool().cpu() & (tokens.update >= 0)
         self.methods[name] = method
         if method.weight.kind != "uniform":
             values = {"logit": stats.logit, "probability": stats.logp.exp(), "weight": tokens.weight}
             self.weights[name] = {key: value.cpu()[used].double().numpy() for key, value in values.items()}
+        mass = (against.loss_coef.abs() * stats.logit_grad_norm.cpu()).double()
+        scale, cosine = rotation.update.scale, math.cos(math.radians(rotation.update.angle))
         row = {
             "reference": "grpo" if plain else "unweighted",
             "gradient_rotation": rotation.gradient.angle,
             "gradient_scale": rotation.gradient.scale,
+            "gradient_kept": float(mass[tokens.loss_coef != 0].sum() / mass.sum()),
             "update_rotation": rotation.update.angle,
-            "update_scale": rotation.update.scale,
+            "update_scale": scale,
+            "update_difference": math.sqrt(max(1 + scale**2 - 2 * scale * cosine, 0.0)),
             "weight_mean": weight_columns(method, tokens.weight, used, progress)["weight_mean"],
             **gradient_weight_columns(method, tokens, used, progress),
             "rotation_bound": method_rotation_bound(method.at(progress)),
         }
+        if after is not None:
+            row |= self._changes(tensors, tokens, used, stats, after, self._own_steps(batch, advantage))
         return row, rotation.noise if plain else math.nan
 
-    def _known(self, method: Method, coef: Tensor, against: Tensor) -> UpdateRotation | None:
+    def _own_steps(self, batch: RolloutBatch, advantage: Tensor) -> Tensor:
+        """(N, T) CAPO's m_F, computed once for each choice of advantages."""
+        for known, values in self.curvatures:
+            if known.shape == advantage.shape and torch.equal(known, advantage):
+                return values
+        values = self._learner.curvature(batch.rollouts, advantage, CurvatureTokens())[..., 1].cpu()
+        self.curvatures.append((advantage, values))
+        return values
+
+    def _changes(
+        self,
+        tensors: StepTensors,
+        tokens: StepTokens,
+        used: Tensor,
+        before: TokenStats,
+        after: TokenStats,
+        own: Tensor,
+    ) -> dict[str, float]:
+        """Predicted and measured change of entropy by bin, and the rank correlations over tokens."""
+        from scipy.stats import spearmanr
+
+        predicted = (tokens.loss_coef * before.polarity.cpu()).double()
+        change = (after.entropy - before.entropy).cpu().double()
+        moved = (after.logp - before.logp).cpu().double()
+        divergence = torch.expm1(moved) - moved
+        row, total = {}, float(predicted[used].abs().sum())
+        for name, chosen in token_bins(tensors).items():
+            inside = chosen.cpu() & used
+            row[f"entropy_predicted_{name}"] = float(predicted[inside].sum()) / total if total else math.nan
+            row[f"entropy_measured_{name}"] = float(change[inside].mean()) if bool(inside.any()) else math.nan
+        for name, one, other, places in (
+            ("entropy_rank", predicted, change, used & (predicted != 0)),
+            ("kl_rank", own.double(), divergence, used & (own > 0)),
+        ):
+            row[name] = float(spearmanr(one[places], other[places]).statistic) if int(places.sum()) > 2 else math.nan
+        return row
+
+    def _known(self, method: Method, coef: Tensor, against: Tensor) -> tuple[UpdateRotation, TokenStats | None] | None:
         """The result of an earlier method with the same coefficients (N, T) and reference coefficients, thus the same gradients.
 
-        An entropy bonus and sharpness control are not in the coefficients.
+        An entropy bonus, sharpness control and a clip by module are not in the coefficients.
         """
-        for other, coefficients, reference, rotation in self.known:
+        for other, coefficients, reference, rotation, after in self.known:
             if (
                 _only_coefficients(method)
                 and _only_coefficients(other)
                 and _same(coef, coefficients)
                 and _same(against, reference)
             ):
-                return rotation
+                return rotation, after
         return None
 
     def tokens(self, method: Method, batch: RolloutBatch, advantage: Tensor, stats: TokenStats) -> StepTokens:
@@ -308,7 +381,7 @@ class _Start(State):
 
 def _only_coefficients(method: Method) -> bool:
     """Whether the gradient that the optimizer gets is Σ c_t ∇log π_t, c_t the tokens' coefficients."""
-    return method.entropy is None and method.sharpness is None
+    return method.entropy is None and method.sharpness is None and method.module_clip is None
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

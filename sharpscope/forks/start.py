@@ -223,6 +223,31 @@ class State:
             state=MethodState(**copy.deepcopy(self._state)),
         )
 
+    def warm_up(self, steps: int) -> None:
+        """If no optimizer state is stored, fill AdamW's moments with gradients of the first method at the starting weights."""
+        self.warmed = 0 if self.warm else steps
+        if not self.warmed:
+            return
+        method = next(iter(self.methods.values()))
+        learner, seed = self.learner(method), derive(self.config.seed, "fork warm-up")
+        order = replace(self._order, cursor=0, seed=seed)
+        reference_logp = learner.reference_logp if method.kl_in_reward else None
+        set_learning_rate(self.optimizer, 0.0)
+        for number in range(1, self.warmed + 1):
+            drawn = draw_rollouts(
+                self.policy,
+                self.task,
+                order,
+                method,
+                self.config.rollout,
+                seed,
+                number,
+                self.scorer.statistics,
+                reference_logp=reference_logp,
+            )
+            learner.learn(drawn.rollouts, drawn.advantage, number, self.progress(), method=method, stats=drawn.stats)
+        set_learning_rate(self.optimizer, self.lr)
+
 
 class Snapshot:
     """A copy of weights, buffers, optimizer state and torch's random state; `restore` puts all of them back bit for bit.
@@ -347,25 +372,11 @@ class Start(State):
             raise UserError(f"task.kind = '{config.task.kind}': has no split 'heldout' to measure outcomes on")
         self._heldout = DataOrder(heldout, derive(config.seed, "fork held-out"))
         self.drawer = Drawer(config, self.policy, task)
-        self.warmed = 0 if self.warm else spec.warm_up
         self.run_radius = _radius_of(config, checkpoint)
         self._calibrate()
-        self._warm_up()
+        self.warm_up(spec.warm_up)
         self.snapshot = Snapshot(self.policy.model, self.optimizer, self.proximal)
         self.rho = fork_radius(self) if "sharpness" in spec.outcomes else None
-
-    def _warm_up(self) -> None:
-        """Fill AdamW's moments with gradients of the reference method at the starting weights."""
-        if not self.warmed:
-            return
-        method = next(iter(self.methods.values()))
-        learner, seed = self.learner(method), derive(self.config.seed, "fork warm-up")
-        order = replace(self._order, cursor=0, seed=seed)
-        set_learning_rate(self.optimizer, 0.0)
-        for number in range(1, self.warmed + 1):
-            drawn = self._drawn(method, order, seed, number, SharedDraws())
-            learner.learn(drawn.rollouts, drawn.advantage, number, self.progress(), method=method, stats=drawn.stats)
-        set_learning_rate(self.optimizer, self.lr)
 
     def _calibrate(self) -> None:
         """Fill the constants of token weights that are to be calibrated, on the first batch of this state.

@@ -18,5 +18,5 @@ from sharpscope.objective.loss import (
     policy_loss,
     token_normalizer,
 )
-from sharpscope.objective.plan import calibrate, prepare, summarize_weights, token_weights
+from sharpscope.objective.plan import calibrate, prepare, summarize_weights, token_bins, token_weights
 from sharpscope.objective.values import LossOutput, Plan, StepTensors, per_token

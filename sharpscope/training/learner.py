@@ -225,8 +225,9 @@ class Learner:
         method: Method,
         stats: TokenStats,
         references: dict[str, list[Gradient]] | None = None,
+        at_update: Callable[[], None] | None = None,
     ) -> UpdateRotation:
-        """Compare the first update on all rows with the reference objective's. Neither is made.
+        """Compare the first update on all rows with the reference objective's. Neither stays.
 
         Args:
             rollouts: N rows.
@@ -236,13 +237,18 @@ class Learner:
             method: the objective, its constants calibrated.
             stats: of the present policy on `rollouts`.
             references: keeps reference gradients, so that calls with the same rollouts and state share them.
+            at_update: called with the weights moved by the update, which are put back; the optimizer's state does not move.
         """
         tokens = StepTokens.unused(stats)
         plan = self.plan(rollouts, advantage, step, progress, method, stats)
         work = _Updates(self, rollouts, advantage, progress, method, plan, tokens, references=references)
         try:
             gradient = work.gradient(0, torch.arange(len(rollouts)), 0)
-            return work.rotation(gradient.rows, work.reshape(gradient).total)
+            norm = work.reshape(gradient).total
+            found = work.rotation(gradient.rows, norm)
+            if at_update is not None:
+                work.visit(norm, at_update)
+            return found
         finally:
             self.optimizer.zero_grad(set_to_none=True)
 
@@ -663,6 +669,23 @@ class _Updates:
             )
         ]
         return UpdateRotation(rotation(own, reference), rotation(*steps), noise, time.perf_counter() - started)
+
+    @torch.no_grad()
+    def visit(self, norm: float, call: Callable[[], None]) -> None:
+        """Call with the weights moved by the step of the gradient in `.grad`, of length `norm`, and put them back."""
+        learner, parameters = self.learner, self.learner.parameters
+        gradients, kept = [p.grad for p in parameters], [p.detach().clone() for p in parameters]
+        factors = learner.clipping(self.method, gradients, norm, self.progress).factors
+        try:
+            for parameter, step in zip(
+                parameters, coming_step(learner.optimizer, parameters, gradients, factors), strict=True
+            ):
+                if step is not None:
+                    parameter.add_(step)
+            call()
+        finally:
+            for parameter, weights in zip(parameters, kept, strict=True):
+                parameter.copy_(weights)
 
     # -- direct sharpness control ------------------------------------------------------------------------------------
 
