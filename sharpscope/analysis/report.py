@@ -31,6 +31,7 @@ from sharpscope.analysis.layers import spike_layer_sections
 from sharpscope.analysis.mismatch import sampler_section
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.sections import Code, Section
+from sharpscope.analysis.selection import gap_section, selection_section
 from sharpscope.analysis.spikes import recorded_by
 from sharpscope.analysis.statistics import mean_interval, series_mean
 from sharpscope.analysis.study import Setting, Study, flat, last_step, studies
@@ -76,9 +77,10 @@ def run_sections(run: Run) -> list[Section]:
     study = Study({run.name: run}, name=run.task)
     curves = Section("Curves", curve_table(run), "Means of the first and the last third.")
     ends = [*accuracy_sections(study.settings), *sharpness_sections(study.settings)]
-    kinds = entropy_section(run)
-    found = [*found_sections(study, study.settings), *spike_layer_sections(run), *([kinds] if kinds else [])]
-    return [head, *found, curves, *ends, *problem_sections(runs)]
+    kinds = [section for section in (entropy_section(run), selection_section(run)) if section]
+    gap = gap_section(run)
+    found = [*found_sections(study, study.settings), *spike_layer_sections(run), *kinds]
+    return [head, *found, curves, *ends, *([gap] if gap else []), *problem_sections(runs)]
 
 
 def runs_sections(runs: Runs) -> list[Section]:

@@ -46,6 +46,7 @@ _MEASURED = (
     *(f"entropy_{kind}_{name}" for kind in ("predicted", "measured") for name in BINS),
     "entropy_rank",
     "kl_rank",
+    "kl_rank_norm",
 )
 _NUMBERS = (
     "gradient_rotation",
@@ -77,7 +78,8 @@ class Rotations:
             of the steps; `problem`: why a method could not be computed, else empty. With `measure`: by bin of tokens
             (`token_bins`) the predicted share of the entropy change, Σ c·polarity over Σ |c·polarity| of all tokens, and the
             measured mean change after the update [nats / token]; `entropy_rank`, Spearman's correlation of the two over tokens;
-            `kl_rank`, that of CAPO's m_F (`flat_curvature`) and the measured k3 estimate of KL(π_old‖π) of the token.
+            `kl_rank`, that of CAPO's m_F (`flat_curvature`) and the measured k3 estimate of KL(π_old‖π) of the token, and
+            `kl_rank_norm`, that of ‖p − e_y‖ and the same.
         noise: estimated angle between plain GRPO's gradient on the batch and its expectation [degrees]; NaN for one prompt.
         batch: `model`, `task`, `seed`, `step`, numbers of `prompts`, `completions`, `tokens` and of `informative_prompts`, whose
             rewards differ, and `recorded`: whether the completions are those that the run has recorded (None: no record).
@@ -185,10 +187,13 @@ def rotate(
     batch = start.draw()
     _check_signal(batch)
     stats = start.scorer.statistics(batch.rollouts)
-    rows: list[dict[str, Any]] = []
+    rows: dict[str, dict[str, Any]] = {}
     references: dict[str, list[Gradient]] = {}
     noise = math.nan
-    for number, name in enumerate(chosen, 1):
+    # One after the other where they share a reference, of which the last gradient is kept.
+    against = {name: reference_method(method).model_dump_json(exclude={"name"}) for name, method in chosen.items()}
+    order = sorted(chosen, key=lambda name: list(against.values()).index(against[name]))
+    for number, name in enumerate(order, 1):
         tell(f"{number}/{len(chosen)} {name}")
         try:
             row, angle = start.measured(name, batch, stats, references)
@@ -196,10 +201,10 @@ def rotate(
             if methods is not None:
                 raise UserError(f"--methods {name}: {problem}") from None
             row, angle = {"problem": str(problem)}, math.nan
-        rows.append({"method": name, **row})
+        rows[name] = {"method": name, **row}
         noise = angle if math.isnan(noise) else noise
     described = start.described(batch, None if run is None else Path(run))
-    return Rotations(_table(rows), noise, described, _weights(start.weights), start.methods)
+    return Rotations(_table([rows[name] for name in chosen]), noise, described, _weights(start.weights), start.methods)
 
 
 def _check_signal(batch: RolloutBatch) -> None:
@@ -324,6 +329,7 @@ class _Start(State):
         for name, one, other, places in (
             ("entropy_rank", predicted, change, used & (predicted != 0)),
             ("kl_rank", own.double(), divergence, used & (own > 0)),
+            ("kl_rank_norm", before.logit_grad_norm.cpu().double(), divergence, used & (own > 0)),
         ):
             row[name] = float(spearmanr(one[places], other[places]).statistic) if int(places.sum()) > 2 else math.nan
         return row

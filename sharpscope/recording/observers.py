@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from sharpscope.config import RunConfig
 
 
-HELD_CONSTANT = ("cispo", "dppo", "vespo")  # surrogates with a factor of the ratio that has no gradient
+HELD_CONSTANT = ("cispo", "dppo", "vespo", "delight")  # surrogates with a factor of the ratio that has no gradient
 GUESS = 16.0  # first step size of a run's first line search for the critical sharpness, in learning rates
 TOLERANCE = 0.25  # relative width of the bracket in which the critical learning rate is interpolated
 EVALUATIONS = 12  # largest number of losses of a line search

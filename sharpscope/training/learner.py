@@ -236,7 +236,7 @@ class Learner:
             progress: see `learn`.
             method: the objective, its constants calibrated.
             stats: of the present policy on `rollouts`.
-            references: keeps reference gradients, so that calls with the same rollouts and state share them.
+            references: keeps the last reference gradient, so that calls with the same rollouts, state and reference share it.
             at_update: called with the weights moved by the update, which are put back; the optimizer's state does not move.
         """
         tokens = StepTokens.unused(stats)
@@ -650,6 +650,7 @@ class _Updates:
             for parameter, value in zip(parameters, own, strict=True):
                 parameter.grad = value
         if self.references is not None:
+            self.references.clear()  # a model's size each: one is enough where methods come in order
             self.references[key] = halves
         return halves
 

@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+from scipy.stats import spearmanr
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import sharpscope
 from sharpscope.cli import app
 from sharpscope.config import build_config
+from sharpscope.config.method import CurvatureTokens
 from sharpscope.errors import UserError
 from sharpscope.forks import rotate
-from sharpscope.forks.rotating import weight_curves
+from sharpscope.forks.rotating import _Start, weight_curves
+from sharpscope.objective import named_method
 from sharpscope.training import train
 from sharpscope.training.learner import Learner
 from tests.conftest import TOY
+
+
+def start_of(tiny_policy, name="grpo"):
+    """A measuring start with warm moments in float64, its batch and the batch's statistics."""
+    values = {
+        **TOY,
+        "policy.model": str(tiny_policy),
+        "policy.dtype": "float64",
+        "update.mini_batches": 1,
+        "threads": 1,
+    }
+    start = _Start(build_config(values=values), {name: named_method(name)}, None, measure=True)
+    start.warm_up(2)
+    batch = start.draw()
+    return start, batch, start.scorer.statistics(batch.rollouts)
+
 
 ANGLES = ["gradient_rotation", "gradient_scale", "update_rotation", "update_scale"]
 FRESH = [f"{path}={value}" for path, value in TOY.items() if not path.startswith("evaluation")]
@@ -100,11 +121,55 @@ def test_methods_with_equal_gradients_share_passes_and_the_numbers_are_those_of_
         Learner, "compare", lambda self, *a, **k: made.append(k["method"].name) or compare(self, *a, **k)
     )
     shared = rotate(names, model=str(tiny_policy), overrides=FRESH).table
-    assert made == ["grpo", "dapo", "ar", "high-entropy", "grpo-sam", "grpo"]  # published weights are all 1 here
+    assert made == ["grpo", "dapo", "high-entropy", "grpo-sam", "grpo", "ar"]  # published weights are all 1 here
     monkeypatch.setattr("sharpscope.forks.rotating._same", lambda one, other: False)
     each = rotate(names, model=str(tiny_policy), overrides=FRESH).table
     np.testing.assert_allclose(shared[ANGLES], each[ANGLES], rtol=1e-3, atol=0.05)
-    pd.testing.assert_frame_equal(shared.drop(columns=ANGLES), each.drop(columns=ANGLES))
+    rounded = [*ANGLES, "update_difference"]
+    pd.testing.assert_frame_equal(shared.drop(columns=rounded), each.drop(columns=rounded))
+
+
+def test_what_an_update_does_is_measured_and_taken_back(tiny_policy):
+    """Against the update made on a copy of the model: entropy by bin, and Spearman's correlations of both predictions."""
+    before = [p.clone() for p in AutoModelForCausalLM.from_pretrained(tiny_policy).parameters()]
+    start, batch, stats = start_of(tiny_policy)
+    advantage = batch.advantage
+    found = start.measured("grpo", batch, stats, {})[0]
+    for parameter, kept in zip(start.policy.model.parameters(), before, strict=True):
+        assert torch.equal(parameter, kept) and parameter.grad is None
+    own = start.learner(start.methods["grpo"]).curvature(batch.rollouts, advantage, CurvatureTokens())[..., 1]
+    start.learner(start.methods["grpo"]).learn(
+        batch.rollouts, advantage, start.seed_step, 0.0, method=start.methods["grpo"], stats=stats
+    )
+    after = start.scorer.statistics(batch.rollouts)
+    mask = batch.rollouts.completion_mask.bool()
+    peak = stats.logp.exp() >= stats.collision
+    change, coefficient = after.entropy - stats.entropy, -advantage[:, None] / mask.sum(1, keepdim=True) / len(mask)
+    predicted = (coefficient * stats.polarity)[mask]
+    for sign, side in (("pos", advantage > 0), ("neg", advantage < 0)):
+        for kind, one in (("peak", peak), ("valley", ~peak)):
+            chosen = mask & side[:, None] & one
+            assert found[f"entropy_measured_{sign}_{kind}"] == pytest.approx(float(change[chosen].mean()), rel=1e-3)
+            share = float((coefficient * stats.polarity)[chosen].sum() / predicted.abs().sum())
+            assert found[f"entropy_predicted_{sign}_{kind}"] == pytest.approx(share, abs=1e-4)
+    moving = mask & (advantage != 0)[:, None]
+    moved = (after.logp - stats.logp).double()
+    divergence = (torch.expm1(moved) - moved)[moving]
+    assert found["kl_rank"] == pytest.approx(spearmanr(own[moving], divergence).statistic, abs=0.02)
+    assert found["gradient_kept"] == 1.0 and found["update_difference"] < 1e-3
+
+
+def test_the_share_of_the_gradient_that_a_selection_keeps(tiny_policy):
+    start, batch, stats = start_of(tiny_policy, "high-entropy")
+    found = start.measured("high-entropy", batch, stats, {})[0]
+    mask = batch.rollouts.completion_mask.bool()
+    mass = batch.advantage.abs()[:, None] / mask.sum(1, keepdim=True).clamp(min=1) * stats.logit_grad_norm * mask
+    kept = mask & (stats.entropy >= stats.entropy[mask].topk(math.ceil(0.2 * int(mask.sum()))).values.min())
+    assert found["gradient_kept"] == pytest.approx(float(mass[kept].sum() / mass.sum()), rel=1e-5)
+    assert 0.05 < found["gradient_kept"] < 0.99
+    angle, scale = math.radians(found["update_rotation"]), found["update_scale"]
+    wanted = math.hypot(1 - scale * math.cos(angle), scale * math.sin(angle))
+    assert found["update_difference"] == pytest.approx(wanted)
 
 
 def test_changed_completions_are_not_those_recorded(folder):

@@ -1,0 +1,132 @@
+"""What a method's token selection left out of the loss, and the critical step of the gradient gap's theory."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.analysis.sections import Section
+from sharpscope.analysis.text import number, percent
+from sharpscope.traces import Run
+
+GRADIENT_SQUARES = 8.0
+"""Coefficient of G² in the bound of the step (arXiv 2510.08539)."""
+
+
+def left_out(run: Run) -> pd.DataFrame:
+    """Tokens with an advantage that have no policy gradient although no clip stopped them, against the others, by step.
+
+    Columns: step, out (share of the tokens with an advantage), and for left-out and other tokens (`…_out`, `…_kept`) the means
+    of probability and entropy [nats] and the share with A < 0. A KL term does not count as a gradient. Empty without tokens.
+    """
+    columns = ["step", "update", "logp", "entropy", "advantage", "loss_coef", "kl_coef", "clipped"]
+    rows = []
+    for part in run.iter_tokens(columns=columns, required=["advantage", "loss_coef"]):
+        used = part[part["update"].notna() & (part["advantage"] != 0)]
+        policy = used["loss_coef"].astype(float) - used["kl_coef"].astype(float).fillna(0.0)
+        out = (policy == 0) & (used["clipped"] == 0)
+        values = pd.DataFrame(
+            {
+                "probability": np.exp(used["logp"].astype(float)),
+                "entropy": used["entropy"].astype(float),
+                "negative": (used["advantage"] < 0).astype(float),
+            }
+        )
+        for step, group in values.groupby(used["step"]):
+            gone = out.loc[group.index]
+            row = {"step": int(step), "out": float(gone.mean())}
+            for name in values:
+                row |= {f"{name}_out": group.loc[gone, name].mean(), f"{name}_kept": group.loc[~gone, name].mean()}
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def selection_section(run: Run) -> Section | None:
+    """What the selection left out in the first, the strictest and the last recorded step, for `show`; None without a selection."""
+    if not (run.config.get("method") or {}).get("tokens"):
+        return None
+    found = left_out(run)
+    if found.empty:
+        return None
+    named = {"first": found.index[0], "most left out": found["out"].idxmax(), "last": found.index[-1]}
+    cells = []
+    for name, index in named.items():
+        row = found.loc[index]
+        pairs = {
+            "mean π": ("probability", number),
+            "mean H [nats]": ("entropy", number),
+            "A < 0": ("negative", percent),
+        }
+        cells.append(
+            {"step": f"{int(row['step'])} ({name})", "left out": percent(row["out"], 1)}
+            | {title: f"{form(row[f'{key}_out'])} / {form(row[f'{key}_kept'])}" for title, (key, form) in pairs.items()}
+        )
+    kind = run.config["method"]["tokens"]["kind"]
+    note = f"Tokens with an advantage that the selection {kind} leaves out of the loss / those that it keeps; over all steps {{}}."
+    return Section("Tokens left out", pd.DataFrame(cells), note.format(percent(found["out"].mean(), 1)))
+
+
+def gradient_gap(run: Run) -> pd.DataFrame:
+    """Largest learning rate of the gradient gap's theory beside the measured critical one, for runs with two rewards.
+
+    The theory (arXiv 2510.08539) bounds a step θ + η·w, ‖w‖ = 1, by η ≤ [⟨w, gap⟩]₊/(2(L + 8G²)), gap the difference of
+    E ∇ln π(completion) between correct and wrong completions, G and L bounds of the norms of ∇ ln π(completion) and its Hessian.
+    Along the optimizer's update Δ per learning rate, ⟨Δ, gap⟩ = Δᵀ(−g)/K with g the gradient of the loss and K = Σ |c| over
+    the completions with A > 0, c the mean coefficient of a completion's tokens; hence lr ≤ (Δᵀ(−g)/K)/(2·‖Δ‖²·8·G²) with L = 0.
+    G² is the largest Σ_t ‖∇ ln π_t‖² over completions.
+
+    Returns:
+        Columns step, success (share of correct completions), lr, critical_lr (measured, 2/λ_c; NaN if not found) and gap_lr, a row
+        for each step with both; empty where rewards have more than two values or something was not recorded.
+    """
+    probes = run.probes
+    found = probes[probes["probe"] == "critical"].pivot_table(
+        index="step", columns="quantity", values="value", aggfunc="first"
+    )
+    rewards = run.rollouts["reward"].dropna().unique()
+    if found.empty or "update_slope" not in found or len(rewards) != 2:
+        return pd.DataFrame()
+    updates = run.updates[run.updates["update"] == 0].set_index("step")
+    columns = ["step", "rollout", "update", "advantage", "loss_coef", "score_norm_local"]
+    rows = []
+    for step in found.index:
+        tokens = run.tokens(steps=int(step), columns=columns)
+        first = tokens[(tokens["update"] == 0) & (tokens["loss_coef"] != 0)]
+        by_rollout = first.groupby("rollout")
+        coefficient = by_rollout["loss_coef"].mean().abs()
+        gain = float(coefficient[by_rollout["advantage"].mean() > 0].sum())
+        measured = by_rollout["score_norm_local"].apply(lambda norms: norms.notna().all())
+        squares = (first["score_norm_local"].astype(float) ** 2).groupby(first["rollout"]).sum()[measured]
+        if step not in updates.index or squares.empty or gain == 0:
+            continue
+        lr, length = (float(updates.loc[step, name]) for name in ("lr", "update_norm"))
+        slope = float(found.loc[step, "update_slope"])
+        bound = max(slope, 0.0) / gain / (2 * (length / lr) ** 2 * GRADIENT_SQUARES * float(squares.max()))
+        success = float(run.rollouts.loc[run.rollouts["step"] == step, "correct"].mean())
+        critical = float(found.loc[step].get("critical_lr", math.nan))
+        rows.append({"step": int(step), "success": success, "lr": lr, "critical_lr": critical, "gap_lr": bound})
+    return pd.DataFrame(rows)
+
+
+def gap_section(run: Run) -> Section | None:
+    """The two critical learning rates, for `show`; None where they are not known."""
+    found = gradient_gap(run)
+    if found.empty:
+        return None
+    cells = {
+        "step": found["step"],
+        "correct": [percent(value) for value in found["success"]],
+        "learning rate": [number(value) for value in found["lr"]],
+        "critical, measured": [number(value) for value in found["critical_lr"]],
+        "critical, gradient gap": [f"≤ {number(value)}" for value in found["gap_lr"]],
+        "λ_c": [number(2 / value) for value in found["critical_lr"]],
+        "λ of the gap": [f"≥ {number(2 / value)}" if value > 0 else "–" for value in found["gap_lr"]],
+    }
+    note = (
+        "Along the optimizer's update; measured: where the batch's loss is back at its value (λ_c = 2/learning rate). Gradient gap "
+        "(arXiv 2510.08539): up to which success is sure to grow, if all prompts are alike, a completion's tokens have orthogonal "
+        "gradients, and ln π has no curvature."
+    )
+    return Section("Critical step: measured, and by the gradient gap", pd.DataFrame(cells), note)
