@@ -9,7 +9,7 @@ from sharpscope.analysis.loading import load_several, nothing_found
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.spikes import explain_spikes, find_spikes, recorded_by, spike_text
 from sharpscope.analysis.terminal import show, show_headline, show_paths, spike_sections, token_sections, watch
-from sharpscope.analysis.token_text import piece_maker
+from sharpscope.traces.token_text import piece_maker
 
 if TYPE_CHECKING:
     from sharpscope.analysis.figures.plots import probe_pictures, token_picture

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.completions import Choice, choose, completions_dropped
+from sharpscope.analysis.completions import RULE, Choice, choose, completions_dropped
 from sharpscope.analysis.curves import study_charts
 from sharpscope.analysis.forks import fork_differences, fork_sections
 from sharpscope.analysis.frames import (
@@ -35,7 +35,15 @@ from sharpscope.analysis.selection import gap_section, selection_section
 from sharpscope.analysis.spikes import recorded_by
 from sharpscope.analysis.statistics import mean_interval, series_mean
 from sharpscope.analysis.study import Setting, Study, flat, last_step, studies
-from sharpscope.analysis.text import interval_text, method_label, model_label, number, percent, printable, sampling
+from sharpscope.analysis.text import (
+    interval_text,
+    method_label,
+    model_label,
+    number,
+    percent,
+    printable,
+    sampling,
+)
 from sharpscope.analysis.token_values import entropy_section
 from sharpscope.traces import MAX_SATURATION, Run, Runs
 
@@ -66,6 +74,7 @@ class Page:
     charts: list[dict[str, Any]]
     tables: dict[str, pd.DataFrame]
     choices: dict[str, Choice]
+    rule: str = RULE
 
 
 def run_sections(run: Run) -> list[Section]:

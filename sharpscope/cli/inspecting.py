@@ -21,6 +21,10 @@ def show(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs.")],
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until the run ends (one run).")] = False,
     every: Annotated[float, typer.Option(min=0.1, help="Refresh interval of --watch in seconds.")] = 2.0,
+    card: Annotated[
+        Path | None,
+        typer.Option(help="Write a picture of the run to share: headline, three tokens, one curve (.png, .svg)."),
+    ] = None,
 ) -> None:
     """Show a run: which tokens moved the model, curves, accuracy, sharpness and events. Of several, their differences.
 
@@ -28,17 +32,25 @@ def show(
       sharpscope show runs/first
 
       sharpscope show runs/grpo-s0 runs/grpo-sg-s0
+
+      sharpscope show runs/first --card card.png
     """
     from rich.console import Console
 
     from sharpscope import analysis
     from sharpscope.errors import UserError
 
+    if (watch or card) and len(runs) > 1:
+        raise UserError(f"--{'watch' if watch else 'card'}: takes one run; give one folder")
+    if card:
+        from sharpscope.analysis.figures.card import write_card
+        from sharpscope.traces import load_run
+
+        typer.echo(f"Written: {write_card(load_run(runs[0]), card)}")
+        return
     if not watch:
         Console().print(analysis.show_paths(runs))
         return
-    if len(runs) > 1:
-        raise UserError("--watch: follows one run; give one folder")
     try:
         analysis.watch(runs[0], Console(), every=every)
     except KeyboardInterrupt:

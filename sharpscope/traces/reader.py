@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from sharpscope.traces.files import CONFIG_FILE, RUN_FILE, TRACES, has_writer, r
 from sharpscope.traces.packs import Pack, is_pack, open_pack
 from sharpscope.traces.parts import DamagedPartError, Part, open_part
 from sharpscope.traces.schema import READABLE_VERSIONS, TABLES, arrow_schema
+from sharpscope.traces.token_text import token_texts
 from sharpscope.traces.writer import TraceWriter
 
 _DEPTH = 4
+TEXT, _OF_TEXT = "text", ("step", "rollout", "position", "token_id")
+_NOTEBOOK = "sharpscope.analysis.notebook"  # a higher layer, imported when asked for
 _ARRAY = "array"
 
 
@@ -128,16 +132,21 @@ class Run:
         return "died" if status == "running" and not has_writer(self.path) else status
 
     def tokens(self, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """Table `tokens`. Other steps and columns are not read from the disk.
+        """Table `tokens` with a column `text`, each token by the run's tokenizer. Other steps and columns are not read.
 
         Args:
             steps: steps to read; None reads all.
-            columns: columns to read; None reads all.
+            columns: columns to read, `text` among them; None reads all.
 
         Raises:
             UserError: a column does not exist.
         """
-        return _pandas(self.arrow("tokens", steps, columns))
+        if columns is not None and TEXT not in columns:
+            return _pandas(self.arrow("tokens", steps, columns))
+        stored = None if columns is None else [*dict.fromkeys([*(n for n in columns if n != TEXT), *_OF_TEXT])]
+        frame = _pandas(self.arrow("tokens", steps, stored))
+        frame[TEXT] = token_texts(self, frame)
+        return frame if columns is None else frame[list(columns)]
 
     def iter_tokens(
         self,
@@ -179,6 +188,26 @@ class Run:
         except (ValueError, TypeError) as error:
             raise UserError(f"{self.path}: its reductions cannot be read ({error}); reduce the run again") from error
         return [Reduction(**row) for row in made] or None
+
+    def show(self, height: int = 900) -> Any:
+        """The run's page for a notebook: which tokens moved the model, curves, tokens; see `sharpscope.analysis.notebook`.
+
+        Args:
+            height: of the frame that shows it [pixels].
+        """
+        return import_module(_NOTEBOOK).show(Runs(self.path, {self.name: self}, {}), height)
+
+    def show_tokens(self, step: int | None = None, height: int = 700) -> Any:
+        """The completions of a step for a notebook, each token colored by what the update does to it.
+
+        Args:
+            step: of the run; None: the one whose tokens moved the model most.
+            height: of the frame that shows it [pixels].
+
+        Raises:
+            UserError: no completion of that step was recorded.
+        """
+        return import_module(_NOTEBOOK).show_tokens(self, step, height)
 
     def rows(self, table: str) -> int:
         """Number of rows of a table; reads footers only."""
@@ -300,6 +329,10 @@ class Runs(Sequence[Run]):
     def tokens(self, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """Table `tokens` of all runs; see `Run.tokens`."""
         return self._concat({name: run.tokens(_steps(steps), columns) for name, run in self.by_name.items()})
+
+    def show(self, height: int = 900) -> Any:
+        """The page of these runs for a notebook; see `Run.show`."""
+        return import_module(_NOTEBOOK).show(self, height)
 
     @property
     def table(self) -> pd.DataFrame:

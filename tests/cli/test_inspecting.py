@@ -44,7 +44,7 @@ def test_show_of_one_run_and_of_two():
     assert "finished" in invoke("show", GRPO_SG) and "Which tokens moved the model" in invoke("show", GRPO_SG)
     assert "turned by" not in invoke("show", GRPO)  # a rotation by rounding
     assert "Did grpo-sg change anything, compared with grpo?" in invoke("show", GRPO, GRPO_SG)
-    with pytest.raises(UserError, match="--watch: follows one run"):
+    with pytest.raises(UserError, match="--watch: takes one run"):
         invoke("show", GRPO, GRPO_SG, "--watch")
     assert "grpo-s0: finished after 12 steps" in invoke("show", GRPO, "--watch")
 

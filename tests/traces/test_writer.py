@@ -62,7 +62,7 @@ def test_probe_columns_may_be_left_out_and_are_there_as_nulls(tmp_path):
     with TraceWriter(run) as writer:
         writer.append("tokens", {name: value for name, value in token_rows().items() if name in kept})
     frame = load_run(run).tokens()
-    assert list(frame) == TABLES["tokens"].names
+    assert list(frame) == [*TABLES["tokens"].names, "text"]
     assert frame[[c.name for c in TABLES["tokens"].columns if c.probe]].isna().all().all()
 
 

@@ -1,4 +1,4 @@
-"""One style for every figure: a color-blind-safe palette, a paper's column width, legends outside the data."""
+"""One style for every figure: seaborn's colorblind palette, a paper's column width, legends outside the data."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from textwrap import fill
 from typing import Any
 
 import matplotlib as mpl
+import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
-from sharpscope.analysis.curves import COLORS, in_order
+from sharpscope.analysis.curves import in_order
 from sharpscope.analysis.text import printable
 
+COLORS: tuple[str, ...] = tuple(sns.color_palette("colorblind").as_hex())
 BLUE, VERMILLION, BLACK, GRAY = COLORS[0], COLORS[3], "#000000", "#777777"
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p")

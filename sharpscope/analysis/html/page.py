@@ -16,7 +16,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from sharpscope import __version__
-from sharpscope.analysis.completions import RULE
 from sharpscope.analysis.html.tokens import token_view
 from sharpscope.analysis.report import Page, not_kept
 from sharpscope.analysis.sections import Code, Marked, Section, cell_text, is_text
@@ -86,8 +85,7 @@ def report_html(page: Page, pictures: Mapping[str, str]) -> str:
             one_line=lambda text: " ".join(text.replace("\n", " ⏎ ").split(" ")),
             title=f"{len(names)} run{'s' if len(names) != 1 else ''}: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}",
             token_count=len(view["completions"]),
-            run_count=len(view["runs"]),
-            token_rule=RULE,
+            token_rule=page.rule,
             token_notes=view["notes"],
             not_kept=not_kept(list(page.runs)),
         )

@@ -13,9 +13,9 @@ import pandas as pd
 from sharpscope.analysis.completions import Choice, choose, completions_dropped
 from sharpscope.analysis.spikes import NOT_RECORDED
 from sharpscope.analysis.text import shown
-from sharpscope.analysis.token_text import Pieces, piece_maker
 from sharpscope.analysis.token_values import needed_columns, with_values
 from sharpscope.traces import Run
+from sharpscope.traces.token_text import Pieces, piece_maker
 
 BUDGET = 4_000_000
 """Bytes of token data in a report, divided evenly among its runs."""

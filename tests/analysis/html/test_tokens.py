@@ -10,8 +10,8 @@ import pytest
 from sharpscope.analysis.html.page import finite, script_json
 from sharpscope.analysis.html.tokens import DIGITS, token_view
 from sharpscope.analysis.text import shown
-from sharpscope.analysis.token_text import pieces
 from sharpscope.traces import load_run, load_runs
+from sharpscope.traces.token_text import pieces
 from tests.analysis.html.runs import HOSTILE, SPIKE, WORDS, ids_of, in_file
 
 

@@ -14,6 +14,13 @@
       setTimeout(() => { button.textContent = "Copy"; }, 2000);
     });
   }
+  /* Within a notebook's frame a link to a place in the page would lead to the notebook. */
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest('a[href^="#"]');
+    if (!link || window.location.protocol !== "about:") return;
+    event.preventDefault();
+    window.location.hash = link.getAttribute("href");
+  });
   let closed = [];
   window.addEventListener("beforeprint", () => {
     closed = [...document.querySelectorAll("main > section > details:not([open])")];

@@ -119,7 +119,8 @@
   function draw() {
     const layout = control.layout.value;
     for (const element of document.querySelectorAll(".only-list, .only-group, .only-sides")) {
-      element.hidden = !element.classList.contains(`only-${layout}`);
+      const single = element.querySelector("select")?.options.length === 2 && element.querySelector("#run, #step"); // "all" and one
+      element.hidden = !element.classList.contains(`only-${layout}`) || Boolean(single);
     }
     Colors.legend(by("legend"), control.color.value, scale());
     ({ group: drawGroup, list: drawList, sides: drawSides })[layout]();

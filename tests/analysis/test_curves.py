@@ -1,0 +1,90 @@
+"""Curves of the page: means and intervals are those of a plain computation over the tables."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from sharpscope.analysis import curves
+from sharpscope.analysis.study import Study
+from sharpscope.traces import Runs, TraceWriter, load_run, load_runs
+from tests.traces.rows import new_run, rows
+
+
+def charts_of(study: Study) -> dict:
+    made = curves.study_charts(study, study.settings, Runs(".", dict(study.runs), {}))
+    return made | {"charts": {chart["title"]: chart for chart in made["charts"]}}
+
+
+def test_a_curve_is_the_mean_over_seeds_with_its_t_interval(study):
+    made = charts_of(study)
+    chart, labels = made["charts"]["reward"], [one["label"] for one in made["settings"]]
+    (setting,) = [s for s in study.settings if s.label == "grpo"]
+    each = np.array([run.steps.sort_values("step")["reward_mean"] for run in setting.runs.values()])  # (seeds, steps)
+    one = chart["series"][labels.index("grpo")]
+    np.testing.assert_allclose(one["y"], each.mean(axis=0), rtol=1e-4)
+    half = 2.57058183661 * each.std(axis=0, ddof=1) / math.sqrt(6)  # t, five degrees of freedom
+    np.testing.assert_allclose(one["low"], each.mean(axis=0) - half, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(one["high"], each.mean(axis=0) + half, rtol=1e-3, atol=1e-4)
+    assert next(iter(made["charts"])) == "reward" and "seeds" not in one
+    names = {name for one in made["settings"] for name in one["runs"]}
+    assert names == set(study.runs)
+
+
+def test_of_few_seeds_each_is_drawn_and_of_one_the_interval_over_prompts(study):
+    few = study.only(["grpo"])
+    (setting,) = few.settings
+    few.settings = (type(setting)("grpo", "grpo", dict(list(setting.runs.items())[:2])),)
+    one = charts_of(few)["charts"]["reward"]["series"][0]
+    assert len(one["seeds"]) == 2 and "low" not in one
+    np.testing.assert_allclose(np.mean(one["seeds"], axis=0), one["y"], rtol=1e-3)
+    few.settings = (type(setting)("grpo", "grpo", dict(list(setting.runs.items())[:1])),)
+    titles = charts_of(few)["charts"]
+    (name,) = [title for title in titles if title == "held-out accuracy, greedy [%]"]
+    evaluated = titles[name]["series"][0]
+    assert all(low < y < high for low, y, high in zip(evaluated["low"], evaluated["y"], evaluated["high"], strict=True))
+
+
+def write(path, steps: int, **columns):
+    """A run whose `steps` have these columns, each a function of the step."""
+    folder = new_run(path)
+    with TraceWriter(folder) as writer:
+        for step in range(1, steps + 1):
+            writer.append("steps", rows("steps", step, 1) | {name: of(step) for name, of in columns.items()})
+    return folder
+
+
+def test_what_never_varies_is_named_and_one_point_is_not_drawn(tmp_path):
+    write(tmp_path / "a", 4, truncated_fraction=lambda s: 0.0, update_norm=lambda s: 1.0 if s == 2 else None)
+    run = load_run(tmp_path / "a")
+    made = charts_of(Study({"a": run}))
+    assert "completions cut at the limit [%]" in made["still"]
+    assert not {"completions cut at the limit [%]", "norm of the update"} & set(made["charts"])
+
+
+def test_a_long_run_is_averaged_in_blocks_and_spikes_are_marked(tmp_path):
+    norms = {step: 50.0 if step == 60 else 1 + 0.01 * (step % 7) for step in range(1, 91)}
+    write(tmp_path / "a", 90, grad_norm=norms.get, reward_mean=float)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(curves, "POINTS", 40)
+        made = charts_of(Study({"a": load_run(tmp_path / "a")}))
+    chart = made["charts"]["reward"]
+    assert chart["x"] == [2.0 + 3 * k for k in range(30)] == chart["series"][0]["y"]
+    assert [(step, text.startswith("gradient spike, 4")) for step, text in made["events"]] == [(60, True)]
+
+
+def test_mismatch_is_drawn_unless_it_is_rounding(tmp_path):
+    for name, gap in (("a", 1e-7), ("b", 0.2)):
+        folder = write(tmp_path / name, 3)
+        with TraceWriter(folder) as writer:
+            for step in range(1, 4):
+                logp = np.full(8, -1.0)
+                place = {"rollout": 0, "position": np.arange(8), "logp": logp, "behavior_logp": logp - gap * step}
+                writer.append("tokens", rows("tokens", step, 8) | place)
+    title = "mismatch of sampler and trainer, KL by k3 [nats]"
+    a, b = (charts_of(Study({name: load_runs(tmp_path)[name]}))["charts"] for name in "ab")
+    assert title not in a
+    wanted = [math.exp(d) - 1 - d for d in (0.2, 0.4, 0.6)]
+    np.testing.assert_allclose(b[title]["series"][0]["y"], wanted, rtol=1e-4)

@@ -1,0 +1,99 @@
+"""Runs in a notebook: text of tokens, the page and one step's tokens in a frame that reaches nothing outside; the card."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from sharpscope.analysis.figures.card import write_card
+from sharpscope.analysis.headline import moved_tokens
+from sharpscope.analysis.text import percent
+from sharpscope.errors import UserError
+from sharpscope.traces import load_run, load_runs
+from tests.analysis.html.conftest import chromium  # noqa: F401
+from tests.analysis.html.runs import SPIKE, STEPS, WORDS, ids_of, write_report_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return load_run(write_report_run(tmp_path_factory.mktemp("notebook") / "a"))
+
+
+def test_tokens_have_their_text(run, tmp_path):
+    frame = run.tokens(steps=SPIKE)
+    for rollout, rows in frame.groupby("rollout"):
+        assert rows.sort_values("position")["text"].tolist() == [WORDS[i] for i in ids_of(SPIKE, rollout)]
+    assert list(run.tokens(steps=SPIKE, columns=["text", "logp"])) == ["text", "logp"]
+    assert "text" not in run.tokens(steps=SPIKE, columns=["logp"])
+    plain = load_run(write_report_run(tmp_path / "b", tokenizer=False, steps=1))
+    assert plain.tokens()["text"].isna().all()
+
+
+def test_a_character_over_several_tokens_is_the_text_of_the_last(run, tmp_path):
+    """A tokenizer of bytes: token i is byte i of "👍", from 4 on "x"."""
+    folder = write_report_run(tmp_path / "a", steps=1)
+    words = {f"<0x{byte:02X}>": n for n, byte in enumerate("👍".encode())} | {f"x{n}": n for n in range(4, len(WORDS))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="x4"))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.save(str(folder / "tokenizer/tokenizer.json"))
+    frame = load_run(folder).tokens(steps=1)
+    first = frame[frame["rollout"] == 0].sort_values("position")
+    assert first["text"].tolist() == ["", "", "", "👍", "x4", "x5", "x6", "x7"] and ids_of(1, 0) == list(range(8))
+
+
+def test_what_cannot_be_shown_is_said(run, tmp_path):
+    with pytest.raises(UserError, match="step 99: no completion of it was recorded in a; those of steps 1, 2"):
+        run.show_tokens(99)
+    assert f"step {SPIKE}, by prompt" in run.show_tokens().page  # the spike is the step that moved the model most
+    with pytest.raises(UserError, match=r"the picture is a \.png or an \.svg"):
+        write_card(run, tmp_path / "card.jpg")
+
+
+def _frame(chromium, run_or_runs, html):  # noqa: F811
+    page = chromium.new_context(viewport={"width": 1200, "height": 900}).new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.set_content(f"<!doctype html><title>notebook</title><h1>notebook</h1>{html._repr_html_()}")
+    frame = page.frame_locator("iframe")
+    frame.locator("#completions .token").first.wait_for()
+    return page, frame, asked
+
+
+def test_the_frame_shows_a_steps_tokens_and_stays_itself(chromium, run):  # noqa: F811
+    page, frame, asked = _frame(chromium, run, run.show_tokens(step=STEPS))
+    titles = frame.locator("#completions h4").all_text_contents()
+    assert titles and all(title.startswith(f"step {STEPS} ·") for title in titles)
+    frame.locator("[data-key=n]").click()
+    assert frame.locator("#count").text_content() == "Prompt 2 of 2"
+    assert not [url for url in asked if not url.startswith(("about:", "data:"))]
+    page.context.close()
+
+
+def test_links_and_curves_work_within_the_frame_and_hostile_text_is_inert(chromium, run):  # noqa: F811
+    page, frame, asked = _frame(chromium, run, load_runs(run.path).show())
+    frame.locator('nav a:has-text("Tokens")').click()
+    frame.locator("a.spot").first.click()
+    frame.locator(".token:focus").wait_for()
+    assert page.locator("h1").text_content() == "notebook"
+    inner = next(one for one in page.frames if one != page.main_frame)
+    assert inner.evaluate("window.hacked") is None and page.evaluate("window.hacked") is None
+    assert (
+        inner.evaluate("(() => { try { return window.parent.document.title; } catch { return 'apart'; } })()")
+        == "apart"
+    )
+    assert not [url for url in asked if not url.startswith(("about:", "data:"))]
+    page.context.close()
+
+
+def test_the_card_has_the_headlines_numbers_and_hostile_text_is_text(run, tmp_path):
+    from matplotlib.image import imread
+
+    assert imread(write_card(run, tmp_path / "card.png")).shape[:2] == (630, 1200)
+    text = unescape(write_card(run, tmp_path / "card.svg").read_text(encoding="utf-8"))
+    for one in moved_tokens(run, SPIKE, top=3):
+        assert percent(one.share, 1, sign=True) in text
+    assert not re.search("[\u202a-\u202e\u2066-\u2069\x00\x1b]", text)
+    assert "<script>window" not in (tmp_path / "card.svg").read_text(encoding="utf-8")
