@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -37,10 +37,10 @@ def guarded(
         UserError: transformers does not know the attention implementation.
     """
     with ExitStack() as stack:
-        stack.enter_context(_random_state())
+        stack.enter_context(random_state())
         stack.enter_context(_attributes(model))
         stack.enter_context(_modes(model, training))
-        stack.enter_context(_gradients(model))
+        stack.enter_context(gradients(model.parameters()))
         if weights:
             stack.enter_context(_weights(model))
         if attention is not None:
@@ -112,7 +112,8 @@ def model_configs(model: torch.nn.Module) -> list[Any]:
 
 
 @contextmanager
-def _random_state() -> Iterator[None]:
+def random_state() -> Iterator[None]:
+    """Restore the random states of CPU and CUDA after the block."""
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     before = torch.get_rng_state()
     before_cuda = torch.cuda.get_rng_state_all() if cuda else []
@@ -165,8 +166,9 @@ def _modes(model: torch.nn.Module, training: bool | None) -> Iterator[None]:
 
 
 @contextmanager
-def _gradients(model: torch.nn.Module) -> Iterator[None]:
-    before = [(parameter, parameter.grad, parameter.requires_grad) for parameter in model.parameters()]
+def gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Restore `.grad` and `requires_grad` of leaf tensors after the block; inside, `.grad` is None."""
+    before = [(parameter, parameter.grad, parameter.requires_grad) for parameter in parameters]
     try:
         for parameter, _, _ in before:
             parameter.grad = None

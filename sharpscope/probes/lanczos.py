@@ -42,6 +42,11 @@ class Operator:
         self.products = 0
         self._product = product
 
+    @classmethod
+    def on(cls, parameters: Sequence[Tensor], product: Callable[[Tensor], Tensor]) -> Operator:
+        """A map of flat vectors like the parameters."""
+        return cls(product, size_of(parameters), common_dtype(parameters), parameters[0].device)
+
     def __matmul__(self, vector: Tensor) -> Tensor:
         self.products += 1
         return self._product(vector)
@@ -84,19 +89,6 @@ def graph_product(loss: Tensor, parameters: Sequence[Tensor]) -> Callable[[Tenso
         return flatten(second, parameters)
 
     return product
-
-
-class GraphHessian(Operator):
-    """Hessian of a sum of scalar losses; the graphs of their gradients stay in memory as long as the operator."""
-
-    def __init__(self, losses: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-        graphs = [graph_product(loss, parameters) for loss in losses]
-        super().__init__(
-            lambda v: sum((graph(v) for graph in graphs[1:]), graphs[0](v)),
-            size_of(parameters),
-            common_dtype(parameters),
-            parameters[0].device,
-        )
 
 
 @dataclass(frozen=True)

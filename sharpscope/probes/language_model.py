@@ -155,7 +155,7 @@ class LmSurface(Surface):
                 total += graph_product(self._share(index, twice=True), self.parameters)(vector)
             return total
 
-        return Operator(product, size_of(self.parameters), common_dtype(self.parameters), self.parameters[0].device)
+        return Operator.on(self.parameters, product)
 
     def gauss_newton(self) -> Operator:
         """Gauss-Newton matrix Jᵀ H_z J with J the Jacobian of the logits z and H_z the Hessian in them (positive for `nll`)."""
@@ -182,7 +182,7 @@ class LmSurface(Surface):
                 total += flatten(torch.autograd.grad(z, like, second, allow_unused=True), like)
             return total
 
-        return Operator(product, size_of(like), common_dtype(like), like[0].device)
+        return Operator.on(like, product)
 
     def curvature_by_prompt(self, vector: Tensor) -> Tensor:
         """vᵀH_i v of each prompt's Hessian H_i, (k,) float64 with mean vᵀHv, by Hessian products of single prompts."""

@@ -79,11 +79,6 @@ class Sharpness:
         """Value / ceiling: above `MAX_SATURATION` the value measures the ceiling; NaN if there is none."""
         return self.value / self.ceiling if self.ceiling > 0 else math.nan
 
-    @property
-    def ratio(self) -> float:
-        """Value / first_order; NaN if the gradient is zero."""
-        return self.value / self.first_order if self.first_order > 0 else math.nan
-
     def _repr_html_(self) -> str:
         error = f" ± {self.std_error:.1e}" if math.isfinite(self.std_error) else ""
         rows = {
@@ -208,22 +203,16 @@ def sharpness(
                 rise = _Rise(*_risen(surface, loss, base))
         rise = rise.checked(loss, surface)
         return Sharpness(
-            rise.value,
-            rise.std_error,
-            rho * length,
-            float(gradient.double().norm()),
-            loss,
-            surface.ceiling(loss),
-            rho,
-            kind,
-            rise.samples,
-            rise.converged,
-            rise.why,
-            rise.residual,
-            seed,
-            time.perf_counter() - began,
-            error,
-            rise.by_prompt,
+            first_order=rho * length,
+            gradient_norm=float(gradient.double().norm()),
+            loss=loss,
+            ceiling=surface.ceiling(loss),
+            rho=rho,
+            kind=kind,
+            seed=seed,
+            seconds=time.perf_counter() - began,
+            checked=error,
+            **vars(rise),
         )
 
 

@@ -17,23 +17,10 @@ from sharpscope.probes.lanczos import Krylov, NotFiniteError, Operator, gaussian
 
 @dataclass(frozen=True)
 class Trace:
-    """tr H.
-
-    Attributes:
-        value: estimate of tr H.
-        std_error: standard error over the random probes; 0 if the subspace is the whole space.
-        probes: number of random probes; `interval` has probes − 1 degrees of freedom.
-        products: matrix-vector products, without those of a given subspace.
-    """
+    """Estimate of tr H and its standard error over the random probes, 0 if the subspace is the whole space."""
 
     value: float
     std_error: float
-    probes: int
-    products: int
-
-    def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Student's t confidence interval."""
-        return t_interval(self.value, self.std_error, self.probes, level)
 
 
 def t_interval(value: float, std_error: float, samples: int, level: float = 0.95) -> tuple[float, float]:
@@ -74,7 +61,6 @@ def hutchpp(
     """
     if probes < 2:
         raise ValueError(f"probes, {probes}: at least 2, or there is no standard error")
-    before = operator.products
     if subspace is None and sketch > 0:
         subspace = Krylov(operator, sketch, generator)
         subspace.start()
@@ -82,7 +68,7 @@ def hutchpp(
             subspace.extend()
     exact = 0.0 if subspace is None else float(np.trace(subspace.projection[: subspace.size, : subspace.size]))
     if subspace is not None and subspace.size == operator.size:
-        return Trace(exact, 0.0, probes, operator.products - before)
+        return Trace(exact, 0.0)
     samples = []
     for _ in range(probes):
         signs = torch.randint(0, 2, (operator.size,), generator=generator, dtype=torch.int8)
@@ -94,8 +80,7 @@ def hutchpp(
         if not math.isfinite(sample):
             raise NotFiniteError(f"Hessian product {operator.products} is not finite")
         samples.append(sample)
-    std_error = float(np.std(samples, ddof=1)) / math.sqrt(probes)
-    return Trace(exact + float(np.mean(samples)), std_error, probes, operator.products - before)
+    return Trace(exact + float(np.mean(samples)), float(np.std(samples, ddof=1)) / math.sqrt(probes))
 
 
 @dataclass(frozen=True)
@@ -105,22 +90,10 @@ class Density:
     Attributes:
         nodes: (samples, m) Ritz values of each random start, with m the largest number of steps.
         weights: (samples, m) weights of the nodes; each row sums to 1.
-        products: number of matrix-vector products.
     """
 
     nodes: np.ndarray
     weights: np.ndarray
-    products: int
-
-    def moments(self, count: int = 4) -> tuple[np.ndarray, np.ndarray]:
-        """The moments E λ¹ … E λ^count, (count,), and their standard errors over the random starts.
-
-        A quadrature of m steps is exact for polynomials up to degree 2m − 1, so the starts are the only source of error.
-        """
-        powers = np.arange(1, count + 1)
-        each = (self.weights[..., None] * self.nodes[..., None] ** powers).sum(1)  # (samples, count)
-        spread = each.std(0, ddof=1) if len(each) > 1 else np.full(count, np.nan)
-        return each.mean(0), spread / np.sqrt(len(each))
 
 
 def spectral_density(
@@ -146,7 +119,7 @@ def spectral_density(
     Raises:
         NotFiniteError: a product is NaN or infinite.
     """
-    before, samples, steps = operator.products, min(samples, operator.size), min(steps, operator.size)
+    samples, steps = min(samples, operator.size), min(steps, operator.size)
     given = first is not None and first.capacity >= steps
     starts = [gaussian(operator, generator) for _ in range(samples - int(given))]
     if first is not None and given:
@@ -168,5 +141,4 @@ def spectral_density(
     return Density(
         np.stack([np.pad(values, (0, width - len(values)), mode="edge") for values, _ in densities]),
         np.stack([np.pad(weights, (0, width - len(weights))) for _, weights in densities]),
-        operator.products - before,
     )

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sharpscope.errors import UserError
 from sharpscope.probes.fingerprint import remembered_closure
+from sharpscope.probes.guard import gradients, random_state
 
 if TYPE_CHECKING:
     from sharpscope.config.probes import Check
@@ -139,20 +140,14 @@ def untouched(parameters: Sequence[Tensor]) -> Iterator[None]:
 
     The block must assign `.data`, not write in place. Attention uses SDPA's MATH kernel inside, which has second derivatives.
     """
-    gradients = [tensor.grad for tensor in parameters]
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    state, cuda_state = torch.get_rng_state(), torch.cuda.get_rng_state_all() if cuda else []
-    try:
-        for tensor in parameters:
-            tensor.grad = None
-        with working_precision(parameters), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
-            yield
-    finally:
-        for tensor, gradient in zip(parameters, gradients, strict=True):
-            tensor.grad = gradient
-        torch.set_rng_state(state)
-        if cuda_state:
-            torch.cuda.set_rng_state_all(cuda_state)
+    with (
+        random_state(),
+        gradients(parameters),
+        working_precision(parameters),
+        sdpa_kernel(SDPBackend.MATH),
+        torch.enable_grad(),
+    ):
+        yield
 
 
 @contextmanager
@@ -217,9 +212,9 @@ class ClosureSurface(Surface):
 
     def hessian(self) -> Operator:
         """∇²L(θ); the operator keeps the graph of the gradient."""
-        from sharpscope.probes.lanczos import GraphHessian
+        from sharpscope.probes.lanczos import Operator, graph_product
 
-        return GraphHessian([self.loss()], self.parameters)
+        return Operator.on(self.parameters, graph_product(self.loss(), self.parameters))
 
     @contextmanager
     def deterministic(self) -> Iterator[None]:

@@ -54,7 +54,7 @@ def test_worst_is_the_trust_region_maximum_and_one_step_its_own_closed_form(name
     assert one.first_order == pytest.approx(rho * float(slope.norm())) and one.gradient_norm == pytest.approx(
         float(slope.norm())
     )
-    assert one.ratio == pytest.approx(one.value / one.first_order) and one.loss == pytest.approx(3)
+    assert one.loss == pytest.approx(3)
     assert worst.value >= one.value - 1e-9
     assert one.converged is None and one.samples == 1
 
@@ -63,7 +63,7 @@ def test_worst_at_a_critical_point_finds_the_sharpest_direction():
     theta, loss, _, _ = quadratic([4.0, 1.0, -2.0, 0.5, 0.0, -1.0], [0.0] * 6)
     found = sharpscope.sharpness(loss, [theta], 0.5, "worst", steps=500, tolerance=1e-5)
     assert found.converged and found.value == pytest.approx(0.5 * 4 * 0.25, rel=1e-6)
-    assert found.first_order == 0 and math.isnan(found.ratio)
+    assert found.first_order == 0
     one = sharpscope.sharpness(loss, [theta], 0.5, "sam")
     assert one.value == 0 and one.converged is False and "gradient is zero" in one.why
 
