@@ -213,7 +213,18 @@ def trained_text(study: Study, settings: Sequence[Setting]) -> str:
     seeds = max(len(setting.runs) for setting in settings)
     names = " and ".join(method_label(setting.label) for setting in settings)
     text = f"{names}: {steps} steps of {study.name}" + (f", up to {seeds} seeds each." if seeds > 1 else ".")
-    return " ".join([text, *accuracy_texts(settings)])
+    return " ".join([text, *accuracy_texts(settings), *rotation_texts(settings)])
+
+
+def rotation_texts(settings: Sequence[Setting]) -> list[str]:
+    """How far token weights would turn the gradient of trainings that were recorded with `rotation=`."""
+    said = []
+    for run in (run for setting in settings for run in setting.runs.values() if run.info.get("rotation")):
+        angles = run.updates["gradient_rotation"].dropna()
+        if len(angles):
+            each = f"{angles.mean():.1f}° on average over {len(angles)} updates (at most {angles.max():.1f}°)"
+            said.append(f"The weights of {run.info['rotation']} would turn the gradient of {run.name} by {each}.")
+    return said
 
 
 def accuracy_texts(settings: Sequence[Setting]) -> list[str]:

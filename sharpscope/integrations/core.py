@@ -272,6 +272,7 @@ class Recorder(Guard):
             "device": environment.describe_device(self.policy.device),
             "threads": torch.get_num_threads(),
             "processes": distributed.world_size(),
+            "rotation": None if self.rotate is None else self.rotate.name,
             "sharded": is_sharded(self.model),
             "parameters": sum(p.numel() for p in parameters),
             "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),

@@ -142,4 +142,4 @@ def _weighting(text: str) -> Method:
         raise UserError(
             f"rotation = {text!r}: this method has no token weights; give one such as grpo-sg, or module:function"
         )
-    return method.with_preset("auto", "paper")
+    return method.with_preset("auto", "paper").model_copy(update={"name": text})

@@ -164,6 +164,8 @@ def test_the_rotation_by_weights_is_that_of_a_training_with_them(tmp_path: Path)
     angle = np.degrees(np.arccos(float(plain @ weighted / plain.norm() / weighted.norm())))
     (row,) = sharpscope.load_run(tmp_path / "run-None").updates.itertuples()
     assert angle > 1 and row.gradient_rotation == pytest.approx(angle, rel=1e-3)
+    shown = CliRunner().invoke(app, ["show", str(tmp_path / "run-None")]).output
+    assert f"would turn the gradient of run-None by {angle:.1f}° on average" in " ".join(shown.split())
     assert row.gradient_scale == pytest.approx(float(weighted.norm() / plain.norm()), rel=1e-4)
 
 
