@@ -1,0 +1,210 @@
+"""TRL as people use it: each variant is recorded right, withheld with its reason, or refused in one line.
+
+Right: the weights are bitwise those of the training without a recorder, and in every update Σ c ⟨∇log π, ∇L⟩ = ‖∇L‖² over the tokens,
+which holds for the true coefficients alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import sharpscope
+from sharpscope.errors import UserError
+
+pytest.importorskip("trl", reason="TRL is not installed (test extra)")
+pytest.importorskip("peft", reason="peft is not installed (test extra)")
+
+from peft import LoraConfig
+from trl import DPOTrainer, GRPOTrainer, SFTTrainer
+
+from sharpscope.integrations.record import record
+from tests.integrations.trainers import dpo_trainer, evens, plain_trainer, sft_trainer, shortness, trainer
+
+ALL = {"token_gradients_every": 1, "exact_tokens": 1}
+LORA: dict[str, Any] = {"r": 8, "target_modules": "all-linear"}
+
+
+class Penalized(GRPOTrainer):
+    """A penalty that no token's log-probability has."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        return super()._compute_loss(model, inputs) + 0.02 * sum(p.square().sum() for p in model.parameters())
+
+
+class Doubled(GRPOTrainer):
+    """Another factor on TRL's loss."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return 2 * super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def nothing(completions: list[str], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def some(completions: list[str], **_: Any) -> list[float | None]:
+    return [0.5 * len(c.split()) if i % 3 else None for i, c in enumerate(completions)]
+
+
+def lora(**more: Any) -> dict[str, Any]:
+    return {"peft_config": LoraConfig(**(LORA | more))}
+
+
+GRPO: dict[str, dict[str, Any]] = {
+    "base": {},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "one micro-batch": {"gradient_accumulation_steps": 1},
+    "four updates a batch": {"steps_per_generation": 8, "per_device_train_batch_size": 4},
+    "two batches an update": {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
+    "PPO epochs": {"num_iterations": 2, "epsilon": 0.02, "learning_rate": 0.02, "max_steps": 4},
+    "bf16": {"bf16": True},
+    "LoRA": lora(),
+    "rsLoRA": lora(use_rslora=True),
+    "LoRA with beta": lora() | {"beta": 0.1},
+    "dapo": {"loss_type": "dapo"},
+    "dr_grpo": {"loss_type": "dr_grpo"},
+    "bnpo": {"loss_type": "bnpo"},
+    "luspo": {"loss_type": "luspo"},
+    "sapo": {"loss_type": "sapo"},
+    "GSPO": {"importance_sampling_level": "sequence", "epsilon": 3e-4, "num_iterations": 2, "max_steps": 4},
+    "rewards not scaled": {"scale_rewards": False},
+    "rewards scaled by batch": {"scale_rewards": "batch"},
+    "cut completions masked": {"mask_truncated_completions": True},
+    "weighted rewards": {"reward_weights": [1.0, 0.5]},
+    "rewards of None": {"rewards": [evens, some]},
+    "beta": {"beta": 0.1},
+    "corrected KL": {"beta": 0.1, "use_bias_correction_kl": True},
+    "top entropy": {"top_entropy_quantile": 0.2},
+    "delta": {"delta": 1.5, "num_iterations": 2, "max_steps": 4},
+    "temperature": {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
+    "no gradient clipping": {"max_grad_norm": 0.0},
+    "checkpoints": {"save_strategy": "steps", "save_steps": 1},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8},
+    "SGD": {"optim": "sgd"},
+    "Adafactor": {"optim": "adafactor"},
+    "one reward": {"rewards": [shortness]},
+    "subclass with a factor": {"kind": Doubled},
+}
+SUPERVISED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Trainer": (plain_trainer, {}),
+    "Trainer, no accumulation": (plain_trainer, {"gradient_accumulation_steps": 1}),
+    "Trainer, bf16": (plain_trainer, {"bf16": True}),
+    "Trainer, checkpointing": (plain_trainer, {"gradient_checkpointing": True}),
+    "Trainer, Adafactor": (plain_trainer, {"optim": "adafactor"}),
+    "SFT": (sft_trainer, {}),
+    "SFT, chunked": (sft_trainer, {"loss_type": "chunked_nll"}),
+    "SFT, dft": (sft_trainer, {"loss_type": "dft"}),
+    "SFT, whole text": (sft_trainer, {"completion_only_loss": False}),
+    "DPO": (dpo_trainer, {}),
+    "DPO, ipo": (dpo_trainer, {"loss_type": "ipo"}),
+    "DPO, hinge": (dpo_trainer, {"loss_type": "hinge"}),
+    "DPO with SFT": (dpo_trainer, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
+    "DPO, weighted": (dpo_trainer, {"use_weighting": True}),
+    "DPO, reference computed before": (dpo_trainer, {"precompute_ref_log_probs": True}),
+}
+
+
+def trained(make: Any, folder: Path, arguments: dict[str, Any], out: Path | None) -> list[torch.Tensor]:
+    one = make(folder, **({"max_steps": 2} | arguments))
+    if out is not None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*overrides compute_loss")
+            record(one, out=out, recording=ALL, critical_sharpness=1)
+    one.train()
+    return [p.detach().clone() for p in one.model.parameters()]
+
+
+def sums(run: Any) -> Any:
+    """(step, update) -> sum of the shares of its tokens."""
+    return run.tokens().dropna(subset=["attribution"]).groupby(["step", "update"])["attribution"].sum()
+
+
+@pytest.mark.parametrize("name", GRPO)
+def test_grpo(name: str, tmp_path: Path):
+    check(trainer, GRPO[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", SUPERVISED)
+def test_supervised(name: str, tmp_path: Path):
+    check(*SUPERVISED[name], tmp_path)
+
+
+def check(make: Any, arguments: dict[str, Any], folder: Path) -> None:
+    plain = trained(make, folder / "a", arguments, None)
+    recorded = trained(make, folder / "b", arguments, folder / "run")
+    assert all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))
+    run = sharpscope.load_run(folder / "run")
+    assert run.status == "finished" and not run.verify()
+    total = sums(run)
+    assert len(total) and not {"attribution_sum", "recorder"} & set(run.events["rule"])
+    np.testing.assert_allclose(total, 1, atol=2e-2 if arguments.get("bf16") else 2e-3)
+    critical = run.probes[run.probes["quantity"] == "critical_sharpness"] if len(run.probes) else run.probes
+    told = " ".join([*run.info["notes"], *run.events["message"]])
+    assert critical["value"].notna().any() or "critical" in told  # or the reason
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "reason"),
+    [
+        (trainer, lora(lora_dropout=0.1), "dropout of 0.1"),
+        (trainer, {"kind": Penalized}, "a penalty"),
+        (trainer, {"architecture": "gpt2", "model": {"attn_pdrop": 0.1}}, "dropout of 0.1"),
+        (sft_trainer, {"neftune_noise_alpha": 5.0}, "noise on embeddings"),
+        (trainer, {"rewards": [nothing]}, "the gradient of an update is 0"),
+        (trainer, {"loss_type": "cispo", "epsilon_high": 5.0}, "loss_type 'cispo' holds factors constant"),
+        (trainer, {"loss_type": "vespo"}, "loss_type 'vespo' holds factors constant"),
+        (trainer, {"num_iterations": 2, "max_steps": 4, "optim": "sgd"}, "AdamW"),
+    ],
+    ids=["LoRA dropout", "penalty", "attention dropout", "NEFTune", "zero rewards", "cispo", "vespo", "SGD"],
+)
+def test_what_is_withheld_has_its_reason(make, arguments, reason, tmp_path: Path):
+    plain = trained(make, tmp_path / "a", arguments, None)
+    recorded = trained(make, tmp_path / "b", arguments, tmp_path / "run")
+    assert all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))
+    run = sharpscope.load_run(tmp_path / "run")
+    told = " ".join([*run.info["notes"], *run.events["message"]])
+    assert reason in told
+    off = run.events[run.events["rule"] == "attribution_sum"].set_index("step")
+    for (step, _), total in sums(run).items():
+        assert abs(total - 1) <= 0.1 and (abs(total - 1) <= 0.021 or step in off.index)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (trainer, {"gradient_accumulation_steps": 4, "steps_per_generation": 3}, "must divide"),
+        (trainer, {"fp16": True}, "fp16 = True"),
+        (trainer, {"use_liger_kernel": True}, "use_liger_kernel"),
+        (sft_trainer, {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        (sft_trainer, {"packing": True}, "packing = True"),
+        (sft_trainer, {"padding_free": True}, "padding_free = True"),
+        (dpo_trainer, {"padding_free": True}, "padding_free = True"),
+        (plain_trainer, {"processing_class": None}, "no tokenizer"),
+    ],
+)
+def test_what_is_refused_is_refused_in_one_line(make, arguments, message, tmp_path: Path, monkeypatch):
+    one = make(tmp_path / "t")
+    for name, value in arguments.items():
+        if name == "processing_class":
+            one.processing_class = value
+        else:
+            monkeypatch.setitem(vars(one.args), name, value)
+    with pytest.raises(UserError, match=message) as told:
+        record(one, out=tmp_path / "run")
+    assert "\n" not in str(told.value) and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("base", [GRPOTrainer, SFTTrainer, DPOTrainer])
+def test_unsloths_trainers_are_refused(base, tmp_path: Path):
+    kind = type(f"Unsloth{base.__name__}", (base,), {})
+    make = {GRPOTrainer: trainer, SFTTrainer: sft_trainer, DPOTrainer: dpo_trainer}[base]
+    one = make(tmp_path / "t")
+    one.__class__ = kind
+    with pytest.raises(UserError, match=f"Unsloth{base.__name__} computes its loss without per-token"):
+        record(one, out=tmp_path / "run")
