@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from sharpscope.cli import app
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "data" / "example"
+EXAMPLE = Path(__file__).resolve().parents[1] / "data" / "pair"
 
 
 GRPO, GRPO_SG = str(EXAMPLE / "grpo-s0"), str(EXAMPLE / "grpo-sg-s0")

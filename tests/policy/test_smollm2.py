@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sharpscope
-from experiments.smollm2.sums import ask, score, sums
+from experiments.smollm2.sums import ask, sums
 from sharpscope.policy import PolicySpec, SamplingSpec, generate, load_policy, render_prompts, score_completions
 from sharpscope.policy.generation import left_pad
 from sharpscope.tasks import Example
@@ -20,7 +20,7 @@ needs_model = pytest.mark.skipif(not has_model, reason="SHARPSCOPE_SMOLLM2 names
 
 
 def test_sums_are_right_and_held_out_in_both_orders():
-    splits, _ = sums()
+    splits = sums().splits()
     pairs = {name: {e.prompt.splitlines()[-1] for e in examples} for name, examples in splits.items()}
     assert {name: len(lines) for name, lines in pairs.items()} == {name: len(splits[name]) for name in splits}
     assert len(pairs["train"] | pairs["heldout"]) == 8100
@@ -36,7 +36,7 @@ def test_sums_are_right_and_held_out_in_both_orders():
     ("text", "right"), [(" 68\n", 1), ("68 or 69", 1), (" 69, no, 68", 0), ("", 0), (" 6 8", 0), (" 068", 1)]
 )
 def test_the_first_integer_counts(text, right):
-    reward = score(ask(23, 45), text)
+    reward = sums().score(ask(23, 45), text)
     assert (reward.total, reward.correct) == (right, bool(right))
 
 

@@ -12,7 +12,7 @@ from sharpscope.tasks.base import content_id
 from sharpscope.tasks.puzzles import NAMES, Draws, sample_puzzle, word_puzzle
 from sharpscope.traces import load_run
 
-EXAMPLE = Path(__file__).parents[2] / "data" / "example"
+EXAMPLE = Path(__file__).parents[1] / "data" / "pair"
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**62 + 3])

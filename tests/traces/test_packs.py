@@ -23,7 +23,7 @@ from sharpscope.traces import (
     write_reductions,
 )
 
-EXAMPLE = Path(__file__).parents[2] / "data" / "example"
+EXAMPLE = Path(__file__).parents[1] / "data" / "pair"
 
 
 @pytest.fixture(scope="module")

@@ -140,7 +140,7 @@ def test_a_column_that_an_older_schema_lacks_is_null(tmp_path):
 
 
 def test_runs_of_version_2_lack_the_new_columns():
-    for run in load_runs(Path(__file__).parents[2] / "data" / "example"):
+    for run in load_runs(Path(__file__).parents[1] / "data" / "pair"):
         assert run.probes[["ceiling", "saturation"]].isna().all().all() and len(run.steps) > 0
         assert run.steps[["grad_clipped", "kl_step", "accuracy_completed"]].isna().all().all()
 
