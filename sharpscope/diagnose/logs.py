@@ -16,9 +16,19 @@ from sharpscope.diagnose.quantities import BY_NAME, QUANTITIES, framework_of, ke
 from sharpscope.errors import UserError, nearest
 from sharpscope.rules import RULES
 
-STEP_KEYS = ("step", "_step", "global_step", "Step", "train/global_step", "training/global_step", "trainer/global_step")
+STEP_KEYS = (
+    "step",
+    "_step",
+    "global_step",
+    "Step",
+    "train/global_step",
+    "training/global_step",
+    "trainer/global_step",
+    "global_step/max_steps",
+)
 """Keys of the step, in the order in which they are looked for."""
 
+SWIFT_STEP = STEP_KEYS[-1]
 NOT_FINITE = math.inf
 """What stands in a frame for a logged value that is not finite."""
 
@@ -206,8 +216,8 @@ def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
         elif isinstance(value, int | float):
             found[name] = NOT_FINITE if math.isnan(value) else float(value)
         elif isinstance(value, str):
-            try:
-                number = float(value)
+            try:  # ms-swift's "global_step/max_steps": "240/960"
+                number = float(value.split("/")[0] if name == SWIFT_STEP else value)
             except ValueError:
                 continue
             found[name] = NOT_FINITE if math.isnan(number) else number

@@ -75,7 +75,7 @@ QUANTITIES: tuple[Quantity, ...] = (
             "slime": ("train/grad_norm",),
             "NeMo-RL": ("train/grad_norm",),
             "SkyRL": ("policy/grad_norm",),
-            "Tinker": ("optim/grad_norm",),
+            "Tinker": ("unclipped_grad_l2:mean", "optim/grad_norm"),
             "open-instruct": ("optim/grad_norm",),
             "AReaL": ("ppo_actor/update/grad_norm",),
         },

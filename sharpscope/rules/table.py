@@ -291,7 +291,7 @@ RULES: Mapping[str, Rule] = {
             "the completions of these groups got equal rewards, so they carry no gradient: the prompts are too easy or too hard",
             "filter prompts by pass rate, draw again (dynamic sampling), raise {temperature} or {group_size}",
             "rldoctor: a warning from 0.5, critical from 0.75; rlprobe: 0.4. Runs of puzzles that learn have 0.31 to 0.55 on average",
-            MIXED,
+            ("warning", "warning", "info"),
             window=WINDOW,
         ),
         Rule(

@@ -1,0 +1,350 @@
+"""One simulated run as each trainer writes it: its keys, the keys beside them, and its file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+Rows = list[dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """How a trainer logs.
+
+    Attributes:
+        name: as `diagnose` reports it.
+        keys: canonical quantity -> its keys, among which the value is divided equally; "1-key": one minus the value.
+        others: keys beside them that no quantity uses, with a value.
+        write: from the rows (with `step`) to the file or folder.
+    """
+
+    name: str
+    keys: dict[str, tuple[str, ...]]
+    others: dict[str, float]
+    write: Callable[[Rows, Path], Path]
+
+    def rows(self, frame: pd.DataFrame) -> Rows:
+        """The rows of a frame of canonical quantities, index: the step."""
+        made = []
+        for step, values in frame.iterrows():
+            row = {"step": int(str(step)), **self.others}
+            for name, keys in self.keys.items():
+                for key in keys:
+                    row[key.removeprefix("1-")] = 1 - values[name] if key.startswith("1-") else values[name] / len(keys)
+            made.append(row)
+        return made
+
+
+def run(steps: int = 120, at: int = 61, seed: int = 0) -> pd.DataFrame:
+    """Canonical quantities of a run whose reward collapses at step `at`."""
+    rng, t = np.random.default_rng(seed), np.arange(1, steps + 1)
+    learned = 1 - np.exp(-t / 40)
+    frame = pd.DataFrame(
+        {
+            "reward": 0.25 + 0.5 * learned + rng.normal(0, 0.04, steps),
+            "reward_std": 0.3 + rng.normal(0, 0.02, steps),
+            "grad_norm": 0.4 * np.exp(rng.normal(0, 0.25, steps)),
+            "entropy": 0.2 + 0.6 * np.exp(-t / 40) + rng.normal(0, 0.01, steps),
+            "kl": 0.02 * learned * np.exp(rng.normal(0, 0.2, steps)),
+            "length": 120 * np.exp(rng.normal(0, 0.05, steps)),
+            "truncated": rng.uniform(0, 0.05, steps),
+            "dead_groups": 0.2 + rng.uniform(0, 0.1, steps),
+            "clipped": rng.uniform(0, 0.01, steps),
+            "mismatch": 0.02 + rng.uniform(0, 0.01, steps),
+            "mismatch_kl": 0.001 + rng.uniform(0, 0.001, steps),
+            "lr": np.full(steps, 1e-6),
+            "loss": rng.normal(0, 0.01, steps),
+        },
+        index=pd.Index(t, name="step"),
+    )
+    frame.loc[at:, "reward"] = 0.05 + np.abs(rng.normal(0, 0.02, steps - at + 1))
+    return frame
+
+
+def _state(rows: Rows, folder: Path) -> Path:
+    """trainer_state.json with an evaluation and the summary of the end, as transformers writes it."""
+    history = [{"epoch": row["step"] / 100, **row} for row in rows]
+    last = rows[-1]["step"]
+    history.insert(20, {"epoch": 0.2, "eval_loss": 0.1, "eval_runtime": 3.2, "step": rows[19]["step"]})
+    history.append({"epoch": 1.2, "step": last, "total_flos": 0.0, "train_loss": 0.01, "train_runtime": 640.0})
+    state = {
+        "best_metric": None,
+        "epoch": 1.2,
+        "global_step": last,
+        "is_world_process_zero": True,
+        "log_history": history,
+    }
+    file = folder / "trainer_state.json"
+    file.write_text(json.dumps(state, indent=2))
+    return file
+
+
+def _lines(rows: list[dict], file: Path) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def _nested(rows: Rows, folder: Path) -> Path:
+    """verl's file logger; what a validation adds stands in the same row."""
+    made = [{"step": row["step"], "data": {k: v for k, v in row.items() if k != "step"}} for row in rows]
+    made[9]["data"]["val-core/gsm8k/acc/mean@1"] = 0.5  # type: ignore[index]
+    return _lines(made, folder / "experiment.jsonl")
+
+
+def _prime(rows: Rows, folder: Path) -> Path:
+    """prime-rl's file monitor: the trainer and the orchestrator write a row of a step each."""
+    made = []
+    for row in rows:
+        ours = {
+            k: v for k, v in row.items() if k.startswith(("optim/", "entropy/", "mismatch_kl/", "is_masked", "loss/"))
+        }
+        theirs = {k: v for k, v in row.items() if k not in ours and k != "step"}
+        made += [{"step": row["step"], "time": 1.7e9, **ours}, {"step": row["step"], "time": 1.7e9, **theirs}]
+    return _lines(made, folder / "metrics.jsonl")
+
+
+def _csv(rows: Rows, folder: Path) -> Path:
+    pd.DataFrame(rows).to_csv(folder / "history.csv", index=False)
+    return folder / "history.csv"
+
+
+def _wandb(rows: Rows, folder: Path) -> Path:
+    """A W&B export of charts: the run's name before each key, with the least and the largest beside it."""
+    frame = pd.DataFrame(rows).rename(columns={"step": "Step"})
+    named = {}
+    for key in frame.columns.drop("Step"):
+        named |= {f"lucky-sun-7 - {key}{tail}": frame[key] for tail in ("", "__MIN", "__MAX")}
+    pd.DataFrame({"Step": frame["Step"], **named}).to_csv(folder / "wandb_export.csv", index=False)
+    return folder / "wandb_export.csv"
+
+
+def _history(rows: Rows, folder: Path) -> Path:
+    """What wandb's scan_history gives, as JSON lines: its own step, time stamps, system metrics."""
+    made = [
+        {"_step": row["step"], "_runtime": 9.0, "_timestamp": 1.7e9, **{k: v for k, v in row.items() if k != "step"}}
+        for row in rows
+    ]
+    return _lines(made, folder / "history.jsonl")
+
+
+def _tensorboard(rows: Rows, folder: Path) -> Path:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder / "tb")) as writer:
+        for row in rows:
+            for key, value in row.items():
+                if key != "step":
+                    writer.add_scalar(key, value, int(row["step"]))
+    return folder / "tb"
+
+
+def _swift(rows: Rows, folder: Path) -> Path:
+    """ms-swift's logging.jsonl: TRL's keys, the step as a text."""
+    made = [
+        {**{k: v for k, v in row.items() if k != "step"}, "global_step/max_steps": f"{row['step']}/960"} for row in rows
+    ]
+    return _lines(made, folder / "logging.jsonl")
+
+
+_TRL = {
+    "reward": ("reward",),
+    "reward_std": ("reward_std",),
+    "grad_norm": ("grad_norm",),
+    "entropy": ("entropy",),
+    "kl": ("kl",),
+    "length": ("completions/mean_length",),
+    "truncated": ("completions/clipped_ratio",),
+    "dead_groups": ("frac_reward_zero_std",),
+    "clipped": ("clip_ratio/low_mean", "clip_ratio/high_mean"),
+    "mismatch": ("sampling/sampling_logp_difference/mean",),
+    "lr": ("learning_rate",),
+    "loss": ("loss",),
+}
+_TRL_OTHERS = {
+    "num_tokens": 29865.0,
+    "completions/max_length": 512.0,
+    "completions/min_terminated_length": 15.2,
+    "rewards/accuracy_reward/mean": 0.3,
+    "rewards/accuracy_reward/std": 0.4,
+    "clip_ratio/high_max": 0.0,
+    "step_time": 9.1,
+}
+_UNSLOTH = {name: keys for name, keys in _TRL.items() if name not in ("entropy", "mismatch")}
+
+TRAINERS: dict[str, Trainer] = {
+    "TRL": Trainer("TRL", _TRL, _TRL_OTHERS, _state),
+    "unsloth": Trainer("unsloth", _UNSLOTH, {**_TRL_OTHERS, "completion_length": 99.0}, _state),
+    "HF Trainer": Trainer(
+        "HF Trainer", {name: _TRL[name] for name in ("grad_norm", "lr", "loss")}, {"mean_token_accuracy": 0.7}, _state
+    ),
+    "verl": Trainer(
+        "verl",
+        {
+            "reward": ("critic/score/mean",),
+            "grad_norm": ("actor/grad_norm",),
+            "entropy": ("actor/entropy",),
+            "kl": ("actor/kl_loss",),
+            "length": ("response_length/mean",),
+            "truncated": ("response_length/clip_ratio",),
+            "clipped": ("actor/pg_clipfrac",),
+            "mismatch_kl": ("rollout_corr/k3_kl",),
+            "lr": ("actor/lr",),
+            "loss": ("actor/pg_loss",),
+        },
+        {
+            "actor/ppo_kl": 0.9,
+            "actor/pg_clipfrac_lower": 0.0,
+            "training/rollout_probs_diff_mean": 0.01,
+            "critic/advantages/mean": 0.0,
+            "perf/throughput": 900.0,
+            "timing_s/step": 61.0,
+        },
+        _nested,
+    ),
+    "prime-rl": Trainer(
+        "prime-rl",
+        {
+            "reward": ("train/agg/all/main/reward/mean",),
+            "grad_norm": ("optim/grad_norm",),
+            "entropy": ("entropy/all/mean",),
+            "length": ("train/agg/all/main/num_output_tokens/mean",),
+            "truncated": ("train/agg/all/main/is_truncated/mean",),
+            "dead_groups": ("solved_none", "solved_all"),
+            "clipped": ("is_masked_low/mean", "is_masked_high/mean"),
+            "mismatch_kl": ("mismatch_kl/all/mean",),
+            "lr": ("optim/lr",),
+            "loss": ("loss/mean",),
+        },
+        {"mismatch_kl/all/max": 3.0, "perf/throughput": 9000.0, "train/agg/effective/main/reward/mean": 0.9},
+        _prime,
+    ),
+    "Tinker": Trainer(
+        "Tinker",
+        {
+            "reward": ("env/all/reward/total",),
+            "grad_norm": ("unclipped_grad_l2:mean",),
+            "entropy": ("optim/entropy",),
+            "kl": ("kl_policy_base",),
+            "length": ("env/all/ac_tokens_per_turn",),
+            "dead_groups": ("env/all/by_group/frac_all_good", "env/all/by_group/frac_all_bad"),
+            "mismatch_kl": ("optim/kl_sample_train_v2",),
+            "lr": ("optim/lr",),
+        },
+        {
+            "optim/kl_sample_train_v1": -0.2,
+            "env/all/by_group/frac_mixed": 0.7,
+            "progress/batch": 3.0,
+            "time/total": 80.0,
+        },
+        lambda rows, folder: _lines(rows, folder / "metrics.jsonl"),
+    ),
+    "OpenRLHF": Trainer(
+        "OpenRLHF",
+        {
+            "reward": ("rollout/reward_mean",),
+            "reward_std": ("rollout/reward_std",),
+            "grad_norm": ("train/actor_grad_norm",),
+            "kl": ("train/kl",),
+            "length": ("rollout/response_length",),
+            "truncated": ("rollout/truncated_rate",),
+            "clipped": ("train/ppo_clip_ratio",),
+            "mismatch": ("train/logprobs_diff",),
+            "lr": ("train/actor_lr",),
+            "loss": ("train/policy_loss",),
+        },
+        {"train/return": 0.3, "perf/gen_time": 12.0},
+        _tensorboard,
+    ),
+    "slime": Trainer(
+        "slime",
+        {
+            "reward": ("rollout/raw_reward",),
+            "grad_norm": ("train/grad_norm",),
+            "entropy": ("train/entropy_loss",),
+            "kl": ("train/kl_loss",),
+            "length": ("rollout/response_len/mean",),
+            "truncated": ("rollout/truncated_ratio",),
+            "clipped": ("train/pg_clipfrac",),
+            "mismatch": ("train/train_rollout_logprob_abs_diff",),
+            "lr": ("train/lr-pg_0",),
+            "loss": ("train/pg_loss",),
+        },
+        {"train/ppo_kl": 0.7, "rollout/zero_std/count_0": 3.0},
+        _tensorboard,
+    ),
+    "NeMo-RL": Trainer(
+        "NeMo-RL",
+        {
+            "reward": ("train/reward",),
+            "grad_norm": ("train/grad_norm",),
+            "entropy": ("train/approx_entropy",),
+            "kl": ("train/kl_penalty",),
+            "length": ("train/mean_gen_tokens_per_sample",),
+            "truncated": ("train/truncation_rate",),
+            "mismatch_kl": ("train/gen_kl_error",),
+            "lr": ("train/lr",),
+            "loss": ("train/loss",),
+        },
+        {"train/token_mult_prob_error": 1.01, "train/probs_ratio_max": 9.0},
+        _tensorboard,
+    ),
+    "SkyRL": Trainer(
+        "SkyRL",
+        {
+            "reward": ("reward/avg_raw_reward",),
+            "grad_norm": ("policy/grad_norm",),
+            "entropy": ("policy/policy_entropy",),
+            "kl": ("policy/policy_kl",),
+            "length": ("generate/avg_num_tokens",),
+            "clipped": ("policy/loss_metrics/clip_ratio",),
+            "mismatch": ("policy/rollout_train_logprobs_abs_diff_mean",),
+            "lr": ("policy/policy_lr",),
+        },
+        {"reward/avg_pass_at_8": 0.5, "timing/step": 30.0},
+        _history,
+    ),
+    "open-instruct": Trainer(
+        "open-instruct",
+        {
+            "reward": ("scores",),
+            "grad_norm": ("optim/grad_norm",),
+            "entropy": ("policy/entropy_avg",),
+            "kl": ("objective/kl_avg",),
+            "length": ("val/sequence_lengths",),
+            "truncated": ("1-val/stop_rate",),
+            "clipped": ("policy/clipfrac_avg",),
+            "mismatch": ("debug/vllm_vs_local_logprob_diff_mean",),
+            "lr": ("lr",),
+        },
+        {"val/ratio": 1.0, "time/total": 50.0},
+        _wandb,
+    ),
+    "AReaL": Trainer(
+        "AReaL",
+        {
+            "reward": ("ppo_actor/task_reward/avg",),
+            "grad_norm": ("ppo_actor/update/grad_norm",),
+            "entropy": ("ppo_actor/update/entropy/avg",),
+            "truncated": ("ppo_actor/no_eos_ratios/avg",),
+            "clipped": ("ppo_actor/update/clip_ratio/avg",),
+            "mismatch_kl": ("ppo_actor/update/behave_approx_kl/avg",),
+            "lr": ("ppo_actor/update/lr",),
+        },
+        {"ppo_actor/update/dual_clip_ratio/avg": 0.5, "ppo_actor/seq_len/avg": 300.0},
+        _tensorboard,
+    ),
+    "TRL, W&B chart": Trainer(
+        "TRL", {n: tuple(f"train/{k}" for k in keys) for n, keys in _TRL.items()}, {"train/num_tokens": 9.0}, _wandb
+    ),
+    "TRL, CSV": Trainer("TRL", _TRL, _TRL_OTHERS, _csv),
+    "TRL, ms-swift": Trainer("TRL", _TRL, {"memory(GiB)": 52.2, "train_speed(iter/s)": 0.01}, _swift),
+    "own keys": Trainer(
+        "", {"reward": ("reward",), "grad_norm": ("opt/grad_norm",), "entropy": ("entropy",)}, {"speed": 3.0}, _csv
+    ),
+}
