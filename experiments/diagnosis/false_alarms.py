@@ -2,8 +2,9 @@
 
     python -m experiments.diagnosis.false_alarms && python -m sharpscope.diagnose.page > docs/symptoms.md
 
-Healthy are the recorded runs of data/reference and of the second study (none of which collapsed), the healthy logs of tests/diagnose,
-and simulated ones. A run counts for a rule if it has the rule's quantities for long enough to be judged.
+Healthy are the recorded runs of data/reference, those of plain GRPO in the second study (its treatment is known to make the policy
+nearly uniform), the healthy logs of tests/diagnose, and simulated ones. A run counts for a rule if it has the rule's quantities for
+long enough to be judged.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def recorded(folder: Path) -> Iterator[pd.DataFrame]:
     steps, runs = pd.read_parquet(folder / "steps.parquet"), pd.read_parquet(folder / "runs.parquet")
     groups = {row.run: yaml.safe_load(row.config)["rollout"]["prompts_per_step"] for row in runs.itertuples()}
     for run, rows in steps.groupby("run"):
+        if "preset=" in str(run):
+            continue
         frame = frame_of(rows.sort_values("step"), "sharpscope")
         yield frame.assign(dead_groups=rows.sort_values("step")["zero_std_groups"].to_numpy(float) / groups[run])
 

@@ -34,15 +34,19 @@ PROMPTS = (
 def log_probabilities(
     model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, prompt: int, batch: int
 ) -> torch.Tensor:
-    """ln π of each completion token (N, T), in batches of `batch` completions."""
-    found = []
-    for rows, kept in zip(ids.split(batch), mask.split(batch), strict=True):
+    """ln π of each completion token (N, T), in batches of `batch` completions without columns that all of them leave empty."""
+    found = ids.new_zeros(ids[:, prompt:].shape, dtype=torch.float32)
+    for start in range(0, len(ids), batch):
+        rows, kept = ids[start : start + batch], mask[start : start + batch]
+        used = kept.any(0).nonzero()[:, 0]
+        first, end = int(used[0]), int(used[-1]) + 1
+        rows, kept = rows[:, first:end], kept[:, first:end]
         positions = (kept.cumsum(1) - 1).clamp(min=0)
-        logits = model(
-            rows, attention_mask=kept, position_ids=positions, logits_to_keep=rows.shape[1] - prompt + 1
-        ).logits
-        found.append(logits[:, :-1].float().log_softmax(-1).gather(-1, rows[:, prompt:, None])[..., 0])
-    return torch.cat(found)
+        count = end - prompt
+        logits = model(rows, attention_mask=kept, position_ids=positions, logits_to_keep=count + 1).logits
+        logp = logits[:, :-1].float().log_softmax(-1).gather(-1, rows[:, -count:, None])[..., 0]
+        found[start : start + batch, :count] = logp
+    return found
 
 
 def main() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sharpscope.cli.console import print_json, printable
+
+if TYPE_CHECKING:
+    from sharpscope.diagnose import Diagnosis
 
 
 def register(app: typer.Typer) -> None:
@@ -54,7 +57,22 @@ def diagnose(
             raise UserError(f"--map {pair}: give QUANTITY=KEY, for example --map reward=my/score")
         mapping[quantity] = key
     found = run_rules(path, mapping, group_size)
+    layers = _layers(found)
     if json:
-        print_json(found.as_dict())
+        print_json(found.as_dict() | {"layers": layers})
     else:
-        typer.echo("\n".join(printable(line) for line in found.text().split("\n")))
+        text = found.text() + "".join(f"\nLayers at step {step}: {seen}" for step, seen in layers.items())
+        typer.echo("\n".join(printable(line) for line in text.split("\n")))
+
+
+def _layers(found: Diagnosis) -> dict[int, str]:
+    """Which layer's gradient grew at the step of each finding about gradients or updates, where a run of ours recorded it."""
+    if found.log.framework != "sharpscope" or not found.log.path.is_dir():
+        return {}
+    from sharpscope.analysis.layers import layer_growth
+    from sharpscope.traces import load_run
+
+    run = load_run(found.log.path)
+    steps = {f.step for f in found.findings if f.quantity in ("grad_norm", "update_norm", "kl_step")}
+    grown = {step: layer_growth(run, step) for step in sorted(steps)}
+    return {step: growth.text for step, growth in grown.items() if growth is not None}

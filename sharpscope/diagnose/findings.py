@@ -14,10 +14,8 @@ import numpy as np
 from sharpscope.diagnose.changes import Change
 from sharpscope.diagnose.logs import Log
 from sharpscope.diagnose.quantities import BY_NAME
-from sharpscope.rules import EARLY, RULES, WINDOW, History, Rule, Severity, applies
+from sharpscope.rules import EARLY, RULES, SEVERITIES, WINDOW, History, Rule, Severity, applies
 from sharpscope.rules.measures import finite, step_noise
-
-SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ def _finding(
     soon = stretch.start + max(20, len(steps) // 5) if rule.window == 1 else int(steps[-1])
     harmed = fallen is not None and stretch.start - WINDOW <= fallen <= soon
     outcome = 0 if harmed else 2 if fallen is None and _rose(history) else 1
-    severity = "critical" if np.nanmax(measured[stretch.first :]) >= rule.critical_at else rule.severity[outcome]
+    severity = rule.level(float(np.nanmax(measured[stretch.first : stretch.last + 1])), outcome)
     passed = rule.window > 1 and stretch.last < len(steps) - max(WINDOW, len(steps) // 10)
     if passed and severity != "info":
         severity = SEVERITIES[SEVERITIES.index(severity) + 1]

@@ -8,7 +8,7 @@ from sharpscope.rules import FIELDS, RULES, Rule, advise
 
 _KINDS = {
     "reference": "the reference runs",
-    "study": "the second study's runs",
+    "study": "the second study's runs of plain GRPO",
     "embedded": "runs of the embedded policy for this page",
     "smollm2": "SmolLM2-135M",
     "simulated": "simulated logs",

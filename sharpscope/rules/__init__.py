@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sharpscope.rules.measures import EARLY, WINDOW, History
-from sharpscope.rules.table import FIELDS, OF_ROLLOUTS, RULES, Rule, Severity
+from sharpscope.rules.table import FIELDS, OF_ROLLOUTS, RULES, SEVERITIES, Rule, Severity
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,9 @@ def judge(
         measured = rule.measure(arrays)[-1:]
         if applies(rule, measured, limit.threshold).any():
             meaning, advice = advise(rule, trainer, lr, checkpoint)
-            severity = "error" if limit.action == "stop" else "warning"
+            value = float(measured[-1])
+            level = "info" if rule.level(value) == "info" else "warning"
+            severity = "error" if limit.action == "stop" else level
             text = f"{rule.statistic}: {meaning}; {advice}"
-            events.append(Event(step, name, severity, float(measured[-1]), limit.threshold, limit.action, text))
+            events.append(Event(step, name, severity, value, limit.threshold, limit.action, text))
     return events

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -11,6 +10,7 @@ from sharpscope.rules import measures
 from sharpscope.rules.measures import EARLY, WINDOW, Measure, mean, relative, share, spike, value
 
 Severity = Literal["info", "warning", "critical"]
+SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
 Severities = tuple[Severity, Severity, Severity]
 
 FATAL: Severities = ("critical", "critical", "critical")
@@ -35,7 +35,7 @@ class Rule:
         advice: what to change; names in braces are settings as the trainer calls them (FIELDS), or `restart`.
         source: where the threshold comes from.
         severity: when the reward falls afterwards, when it does neither, and when it has risen.
-        critical_at: value from which it is critical whatever the reward does.
+        worse: a value beyond the threshold, and how bad the symptom is at least from there on.
         below: whether small values are the problem.
         window: steps that the measure averages.
         known: when it can be judged: before a step's updates, after them, at an evaluation, or from a log only.
@@ -52,11 +52,18 @@ class Rule:
     advice: str
     source: str
     severity: Severities = HARMFUL
-    critical_at: float = math.inf
+    worse: tuple[float, Severity] | None = None
     below: bool = False
     window: int = 1
     known: Literal["before", "after", "evaluation", "log"] = "before"
     look: str = "show {run}"
+
+    def level(self, value: float, outcome: int = 1) -> Severity:
+        """How bad a value beyond the threshold is; `outcome`: position in `severity`."""
+        level = self.severity[outcome]
+        if self.worse is not None and value >= self.worse[0]:
+            level = min(level, self.worse[1], key=SEVERITIES.index)
+        return level
 
 
 _MEAN = f"mean of {WINDOW} steps"
@@ -290,8 +297,10 @@ RULES: Mapping[str, Rule] = {
             f"share of groups without an advantage, {_MEAN}",
             "the completions of these groups got equal rewards, so they carry no gradient: the prompts are too easy or too hard",
             "filter prompts by pass rate, draw again (dynamic sampling), raise {temperature} or {group_size}",
-            "rldoctor: a warning from 0.5, critical from 0.75; rlprobe: 0.4. Runs of puzzles that learn have 0.31 to 0.55 on average",
-            ("warning", "warning", "info"),
+            "rldoctor: a warning from 0.5, critical from 0.75; rlprobe: 0.4. In 141 healthy runs of puzzles the largest mean of ten "
+            "steps is 0.58 in the median and 0.76 at most: it is worth a remark from 0.5 and a warning from 0.8",
+            ("warning", "info", "info"),
+            worse=(0.8, "warning"),
             window=WINDOW,
         ),
         Rule(
@@ -352,7 +361,7 @@ RULES: Mapping[str, Rule] = {
             "of one trainer",
             HARMFUL,
             window=WINDOW,
-            critical_at=0.5,
+            worse=(0.5, "critical"),
             look="tokens {run} --step {step} --by mismatch",
         ),
         Rule(
@@ -367,7 +376,7 @@ RULES: Mapping[str, Rule] = {
             "half the square of a standard deviation of 0.05 nats (trl 6789) is 0.00125",
             HARMFUL,
             window=WINDOW,
-            critical_at=0.2,
+            worse=(0.2, "critical"),
             look="tokens {run} --step {step} --by mismatch",
         ),
         Rule(
@@ -407,7 +416,7 @@ RULES: Mapping[str, Rule] = {
             "these log-probabilities cannot be right, and ratios made of them are not",
             "check what the server returns: log-probabilities of the drawn tokens, not 0 or a placeholder",
             "a definition",
-            critical_at=0.1,
+            worse=(0.1, "critical"),
             look="tokens {run} --step {step} --by mismatch",
         ),
         Rule(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sharpscope.config.training import HealthSpec
 from sharpscope.errors import UserError
 from sharpscope.rules import EARLY, FIELDS, RULES, judge
+from sharpscope.rules.measures import trend_p
 from sharpscope.traces.rules import robust_z, sampler_values
 
 LIVE = [name for name, rule in RULES.items() if rule.known != "log"]
@@ -40,7 +41,7 @@ def test_a_rule_applies_from_its_threshold_on(name, action):
         (event,) = found
         assert (event.step, event.rule, event.action) == (7, name, action)
         assert event.value == pytest.approx(value)
-        assert event.severity == ("error" if action == "stop" else "warning")
+        assert event.severity == ("error" if action == "stop" else rule.level(value))
         assert event.message and not set("{}\n") & set(event.message)
 
 
@@ -101,6 +102,15 @@ def test_spikes_are_those_of_the_robust_z_score(norms):
             assert found[at] == pytest.approx(
                 math.exp(logs[at] - np.median(logs[max(0, at - 50) : at])) if z > 4 else 0
             )
+
+
+@given(st.lists(st.integers(0, 20), min_size=10, max_size=60).filter(lambda y: len(set(y)) > 1))
+@settings(max_examples=50, deadline=None)
+def test_the_test_for_a_trend_is_kendalls(y):
+    from scipy.stats import kendalltau
+
+    expected = kendalltau(np.arange(len(y)), y, method="asymptotic").pvalue
+    assert trend_p(np.array(y, dtype=float)) == pytest.approx(expected, abs=1e-9)
 
 
 def last(name: str, **values: list[float]) -> float:
