@@ -32,7 +32,7 @@ COMPARISONS = {
 NOTE = (
     "One update of each method from the same state on the same completions, measured by importance weighting. Cells: "
     "difference to the reference with its 95 % interval; of the reference itself, its change. A negative difference of a failure "
-    "means that the arm improves more. The prediction is to first order, of the first outcome."
+    "means that the arm improves more."
 )
 ALL_STATES = "all states"
 MARGIN = 0.01
@@ -43,10 +43,8 @@ MOST_BATCHES = 1_000_000
 UNITS: dict[str, tuple[str, float]] = {
     "heldout_failure": ("points", 100.0),
     "train_failure": ("points", 100.0),
-    "heldout_failure_fresh": ("points", 100.0),
     "entropy": ("millinats", 1000.0),
     "kl": ("millinats / token", 1000.0),
-    "gradient_rotation": ("degrees", 1.0),
     "update_rotation": ("degrees", 1.0),
 }
 """Outcome -> unit in tables and figures, and the factor that gives it."""
@@ -54,12 +52,9 @@ UNITS: dict[str, tuple[str, float]] = {
 NAMES: dict[str, str] = {
     "heldout_failure": "held-out failure",
     "train_failure": "training failure",
-    "heldout_failure_fresh": "held-out failure, new completions",
     "entropy": "entropy at fixed tokens",
     "kl": "KL to the start",
     "sam_sharpness": "SAM sharpness",
-    "critical_sharpness": "critical sharpness",
-    "gradient_norm": "gradient norm of the expected failure",
 }
 """Outcome -> its name in tables and figures, in their order."""
 
@@ -82,10 +77,9 @@ def fork_differences(forks: pd.DataFrame, margin: float = MARGIN, reference: str
 
     Returns:
         Columns `state`, `fork`, `comparison`, `outcome`, `arm`, `reference`; `states` and `batches` used and `invalid` batches left out;
-        `change` (mean) with `change_low`, `change_high`; `predicted`, the mean first-order prediction of the change;
-        `difference` with `low`, `high` (95 % t-interval) and `p`; `sd` of the difference over batches of one state;
-        `detectable`, the smallest difference that these batches or states detect with 80 % power at 5 %; and, for expected
-        failures, `needed`, the batches of one state that detect `margin` so.
+        `change` (mean) with `change_low`, `change_high`; `difference` with `low`, `high` (95 % t-interval) and `p`; `sd` of the
+        difference over batches of one state; `detectable`, the smallest difference that these batches or states detect with
+        80 % power at 5 %; and, for expected failures, `needed`, the batches of one state that detect `margin` so.
 
     Raises:
         UserError: the margin is not positive, or no arm is called `reference`.
@@ -101,7 +95,7 @@ def fork_differences(forks: pd.DataFrame, margin: float = MARGIN, reference: str
     places = pairs.groupby(["run", "step"], sort=True)
     names = dict(zip(places.ngroup(), zip(pairs["run"], pairs["step"], strict=True), strict=True))
     # Grouped by numbers and without the columns of text, which take most of the time otherwise.
-    numbers = pairs[["both", "change", "predicted", "difference"]].assign(place=places.ngroup())
+    numbers = pairs[["both", "change", "difference"]].assign(place=places.ngroup())
     result = []
     for key, group in numbers.groupby([pairs[name] for name in _SERIES], sort=False):
         by_place = [(*names[own["place"].iloc[0]], own) for _, own in group.groupby("place", sort=True)]
@@ -150,7 +144,7 @@ def _paired(rows: pd.DataFrame) -> pd.DataFrame:
     changes = start.notna().groupby([rows["fork"], rows["outcome"]]).transform("any")  # else a quantity of the update
     changed = rows.assign(change=rows["value"].astype(float) - start.where(changes, 0.0))
     changed["valid"] = rows["valid"].fillna(False).astype(bool) & changed["change"].notna()
-    keep = [*_KEY, "change", "predicted", "valid"]
+    keep = [*_KEY, "change", "valid"]
     of_reference = changed.loc[changed["arm"] == changed["reference"], keep]
     joined = changed[[*keep, "arm", "reference"]].merge(
         of_reference, on=_KEY, how="left", suffixes=("", "_of_reference")
@@ -179,11 +173,9 @@ def _summary(
     states = [state for state in states if len(state)]
 
     if not states:
-        nothing = dict.fromkeys(
-            ("change", "change_low", "change_high", "predicted", "difference", "low", "high", "p", "sd")
-        )
+        nothing = dict.fromkeys(("change", "change_low", "change_high", "difference", "low", "high", "p", "sd"))
         return {"states": 0, "batches": 0, "invalid": invalid, **nothing, "detectable": math.nan, "needed": None}
-    change, difference, predicted = (_sample(states, name, one) for name in ("change", "difference", "predicted"))
+    change, difference = (_sample(states, name, one) for name in ("change", "difference"))
     within = [state["difference"].var() for state in states if len(state) > 1]
     sd = math.sqrt(float(np.mean(within))) if within else math.nan
     spread = float(difference.std(ddof=1)) if len(difference) > 1 else math.nan
@@ -196,7 +188,6 @@ def _summary(
         "change": float(change.mean()),
         "change_low": change_low,
         "change_high": change_high,
-        "predicted": float(predicted.mean()),
         "difference": float(difference.mean()),
         "low": low,
         "high": high,
@@ -255,10 +246,9 @@ def fork_table(differences: pd.DataFrame, state: str, comparison: str, most: int
         reference = str(own["reference"].iloc[0])
         kind = "change" if arm == reference else "difference"
         ends = ("change_low", "change_high") if kind == "change" else ("low", "high")
-        turned = angles.reindex([(arm, "gradient_rotation"), (arm, "update_rotation")])
         row = {
             "arm": f"{arm} (reference)" if arm == reference else arm,
-            "rotation gradient / update [°]": " / ".join(map(number, turned)),
+            "rotation of the update [°]": number(angles.get((arm, "update_rotation"))),
         }
         for name in outcomes:
             unit, factor = UNITS.get(name, ("", 1.0))
@@ -268,10 +258,7 @@ def fork_table(differences: pd.DataFrame, state: str, comparison: str, most: int
             )
             row[f"{NAMES[name]} [{unit}]" if unit else NAMES[name]] = text
         main = own.loc["heldout_failure"] if "heldout_failure" in own.index else own.iloc[0]
-        factor = UNITS.get(str(main.name), ("", 1.0))[1]
-        others = chosen["predicted"].get((reference, main.name), math.nan) if kind == "difference" else 0.0
         row["p"] = "–" if kind == "change" else number(main["p"])
-        row["predicted"] = "–" if pd.isna(main["predicted"]) else f"{factor * (main['predicted'] - others):+.3g}"
         row |= {"batches": str(int(main["batches"])), "left out": str(int(main["invalid"]))}
         row[f"batches for {100 * MARGIN:g} point"] = (
             "–" if kind == "change" or pd.isna(main["needed"]) else str(int(main["needed"]))

@@ -40,9 +40,7 @@ Weights = Annotated[
 ]
 Outcomes = Annotated[
     str | None,
-    typer.Option(
-        help="Comma-separated: failure, entropy (the default), sharpness, fresh (new completions, as a check)."
-    ),
+    typer.Option(help="Comma-separated: failure, entropy (the default), sharpness."),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -71,9 +69,6 @@ def fork(
     methods: Methods = None,
     token_weights: Weights = None,
     batches: Annotated[int | None, typer.Option(min=1, help="Batches of rollouts per state. Default: 30.")] = None,
-    updates: Annotated[
-        int | None, typer.Option(min=1, help="Steps of each arm, the later ones on rollouts of its own. Default: 1.")
-    ] = None,
     outcomes: Outcomes = None,
     set_: Settings = None,
     threads: Annotated[
@@ -108,7 +103,7 @@ def fork(
     common = {"overrides": [text for text in set_ or [] if text not in own], "threads": threads}
     listed = {"methods": methods, "outcomes": outcomes}
     given = {name: [part.strip() for part in text.split(",")] for name, text in listed.items() if text is not None}
-    given |= {name: value for name, value in (("batches", batches), ("updates", updates)) if value is not None}
+    given |= {} if batches is None else {"batches": batches}
     if without_tokens is None and step is None:
         arms = {
             "model": model,

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from sharpscope.config.base import Spec
 from sharpscope.config.methods import arm_name
 
-OutcomeGroup = Literal["failure", "entropy", "sharpness", "fresh"]
+OutcomeGroup = Literal["failure", "entropy", "sharpness"]
 
 
 class ForkSpec(Spec):
@@ -21,13 +21,11 @@ class ForkSpec(Spec):
         description="Arms: [name=]method[+field=value…], such as grpo or strong=grpo-sg+weight.U=4. The first is the reference.",
     )
     batches: int = Field(30, ge=1, le=100_000, description="Batches of rollouts per state; every arm learns from each.")
-    updates: int = Field(1, ge=1, le=10_000, description="Steps of an arm from the state, each with its own rollouts.")
     outcomes: tuple[OutcomeGroup, ...] = Field(
         ("failure", "entropy"),
         min_length=1,
-        description="failure: expected failure on held-out and training prompts; entropy: on the held-out tokens; "
-        "sharpness: SAM and critical sharpness and the gradient's norm on training prompts; fresh: "
-        "failure of new held-out completions.",
+        description="failure: expected failure on held-out and training prompts; entropy: on the held-out tokens; sharpness: SAM sharpness on "
+        "training prompts.",
     )
     prompts: int = Field(64, ge=2, le=100_000, description="Held-out prompts per batch for the outcomes.")
     samples: int = Field(

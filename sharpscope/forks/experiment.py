@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from sharpscope import distributed
 from sharpscope.config import (
     ForkSpec,
@@ -23,7 +21,7 @@ from sharpscope.config import (
 )
 from sharpscope.config.policy import EMBEDDED_PREFIX
 from sharpscope.errors import UserError, nearest
-from sharpscope.forks.outcomes import Reading, coefficient_gradient, inner, matching_scale, sharpness_readings
+from sharpscope.forks.outcomes import Reading, inner, matching_scale, sam_reading
 from sharpscope.forks.start import ArmUpdate, SharedDraws, Start, arms_of, resolve, saved_states
 from sharpscope.policy import TokenStats
 from sharpscope.probes import rotation
@@ -74,7 +72,7 @@ def fork(
         out: folder of a run for the rows; None: `run` itself, or `forks/<model>`.
         threads: CPU threads; None: as configured.
         on_progress: called with a line of text on what is done.
-        **settings: fields of `ForkSpec`: batches, updates, outcomes, prompts, samples, …
+        **settings: fields of `ForkSpec`: batches, outcomes, prompts, samples, …
 
     Returns:
         The run with the rows, see `Run.forks`. `sharpscope.analysis.fork_differences` compares the arms.
@@ -159,7 +157,7 @@ def _spec(settings: Mapping[str, Any]) -> ForkSpec:
 
 @dataclass(frozen=True)
 class _Point:
-    """Measurements at some weights: outcomes by name."""
+    """Outcomes by name at the arm's change of the weights times `scale`; `matched`: whether the scale was found."""
 
     readings: dict[str, Reading]
     scale: float
@@ -170,17 +168,18 @@ def _batch_rows(start: Start, name: str, batch: int) -> Iterator[dict[str, Any]]
     """Rows of the table `forks` of all arms on one batch."""
     measured = _Measured(start, batch)
     arms = list(start.methods)
-    common = {"step": start.step, "fork": name, "batch": batch, "reference": arms[0], "updates": start.spec.updates}
+    common = {"step": start.step, "fork": name, "batch": batch, "reference": arms[0]}
     reference: tuple[ArmUpdate, float] | None = None  # update and its KL
     for arm in arms:
         began = time.perf_counter()
         update = start.update(arm, batch, measured.shared)
-        at_step = measured.read(update, 1.0)
+        at_step = measured.read(1.0)
         norm = math.sqrt(inner(update.displacement, update.displacement))
         if reference is None:
             reference = (update, at_step.readings["kl"].value)
         own = {"arm": arm, **common}
-        effects = measured.effects(update, reference[0], norm)
+        turned = rotation(update.displacement, reference[0].displacement)
+        effects = {"update_norm": norm, "update_rotation": turned.angle, "update_scale": turned.scale}
         for comparison in ("step", "kl"):
             point = at_step if comparison == "step" else measured.matched(update, at_step, reference[1])
             seconds = time.perf_counter() - began
@@ -197,28 +196,18 @@ class _Measured:
         shared: draws of the starting policy that the arms share.
         sets: fixed completions by split.
         start: outcomes before the update.
-        gradients: of the expected failures at the starting weights, by outcome.
     """
 
     def __init__(self, origin: Start, batch: int) -> None:
-        self.origin, self.batch, self.spec = origin, batch, origin.spec
-        self.shared = SharedDraws()
+        self.origin, self.spec, self.shared = origin, origin.spec, SharedDraws()
         origin.snapshot.restore()
         self.sets = {split: origin.fixed(split, batch) for split in SPLITS}
-        self._fresh_seed = origin.draw_seed("heldout", batch)
-        self.start = self._readings({split: fixed.start for split, fixed in self.sets.items()}, None)
-        self.gradients = {
-            f"{split}_failure": origin.snapshot.collect(
-                coefficient_gradient(origin.scorer, fixed.rollouts, fixed.failure_coefficients())
-            )
-            for split, fixed in self.sets.items()
-            if "failure" in self.spec.outcomes
-        }
+        self.start = self._readings({split: fixed.start for split, fixed in self.sets.items()})
 
-    def read(self, update: ArmUpdate, scale: float) -> _Point:
-        """Outcomes at the present weights, which are those of `update` times `scale`."""
+    def read(self, scale: float) -> _Point:
+        """Outcomes at the present weights, which are those of an arm's update times `scale`."""
         stats = {split: self.origin.scorer.statistics(fixed.rollouts) for split, fixed in self.sets.items()}
-        return _Point(self._readings(stats, update), scale)
+        return _Point(self._readings(stats), scale)
 
     def matched(self, update: ArmUpdate, step: _Point, wanted: float) -> _Point:
         """Outcomes at the scale at which the update has the KL `wanted`, the reference's; `step` are those of the update as it is."""
@@ -239,50 +228,19 @@ class _Measured:
 
         scale, reached = matching_scale(divergence, wanted, math.sqrt(wanted / present), KL_TOLERANCE)
         stats = {"heldout": stats_by_scale[scale], "train": origin.scorer.statistics(self.sets["train"].rollouts)}
-        return _Point(self._readings(stats, update), scale, reached)
+        return _Point(self._readings(stats), scale, reached)
 
-    def _readings(self, stats: Mapping[str, TokenStats], update: ArmUpdate | None) -> dict[str, Reading]:
-        """Outcomes by name from the statistics of the fixed completions; `update` is None at the starting weights."""
-        wanted, readings = self.spec.outcomes, {}
-        for split, fixed in self.sets.items():
-            present = stats[split]
-            if "failure" in wanted:
-                readings[f"{split}_failure"] = fixed.failure(present.logp)
-        heldout = self.sets["heldout"]
+    def _readings(self, stats: Mapping[str, TokenStats]) -> dict[str, Reading]:
+        """Outcomes by name from the present statistics of the fixed completions."""
+        wanted, heldout = self.spec.outcomes, self.sets["heldout"]
+        readings = {"kl": Reading(heldout.kl(stats["heldout"].logp))}
+        if "failure" in wanted:
+            readings |= {f"{split}_failure": fixed.failure(stats[split].logp) for split, fixed in self.sets.items()}
         if "entropy" in wanted:
             readings["entropy"] = Reading(heldout.entropy(stats["heldout"]))
-        readings["kl"] = Reading(heldout.kl(stats["heldout"].logp))
-        if "fresh" in wanted:
-            readings["heldout_failure_fresh"] = self._fresh(update)
         if "sharpness" in wanted:
-            readings |= sharpness_readings(self.origin, self.sets["train"], stats["train"], update)
+            readings["sam_sharpness"] = sam_reading(self.origin, self.sets["train"], stats["train"])
         return readings
-
-    def _fresh(self, update: ArmUpdate | None) -> Reading:
-        """Failure of new completions of the present policy with the random numbers of the fixed ones."""
-        heldout = self.sets["heldout"]
-        if update is None:
-            return Reading(1 - float(heldout.success.double().mean()))
-        examples = self.origin.heldout_examples(self.batch)
-        drawn = self.origin.drawer(examples, self.spec.samples, self._fresh_seed)
-        before, after = heldout.success.double(), drawn.correct.double()
-        change = (before - after).reshape(len(examples), -1).mean(1)  # of the failure, by prompt
-        return Reading(1 - float(after.mean()), float(change.std()) / math.sqrt(len(change)))
-
-    def effects(self, update: ArmUpdate, reference: ArmUpdate, norm: float) -> dict[str, float]:
-        """Quantities of the update itself: norms, rotations from the reference, and influences on the failures."""
-        turned = rotation(update.displacement, reference.displacement)
-        values = {"update_norm": norm, "update_rotation": turned.angle, "update_scale": turned.scale}
-        gradient = update.gradient
-        if gradient is not None:
-            values["batch_gradient_norm"] = math.sqrt(inner(gradient, gradient))
-        if update.applied is not None and reference.applied is not None:
-            turned = rotation(update.applied, reference.applied)
-            values |= {"gradient_rotation": turned.angle, "gradient_scale": turned.scale}
-        if gradient is not None:
-            for outcome, slope in self.gradients.items():
-                values[outcome.replace("failure", "influence")] = inner(gradient, slope)
-        return values
 
     def columns(self, update: ArmUpdate, point: _Point, seconds: float) -> dict[str, Any]:
         """Columns of the outcomes at a point."""
@@ -294,17 +252,12 @@ class _Measured:
             "outcome": names,
             "value": [_null(point.readings[name].value) for name in names],
             "start": [_null(self.start[name].value) if name in self.start else None for name in names],
-            "predicted": [self._predicted(name, update.displacement, point.scale) for name in names],
             "std_error": [_null(point.readings[name].std_error) for name in names],
             "effective_share": [_null(one) for one in share],
             "valid": [a and b and point.matched and update.sound for a, b in zip(finite, enough, strict=True)],
             "scale": point.scale,
             "seconds": seconds,
         }
-
-    def _predicted(self, name: str, displacement: list[Tensor], scale: float) -> float | None:
-        slope = self.gradients.get(name)
-        return None if slope is None else _null(scale * inner(slope, displacement))
 
 
 def _joined(blocks: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -323,7 +276,6 @@ def _effect_columns(effects: Mapping[str, float], sound: bool, seconds: float) -
         "outcome": list(effects),
         "value": [_null(value) for value in effects.values()],
         "start": None,
-        "predicted": None,
         "std_error": None,
         "effective_share": None,
         "valid": [sound and math.isfinite(value) for value in effects.values()],

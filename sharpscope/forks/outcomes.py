@@ -16,12 +16,11 @@ from torch import Tensor
 
 from sharpscope.objective import k3
 from sharpscope.policy import Rollouts, TokenStats
-from sharpscope.policy.scoring import Scorer
-from sharpscope.probes import Objective, critical_sharpness, limited_surface, rollout_batch, sharpness
+from sharpscope.probes import Objective, limited_surface, rollout_batch, sharpness
 from sharpscope.probes.perturbation import find_radius
 
 if TYPE_CHECKING:
-    from sharpscope.forks.start import ArmUpdate, Start
+    from sharpscope.forks.start import Start
 
 
 @dataclass(frozen=True)
@@ -86,33 +85,6 @@ class FixedRollouts:
     def entropy(self, stats: TokenStats) -> float:
         """Mean entropy at the fixed tokens [nats]."""
         return float(stats.entropy.double()[self.mask].mean())
-
-    def failure_coefficients(self) -> Tensor:
-        """C (N, T) such that Σ c·∇log π is the gradient of `failure` at the starting weights: (F_i − mean F)/N."""
-        failed = 1 - self.success.double()
-        each = (failed - failed.mean()) / len(failed)
-        return torch.where(self.mask, each.to(self.mask.device)[:, None], 0.0)
-
-
-def coefficient_gradient(scorer: Scorer, rollouts: Rollouts, coefficients: Tensor) -> list[Tensor | None]:
-    """Σ c_it·∇log π_it for each trainable parameter, in microbatches; `.grad` is left empty.
-
-    Args:
-        scorer: of the policy.
-        rollouts: N rows.
-        coefficients: (N, T).
-    """
-    parameters = [p for p in scorer.model.parameters() if p.requires_grad]
-    for parameter in parameters:
-        parameter.grad = None
-    _, batches = scorer.split(rollouts, torch.arange(len(rollouts)))
-    for rows in batches:
-        logp = scorer.score(rollouts.rows(rows), with_grad=True).logp
-        (logp * coefficients[rows.to(coefficients.device)].to(logp)).sum().backward()
-    gradients = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    return gradients
 
 
 def matching_scale(
@@ -184,48 +156,17 @@ def fork_radius(origin: Start) -> float:
         return find_radius(surface).rho
 
 
-def sharpness_readings(
-    origin: Start, fixed: FixedRollouts, present: TokenStats, update: ArmUpdate | None
-) -> dict[str, Reading]:
-    """SAM sharpness and gradient norm of the expected failure, and critical sharpness of the correct completions' nll.
-
-    The expected failure is importance-weighted from the starting policy's completions. The critical sharpness is that along
-    the arm's own change of the weights, in 1 / learning rate of its first step; it is not defined before the update.
+def sam_reading(origin: Start, fixed: FixedRollouts, present: TokenStats) -> Reading:
+    """SAM sharpness of the expected failure, importance-weighted from the starting policy's completions.
 
     Args:
         origin: the state.
         fixed: completions of the starting policy on training prompts.
         present: their statistics under the present policy.
-        update: of the arm; None at the starting weights.
     """
     if origin.rho is None:
         raise ValueError("sharpness is measured at a radius, which a fork has only with the outcome sharpness")
-    _, share = fixed.weights(present.logp)
     objective = failure_objective(fixed, origin.config.rollout.temperature)
     with limited_surface(origin.policy.model, objective, origin.config.probes) as surface:
-        at = surface.gradient()
-        found = sharpness(surface, None, origin.rho, "sam", at=at)
-    readings = {
-        "sam_sharpness": Reading(found.value, effective_share=share),
-        "gradient_norm": Reading(float(at[1].double().norm()), effective_share=share),
-    }
-    if update is not None:
-        readings["critical_sharpness"] = Reading(_critical(origin, fixed, update))
-    return readings
-
-
-def _critical(origin: Start, fixed: FixedRollouts, update: ArmUpdate) -> float:
-    """Critical sharpness of the nll of the correct completions along an arm's change of the weights; NaN if undefined."""
-    correct = (fixed.success == 1).nonzero()[:, 0]
-    if not len(correct):
-        return math.nan
-    rows, lr = fixed.rollouts.rows(correct), origin.lr
-    mask = rows.completion_mask.bool()
-    tokens = int(mask.sum())
-
-    def loss() -> torch.Tensor:
-        return -origin.scorer.statistics(rows).logp.double()[mask].sum() / tokens
-
-    parameters = origin.snapshot.parameters
-    direction = [part.to(p.device) / -lr for part, p in zip(update.displacement, parameters, strict=True)]
-    return critical_sharpness(loss, parameters, direction, guess=lr).value
+        found = sharpness(surface, None, origin.rho, "sam", at=surface.gradient())
+    return Reading(found.value, effective_share=fixed.weights(present.logp)[1])

@@ -37,7 +37,7 @@ from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Reward, Task, task_choice
 from sharpscope.traces import read_run_info
 from sharpscope.traces.files import RUN_FILE
-from sharpscope.training import AppliedUpdate, DataOrder, Learner
+from sharpscope.training import DataOrder, Learner
 from sharpscope.training.checkpoint import PROXIMAL, checkpoints, damage, restore, step_of
 from sharpscope.training.rollouts import draw_group, draw_rollouts
 from sharpscope.training.setup import (
@@ -335,17 +335,15 @@ class SharedDraws:
 
 @dataclass(frozen=True)
 class ArmUpdate:
-    """What an arm did: its first gradient, the change of the weights, and the results of its steps."""
+    """What an arm did: the change of the weights θ − θ₀, and the result of its step."""
 
-    gradient: list[Tensor] | None  # ∇L of the first update; None if it was not finite
-    applied: list[Tensor] | None  # the same after SAM or a penalty, before clipping: what the optimizer gets
-    displacement: list[Tensor]  # θ − θ₀
-    results: tuple[StepResult, ...]
+    displacement: list[Tensor]
+    result: StepResult
 
     @property
     def sound(self) -> bool:
         """Whether every gradient and all weights were finite."""
-        return not any(update.problem for result in self.results for update in result.updates)
+        return not any(update.problem for update in self.result.updates)
 
 
 class Start(State):
@@ -403,12 +401,11 @@ class Start(State):
 
     def _seed_step(self, batch: int, number: int) -> int:
         """The step whose seeds are used; those of batch 0 are the run's own."""
-        return self.step + 1 + batch * self.spec.updates + number
+        return self.step + 1 + batch + number
 
     def order(self, batch: int) -> DataOrder:
         """The data order at the first prompt of a batch; that of batch 0 is the run's own."""
-        taken = self.spec.updates * self.config.rollout.prompts_per_step
-        return replace(self._order, cursor=self._cursor + batch * taken)
+        return replace(self._order, cursor=self._cursor + batch * self.config.rollout.prompts_per_step)
 
     def _drawn(self, method: Method, order: DataOrder, seed: int, step: int, shared: SharedDraws) -> RolloutBatch:
         return draw_rollouts(
@@ -449,8 +446,7 @@ class Start(State):
         shared: SharedDraws | None = None,
         without: Tensor | None = None,
         before_step: Callable[[PendingUpdate], None] | None = None,
-        before_optimizer: Callable[[AppliedUpdate], None] | None = None,
-    ) -> tuple[RolloutBatch, StepResult]:
+    ) -> StepResult:
         """Make step `number` after the state from the present weights, on the next rollouts of `order`."""
         steps, shared = self.config.steps, SharedDraws() if shared is None else shared
         set_learning_rate(
@@ -460,7 +456,7 @@ class Start(State):
         stats = shared.statistics(self.scorer, drawn.rollouts)
         seed_step, progress = self._seed_step(batch, number), self.progress(number)
         health = StepHealth(self.config.health, seed_step, drawn, method, progress, self.policy.device)
-        result = learner.learn(
+        return learner.learn(
             drawn.rollouts,
             drawn.advantage,
             seed_step,
@@ -469,10 +465,8 @@ class Start(State):
             stats=stats,
             before_first_update=health.allows_updates,
             before_step=before_step,
-            before_optimizer=before_optimizer,
             without=without,
         )
-        return drawn, result
 
     def advance(self, steps: int, tell: Callable[[str], None]) -> None:
         """Make so many steps of the first arm, as its run made them; the state is then the one after them."""
@@ -483,7 +477,6 @@ class Start(State):
             tell(f"step {self.step + 1 + number} made again, {steps - 1 - number} to go")
         self.step, self._cursor = self.step + steps, order.cursor
         self._state = dict(vars(learner.state))
-        self.lr = positive_learning_rate(self.config, min(self.step + 1, self.config.steps))
         self.snapshot = Snapshot(self.policy.model, self.optimizer, self.proximal)
 
     def update(
@@ -495,53 +488,28 @@ class Start(State):
         without: Tensor | None = None,
         before_step: Callable[[PendingUpdate], None] | None = None,
     ) -> ArmUpdate:
-        """Restore the state, and make the steps of an arm. The model keeps the arm's weights.
+        """Restore the state, and make the step of an arm. The model keeps the arm's weights.
 
         Args:
             name: of the arm.
             batch: index of the batch, from 0.
-            shared: draws of the starting policy; every step after the first is drawn from the arm's own policy.
-            without: (N, T) bool, tokens of each step whose coefficients are set to 0.
+            shared: draws of the starting policy.
+            without: (N, T) bool, tokens whose coefficients are set to 0.
             before_step: observes each update between its gradient and the optimizer's step.
         """
         self.snapshot.restore()
-        method, order = self.methods[name], self.order(batch)
-        learner = self.learner(method)
-        first: list[list[Tensor]] = []
-        reshaped: list[list[Tensor]] = []
-        results: list[StepResult] = []
-
-        def keep(pending: PendingUpdate) -> None:
-            if before_step is not None:
-                before_step(pending)
-            if not results and pending.index == 0:
-                first.append(self.snapshot.collect([p.grad for p in learner.parameters]))
-
-        def keep_reshaped(applied: AppliedUpdate) -> None:
-            if not results and applied.index == 0 and applied.clip_factor is None:  # else the optimizer gets ∇L itself
-                reshaped.append(self.snapshot.collect([p.grad for p in learner.parameters]))
-
-        for number in range(self.spec.updates):
-            common = shared if number == 0 and shared is not None else SharedDraws()
-            _, result = self.make_step(
-                learner,
-                method,
-                order,
-                number,
-                batch=batch,
-                shared=common,
-                without=without,
-                before_step=keep,
-                before_optimizer=keep_reshaped,
-            )
-            results.append(result)
-            if any(update.broken for update in result.updates):
-                break
-        gradient = first[0] if first else None
-        applied = gradient
-        if reshaped:
-            applied = [part / results[0].updates[0].clip_factor for part in reshaped[0]]
-        return ArmUpdate(gradient, applied, self.snapshot.displacement(), tuple(results))
+        method = self.methods[name]
+        result = self.make_step(
+            self.learner(method),
+            method,
+            self.order(batch),
+            0,
+            batch=batch,
+            shared=shared,
+            without=without,
+            before_step=before_step,
+        )
+        return ArmUpdate(self.snapshot.displacement(), result)
 
     # -- fixed completions -------------------------------------------------------------------------------------------
 
@@ -555,7 +523,7 @@ class Start(State):
         if split == "heldout":
             examples, samples = self.heldout_examples(batch), spec.samples
         else:
-            examples = self.order(batch).take(spec.updates * self.config.rollout.prompts_per_step)
+            examples = self.order(batch).take(self.config.rollout.prompts_per_step)
             samples = max(1, math.ceil(spec.prompts * spec.samples / len(examples)))
         drawn = self.drawer(examples, samples, self.draw_seed(split, batch))
         return FixedRollouts(drawn.rollouts, drawn.correct, self.scorer.statistics(drawn.rollouts))

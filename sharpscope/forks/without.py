@@ -179,7 +179,7 @@ class OwnStep:
 
     def update(self, without: Tensor | None, observe: Callable[[PendingUpdate], None] | None) -> Sequence[UpdateResult]:
         """Restore the state and make the step; the model keeps its weights."""
-        return self.start.update("own", 0, without=without, before_step=observe).results[0].updates
+        return self.start.update("own", 0, without=without, before_step=observe).result.updates
 
 
 def recorded_rows(run: Path, step: int) -> list[dict[str, Any]]:
@@ -309,7 +309,7 @@ def _write(
             made = own.update(left_out, None)
         readings = own.outcomes.measure() | update_readings(made)
         sound = not any(update.problem for update in made)
-        common = {"step": own.step - 1, "fork": name, "batch": 0, "arm": arm, "reference": ALL, "updates": 1}
+        common = {"step": own.step - 1, "fork": name, "batch": 0, "arm": arm, "reference": ALL}
         saturated = readings.get("saturation", Reading(0.0)).value > MAX_SATURATION
         for outcome, reading in readings.items():
             finite = math.isfinite(reading.value)

@@ -401,13 +401,10 @@ fork! string [name]: hash of the settings, which run.json lists under this name
 batch! int32: index of the batch of rollouts, from 0; all arms learn from the same batch
 arm! string [name]: method that made the update, with its changed fields
 reference! string [name]: arm that differences and matched comparisons refer to
-updates! int32 [steps]: steps that the arm made from the state, each with its own rollouts
 comparison! string [name]: step: the optimizer's step as it is; kl: scaled to the reference's KL
 outcome! string [name]: measured quantity
 value float64 [the outcome's]: value after the update; null if it could not be measured
 start float64 [the outcome's]: value before the update; null for quantities of the update
-predicted float64 [the outcome's]: first-order prediction of value - start: the outcome's gradient times the change of
-    the weights
 std_error float64 [the outcome's]: standard error of value - start over the prompts of this batch's fixed rollouts;
     null if not estimated
 effective_share float64: effective sample size of the importance weights, (sum w)^2 / sum w^2, as a share of the

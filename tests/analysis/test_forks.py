@@ -35,7 +35,6 @@ def rows(steps=(0,), batches=6, seed=0, run="r", noise=0.001, **arms) -> pd.Data
                         "outcome": "heldout_failure",
                         "value": start + own,
                         "start": start,
-                        "predicted": 2 * change,
                         "valid": True,
                         "scale": 1.0,
                     }
@@ -61,7 +60,7 @@ def test_within_a_state_the_batches_are_the_sample():
     )
     assert (result["low"], result["high"]) == pytest.approx((interval.low, interval.high))
     assert result["p"] == pytest.approx(test.pvalue) and result["sd"] == pytest.approx(difference.std(ddof=1))
-    assert result["predicted"] == pytest.approx(-0.02) and (result["batches"], result["states"], result["invalid"]) == (
+    assert (result["batches"], result["states"], result["invalid"]) == (
         6,
         1,
         0,
@@ -126,7 +125,7 @@ def test_a_change_from_an_unknown_start_is_left_out():
 
 
 def test_without_a_start_the_value_is_compared():
-    table = rows(grpo=0.0, ar=0.01).assign(outcome="gradient_rotation", start=None, predicted=None)
+    table = rows(grpo=0.0, ar=0.01).assign(outcome="update_rotation", start=None)
     table["value"] = np.where(table["arm"] == "ar", 20.0, 0.0)
     result = one(fork_differences(table))
     assert result["change"] == result["difference"] == 20 and pd.isna(result["needed"])

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from sharpscope.config import ForkSpec
-from sharpscope.forks import experiment
-from sharpscope.forks.outcomes import FixedRollouts, coefficient_gradient, inner, matching_scale, sharpness_readings
+from sharpscope.forks.outcomes import FixedRollouts, inner, matching_scale, sam_reading
 from sharpscope.forks.start import Snapshot, Start
 from sharpscope.policy import Rollouts, render_prompts
 from sharpscope.policy.scoring import Scorer
-from sharpscope.probes import heldout_influence
 from sharpscope.tasks import make_task
 from tests.models import tiny_model
 
@@ -130,9 +127,6 @@ def test_on_an_enumerated_bandit_every_outcome_is_exact(bandit):
     slope = [torch.zeros_like(p) if g is None else g for g, p in zip(slope, scorer.model.parameters(), strict=True)]
     optimizer = torch.optim.AdamW(scorer.model.parameters(), lr=0.05)
     snapshot = Snapshot(scorer.model, optimizer)
-    found = snapshot.collect(coefficient_gradient(scorer, rollouts, fixed.failure_coefficients()))
-    for one, other in zip(found, slope, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
     optimizer.zero_grad()
     exact(scorer, rollouts, success)["failure"].backward()
     for parameter in scorer.model.parameters():
@@ -153,7 +147,7 @@ def test_on_an_enumerated_bandit_every_outcome_is_exact(bandit):
         share = float(weight.sum() ** 2 / weight.square().sum() / len(weight))
         assert reading.effective_share == pytest.approx(share, rel=1e-10)
     change = (now["failure"] - before["failure"]).item()  # at the smallest scale the linear prediction is all there is
-    assert 1e-5 * inner(found, step) == pytest.approx(change, rel=1e-3)
+    assert 1e-5 * inner(slope, step) == pytest.approx(change, rel=1e-3)
 
 
 def test_an_update_that_goes_far_has_a_small_effective_share(bandit):
@@ -172,7 +166,8 @@ def test_sharpness_equals_that_of_the_loss_written_out(toy_config, moved):
     spec = ForkSpec(prompts=3, samples=2, batches=1, rho=0.02, outcomes=("failure", "sharpness"))
     start = Start(config, spec, {"grpo": config.method}, None, make_task(config.task))
     fixed = start.fixed("train", 0)
-    update = start.update("grpo", 0) if moved else None
+    if moved:
+        start.update("grpo", 0)
     rows, mask, parameters = fixed.rollouts, fixed.mask, start.snapshot.parameters
 
     def logp() -> torch.Tensor:
@@ -197,22 +192,9 @@ def test_sharpness_equals_that_of_the_loss_written_out(toy_config, moved):
         rise = loss() - before
         for parameter, value in zip(parameters, kept, strict=True):
             parameter.copy_(value)
-    chosen = mask & (fixed.success == 1)[:, None]
-    if update is not None:  # along the descent of the nll, so that there is a crossing
-        slope = torch.autograd.grad(logp()[chosen].mean(), parameters)
-        update = replace(update, displacement=[1e-3 * part for part in slope])
-    found = sharpness_readings(start, fixed, start.scorer.statistics(rows), update)
-    assert found["gradient_norm"].value == pytest.approx(norm, rel=1e-6)
-    assert found["sam_sharpness"].value == pytest.approx(rise.item(), rel=1e-5)
+    found = sam_reading(start, fixed, start.scorer.statistics(rows))
+    assert found.value == pytest.approx(rise.item(), rel=1e-5)
     assert [torch.equal(p, value) for p, value in zip(parameters, kept, strict=True)] == [True] * len(kept)
-    assert ("critical_sharpness" in found) is moved
-    if update is not None:
-        lr = 2 / found["critical_sharpness"].value
-        with torch.no_grad():
-            lower = -logp()[chosen].mean()
-            for parameter, part in zip(parameters, update.displacement, strict=True):
-                parameter += lr / 1e-3 * part
-            assert -logp()[chosen].mean().item() == pytest.approx(lower.item(), rel=2e-3)
 
 
 def test_importance_weighting_of_drawn_completions_is_unbiased_within_its_standard_error(toy_config):
@@ -250,25 +232,3 @@ def test_importance_weighting_of_drawn_completions_is_unbiased_within_its_standa
     assert abs(change) > 4 * error  # there is something to see
     assert abs(float(found.mean()) - change) < 3.5 * error
     assert 0.6 < float(torch.tensor(errors).square().mean().sqrt()) / float(found.std()) < 1.6
-
-
-def test_the_influence_is_that_of_the_tokens_summed(toy_config):
-    config = toy_config(policy__dtype="float64", task__factory="tests.toy_task:even_start", update__mini_batches=1)
-    start = Start(config, ForkSpec(prompts=4), {"grpo": config.method}, None, make_task(config.task))
-    measured = experiment._Measured(start, 0)
-    update = start.update("grpo", 0, measured.shared)
-    found = measured.effects(update, update, 1.0)
-    start.snapshot.restore()
-    ((rollouts, _),) = measured.shared.rollouts.values()
-    shift = (rollouts.prompt_width, 0)
-    for split in ("heldout", "train"):
-        each = heldout_influence(
-            start.policy.model,
-            rollouts.input_ids,
-            torch.nn.functional.pad(rollouts.completion_mask, shift),
-            torch.nn.functional.pad(update.results[0].tokens.loss_coef, shift),
-            measured.gradients[f"{split}_failure"],
-            rollouts.attention_mask,
-        )
-        assert found[f"{split}_influence"] == pytest.approx(float(each.sum()), rel=1e-6)
-        assert abs(float(each.sum())) > 1e-6

@@ -73,8 +73,6 @@ def test_the_state_before_a_step_is_that_of_the_run(spiked):
 
 def test_without_tokens_the_gradient_is_that_of_the_other_coefficients(spiked):
     """Against the sum of c·∇log π over the other tokens, by autograd."""
-    from sharpscope.forks.outcomes import coefficient_gradient
-
     own = OwnStep(spiked, spiked.run_dir, STEP, ForkSpec(**SMALL, warm_up=0), lambda text: None)
     coefs, gradients = [], []
     own.update(None, lambda update: coefs.append((update.rows, update.loss_coef)))
@@ -82,8 +80,9 @@ def test_without_tokens_the_gradient_is_that_of_the_other_coefficients(spiked):
     left_out = torch.zeros(own.rollouts.completion_mask.shape, dtype=torch.bool)
     left_out[PLANTED], left_out[0, :2] = True, True
     rows, coef = coefs[0]
-    expected = coefficient_gradient(own.scorer, own.rollouts.rows(rows), torch.where(left_out[rows], 0.0, coef))
     parameters = [p for p in own.scorer.model.parameters() if p.requires_grad]
+    logp = own.scorer.score(own.rollouts.rows(rows), with_grad=True).logp
+    expected = torch.autograd.grad((logp * torch.where(left_out[rows], 0.0, coef)).sum(), parameters)
     own.update(left_out, lambda update: gradients.append([p.grad.clone() for p in parameters]))
     for one, other in zip(gradients[0], expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
