@@ -11,7 +11,7 @@ import pandas as pd
 from scipy.special import stdtrit
 
 from sharpscope.analysis.frames import STEPS, Quantity, eval_values, sharpness_values, step_values
-from sharpscope.analysis.spikes import find_spikes, largest_gradients
+from sharpscope.analysis.spikes import find_spikes
 from sharpscope.analysis.statistics import FEWEST
 from sharpscope.analysis.study import Setting, Study
 from sharpscope.analysis.text import method_label, shown
@@ -32,8 +32,8 @@ COLORS = (
 """Palette `colorblind` of seaborn, of every chart and figure."""
 POINTS = 1500
 """Points of a curve, at most; of longer runs each point is a mean over several steps."""
-MARKED = 60
-"""Steps with events that a chart marks, at most."""
+MARKED = 12
+"""Spikes that a chart marks, at most."""
 
 
 def in_order(labels: Iterable[str]) -> list[str]:
@@ -126,21 +126,27 @@ def _series(own: pd.DataFrame, table: pd.DataFrame) -> dict[str, list[Any]]:
 
 
 def _events(study: Study) -> list[tuple[int, str]]:
-    """(step, text) of what happened: spikes of the gradient norm, warnings and worse; those of several runs in one."""
-    found: dict[int, dict[str, int]] = {}
+    """(step, text) of what happened: the first time of each warning or worse, and spikes of the gradient norm, the highest first."""
+    loud: dict[tuple[str, str], list[int]] = {}  # (run, rule) → steps
+    spikes = []
     several = len(study.each()) > 1
     for label, seed, run in study.each():
-        who = f"{method_label(label)}, seed {seed}: " if several else ""
-        loud = run.events[run.events["severity"] != "info"]
-        said = [(int(row.step), f"{row.rule}: {row.message}") for row in loud.itertuples()]
-        said += [
-            (int(row.step), f"gradient spike, {row.grad_norm / row.typical:.1f} × typical")
-            for row in find_spikes(largest_gradients(run)).itertuples()
-        ]
-        for step, text in said:
-            found.setdefault(step, {})[who + text] = 1
-    kept = sorted(sorted(found, key=lambda step: -len(found[step]))[:MARKED])
-    return [(step, shown(" · ".join(list(found[step])[:3]))[:300]) for step in kept]
+        who = f" ({method_label(label)}, seed {seed})" if several else ""
+        for row in run.events[run.events["severity"] != "info"].itertuples():
+            loud.setdefault((who, str(row.rule)), []).append(int(row.step))
+        for row in find_spikes(run.steps).itertuples():
+            text = f"gradient spike, {row.grad_norm / row.typical:.1f} × typical{who}"
+            spikes.append((float(row.z), int(row.step), text))
+    found: dict[int, list[str]] = {}
+    for rule in dict.fromkeys(rule for _, rule in loud):
+        runs = {who: steps for (who, other), steps in loud.items() if other == rule}
+        first = min(min(steps) for steps in runs.values())
+        times = sum(map(len, runs.values()))
+        text = rule.replace("_", " ") + (f", first of {times} times" if times > 1 else "")
+        found.setdefault(first, []).append(text + (f" in {len(runs)} runs" if len(runs) > 1 else "".join(runs)))
+    for _, step, text in sorted(spikes, reverse=True)[:MARKED]:
+        found.setdefault(step, []).append(text)
+    return [(step, shown(" · ".join(found[step][:4]))[:300]) for step in sorted(found)]
 
 
 def _list(values: pd.Series) -> list[Any]:

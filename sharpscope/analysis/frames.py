@@ -21,7 +21,7 @@ Z = 1.959964  # 97.5 % quantile of the normal distribution
 ROUNDING = 0.05
 """Rotations that are all smaller are rounding: the method's gradient is the reference's [degrees]."""
 ROUNDED = 1e-6
-"""Mismatch of sampler and trainer that float32 arithmetic explains [nats]."""
+"""Relative changes, and mismatches of sampler and trainer [nats], that float32 arithmetic explains."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ def step_values(study: Study, columns: Sequence[str]) -> pd.DataFrame:
     frame = pd.concat(pieces, ignore_index=True) if pieces else pd.DataFrame(columns=["quantity", "step", "value"])
     values = frame.groupby("quantity")["value"]
     there = frame.dropna(subset=["value"]).groupby("quantity")["step"].nunique()
-    varies = (values.transform("min") < values.transform("max")) & (frame["quantity"].map(there).fillna(0) > 1)
+    low, high = values.transform("min"), values.transform("max")
+    varies = (high - low > ROUNDED * high.abs()) & (frame["quantity"].map(there).fillna(0) > 1)
     return frame[varies].reset_index(drop=True)
 
 

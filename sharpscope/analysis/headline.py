@@ -127,7 +127,8 @@ def moved_table(tokens: Sequence[Moved]) -> pd.DataFrame:
         answer = "" if one.correct is None else "right" if one.correct else "wrong"
         arrow = {1: "↑", -1: "↓"}.get(one.sentence.direction, "·")
         rows.append((arrow, one.sentence, answer, share, number(one.probability)))
-    return pd.DataFrame(rows, columns=["", "token", "answer", "share of the update", "π"])
+    frame = pd.DataFrame(rows, columns=["", "token", "answer", "share of the update", "π"])
+    return frame if frame["answer"].any() else frame.drop(columns="answer")
 
 
 def concentration_text(run: Run, step: int) -> str:
@@ -199,11 +200,9 @@ def step_sections(run: Run, spike: Spike, top: int = 8) -> list[Section]:
         }
     )
     scaled = f"Estimated from {spike.sample} and scaled to sum to 100 %." if spike.sample else ""
-    return [
-        Section(title, moved_table(moved_tokens(run, spike.step, top)), note),
-        Section(f"Prompts{of}", prompts),
-        Section("Ranges of probability", ranges, scaled),
-    ]
+    result = [Section(title, moved_table(moved_tokens(run, spike.step, top)), note), Section(f"Prompts{of}", prompts)]
+    known = spike.probabilities["share"].notna().any()  # a sample may hold too little of the gradient
+    return [*result, Section("Ranges of probability", ranges, scaled)] if known else result
 
 
 def trained_text(study: Study, settings: Sequence[Setting]) -> str:

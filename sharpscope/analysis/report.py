@@ -140,6 +140,9 @@ def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
     for run, spike in largest[:LARGEST_STEPS]:
         sections += [replace(section, part="Tokens") for section in step_sections(run, spike, LARGEST_TOKENS)]
     sections += [Section("Runs", run_table(runs), part="Compare"), *problem_sections(runs)]
+    if len(runs) == 1:  # there is nothing to compare
+        instead = {"Runs": "Events and cost"}
+        sections = [replace(s, part=instead.get(s.title, "Found")) if s.part == "Compare" else s for s in sections]
     again = Section("", command_table(runs, source), part="Make it again")
     return Page(runs, source, [*sections, again], charts, tables, choices)
 
@@ -227,7 +230,7 @@ def difference_sections(study: Study, settings: Sequence[Setting]) -> list[Secti
     angles = {name: [v for run in runs if rotates(run) for v in known(run.steps[name].dropna())] for name in _ANGLES}
     said = [text.format(np.mean(angles[name])) for name, text in _ANGLES.items() if angles[name]]
     n = int(main["n"].max()) if len(main) else 0
-    said.append("One seed each: repeat with more seeds before believing a difference." if n == 1 else f"{n} seeds.")
+    said.append("One pair of runs: repeat with more seeds before believing a difference." if n == 1 else f"{n} seeds.")
     said += [f"{int(halve)} seeds would halve the intervals." for halve in main["to_halve"].dropna()[:1]]
     title = f"Did {method_label(treatment)} change anything, compared with {method_label(baseline)}?"
     return [Section(title, difference_table(main).drop(columns=_PAIRS, errors="ignore"), " ".join(said))]

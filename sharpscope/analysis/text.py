@@ -91,8 +91,8 @@ def percent(share: object, digits: int = 0, sign: bool = False) -> str:
         return "–"
     if not math.isfinite(value):
         return "–"
-    text = f"{value:{'+' if sign else ''}.{digits}f} %"
-    return text.replace("-", "−")
+    plus = "+" if sign and round(value, digits) else ""
+    return f"{round(value, digits) + 0.0:{plus}.{digits}f} %".replace("-", "−")
 
 
 def interval_text(value: float, half: float, sign: bool = False) -> str:

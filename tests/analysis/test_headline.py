@@ -78,7 +78,7 @@ def test_the_headline_of_two_methods_in_the_demos_ending(tmp_path: Path):
     text = " ".join(printed(show_headline([tmp_path])).split())
     assert "Accuracy on held-out prompts (greedy, 80 prompts): 45 % before, 70 % (grpo), 70 % (grpo-sg) after." in text
     assert "Did grpo-sg change anything, compared with grpo?" in text and "It turns the gradient by 21°." in text
-    assert "about 45°" in text and "no difference shown" in text and "One seed each" in text
+    assert "about 45°" in text and "no difference shown" in text and "One pair of runs" in text
     assert len(printed(show_headline([tmp_path])).splitlines()) <= 20
 
 

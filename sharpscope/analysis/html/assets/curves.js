@@ -159,7 +159,7 @@ const Curves = (() => {
           },
         },
       },
-      axes: [{ ...axis, size: 32 }, { ...axis, size: 60, values: (plot, ticks) => ticks.map((v) => (v === null ? "" : format(v))) }],
+      axes: [{ ...axis, size: 32, incrs: [1, 2, 5].flatMap((n) => [0, 1, 2, 3, 4, 5, 6].map((e) => n * 10 ** e)).sort((a, b) => a - b) }, { ...axis, size: 60, values: (plot, ticks) => ticks.map((v) => (v === null ? "" : format(v))) }],
       series: [{}, ...named, ...thin],
       hooks: {
         draw: [(plot) => decorate(plot, chart, group)],
@@ -247,7 +247,7 @@ const Curves = (() => {
         grid.append(box);
       }
       place.append(grid);
-      if (group.still.length) place.append(make("p", "small", `Not drawn, because they never vary: ${group.still.join(", ")}.`));
+      if (group.still.length) place.append(make("p", "small", `Not drawn, because they do not vary beyond rounding: ${group.still.join(", ")}.`));
     }
   }
 

@@ -81,6 +81,7 @@
     at = Math.max(0, Math.min(at, all.length - 1));
     by("more").hidden = true;
     list.className = "group";
+    list.classList.toggle("short", all.length > 0 && all[at].every((i) => Tokens.wholeText(data.completions[i]).length < 160));
     if (!all.length) {
       list.replaceChildren();
       by("count").textContent = "0 prompts";
@@ -90,7 +91,8 @@
     const rewards = members.map((c) => c.reward).filter((r) => typeof r === "number");
     const known = members.filter((c) => c.ok !== null);
     const head = make("div", "head");
-    const parts = [`${data.runs[members[0].r]} · step ${members[0].s} · ${members.length} completions of one prompt`];
+    const run = data.runs.length > 1 ? `${data.runs[members[0].r]} · ` : "";
+    const parts = [`${run}step ${members[0].s} · ${members.length} completions of one prompt`];
     if (known.length) parts.push(`${known.filter((c) => c.ok).length} of ${known.length} right`);
     if (rewards.length) parts.push(`mean reward ${Colors.format(rewards.reduce((a, b) => a + b, 0) / rewards.length)}`);
     parts.push(`here for: ${members[0].why}`);
