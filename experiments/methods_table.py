@@ -30,9 +30,9 @@ SUMS = [
     "optimizer.lr=1e-5",
 ]
 POLICIES: dict[str, dict[str, Any]] = {
-    "knights_knaves": {"model": "embedded:knights_knaves", "overrides": ["rollout.prompts_per_step=12"]},
+    "knights_knaves": {"model": "embedded:knights_knaves"},
     "math": {"model": "embedded:math", "task": "math"},
-    "tool_qa": {"model": "embedded:tool_qa", "task": "tool_qa", "overrides": ["rollout.prompts_per_step=12"]},
+    "tool_qa": {"model": "embedded:tool_qa", "task": "tool_qa"},
     "SmolLM2": {"task": "custom", "overrides": SUMS},
 }
 TEXT = """# What every method does to a gradient

@@ -14,7 +14,8 @@ import yaml
 
 from sharpscope.cli import main
 from sharpscope.config import Method, describe, methods, named_method
-from sharpscope.config.token_weights import PowerWeight, Weighting
+from sharpscope.config.token_weights import PowerWeight
+from sharpscope.config.weighting import Weighting
 from tests.objective.data import as_batch, make_case, step_of, weights_of
 from tests.objective.test_objective import compare
 from tests.oracles import objective as oracle

@@ -72,6 +72,17 @@ class Part(Spec):
         return type(self).model_validate({name: getattr(self, name) for name in type(self).model_fields} | changes)
 
 
+class Band(Part):
+    """A part with `low` below `high`."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        low, high = getattr(self, "low"), getattr(self, "high")  # noqa: B009 - fields of every subclass
+        if low >= high:
+            raise ValueError(f"low = {low} must be below high = {high}")
+        return self
+
+
 Positive = Annotated[float, Field(gt=0)] | Schedule
 NonNegative = Annotated[float, Field(ge=0)] | Schedule
 Real = float | Schedule

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sharpscope.config import method as spec
+from sharpscope.config import selections
 from sharpscope.config.base import Schedule, check_keys, fill_kinds, short, validate
 from sharpscope.config.method import Method
 from sharpscope.config.reading import load_yaml, merge, method_layer, method_parts
@@ -70,7 +71,7 @@ METHODS: dict[str, Method] = {
         ),
         Method(name="cov-grpo", weight=CovarianceGaussianWeight()),
         Method(name="cov-grpo-completion", weight=CovarianceGaussianWeight(over="completion")),
-        Method(name="clip-cov", clip=spec.PpoClip(low=1.0, high=1.0), tokens=spec.ClipCovTokens()),
+        Method(name="clip-cov", clip=spec.PpoClip(low=1.0, high=1.0), tokens=selections.ClipCovTokens()),
         Method(name="kl-cov", clip=None, penalty=spec.KlCovPenalty()),
         Method(name="gspo", ratio=spec.SequenceRatio(), clip=spec.PpoClip(low=3e-4, high=4e-4)),
         Method(name="holder", ratio=spec.HolderRatio(p=Schedule(start=2.0, end=-2.0))),
@@ -94,9 +95,12 @@ METHODS: dict[str, Method] = {
         Method(name="vespo", clip=spec.VespoGate(), aggregate="token_mean"),
         Method(name="papo", weight=PolarityWeight()),
         Method(name="ppo-ewma", proximal=spec.EwmaProximal()),
-        Method(name="high-entropy", tokens=spec.HighEntropyTokens()),
+        Method(name="high-entropy", tokens=selections.HighEntropyTokens()),
         Method(
-            name="stapo", clip=spec.PpoClip(low=0.2, high=0.28), tokens=spec.SpuriousTokens(), aggregate="kept_mean"
+            name="stapo",
+            clip=spec.PpoClip(low=0.2, high=0.28),
+            tokens=selections.SpuriousTokens(),
+            aggregate="kept_mean",
         ),
         Method(
             name="lp-reg", clip=spec.PpoClip(low=1.0, high=9.0), penalty=spec.LpRegPenalty(), aggregate="token_mean"
@@ -118,7 +122,7 @@ METHODS: dict[str, Method] = {
             advantage=_CENTERED,
             ratio=spec.TokenRatio(to="sampler"),
             clip=spec.PpoClip(low=1.0, high=9.0),
-            tokens=spec.AdvantageTokens(),
+            tokens=selections.AdvantageTokens(),
             aggregate="kept_groups",
         ),
         Method(name="delight", advantage=_CENTERED, clip=spec.DelightGate(), aggregate="token_mean"),
@@ -128,15 +132,18 @@ METHODS: dict[str, Method] = {
             clip=spec.DualClip(low=0.2, high=0.2, bound=3.0),
             aggregate="token_mean",
         ),
-        Method(name="rsi-s", tokens=spec.RelativeSurpriseTokens(), aggregate="kept_mean"),
+        Method(name="rsi-s", tokens=selections.RelativeSurpriseTokens(), aggregate="kept_mean"),
         Method(name="pepo", weight=PepoWeight(), clip=spec.PpoClip(low=0.2, high=0.28), aggregate="token_mean"),
         Method(
-            name="tp-schedule", clip=_TEMPORAL_CLIP, tokens=spec.SuffixTokens(context=_FADING), aggregate="kept_mean"
+            name="tp-schedule",
+            clip=_TEMPORAL_CLIP,
+            tokens=selections.SuffixTokens(context=_FADING),
+            aggregate="kept_mean",
         ),
         Method(
             name="forking-schedule",
             clip=_TEMPORAL_CLIP,
-            tokens=spec.HighEntropyTokens(share=Schedule(start=0.01, end=1.0, until=0.8), over="completion"),
+            tokens=selections.HighEntropyTokens(share=Schedule(start=0.01, end=1.0, until=0.8), over="completion"),
             aggregate="kept_mean",
         ),
         Method(
@@ -145,18 +152,18 @@ METHODS: dict[str, Method] = {
             clip=_TEMPORAL_CLIP,
             aggregate="token_mean",
         ),
-        Method(name="capo", tokens=spec.CurvatureTokens(), aggregate="kept_sequence_mean"),
+        Method(name="capo", tokens=selections.CurvatureTokens(), aggregate="kept_sequence_mean"),
         Method(
             name="dr-capo",
             advantage=_CENTERED,
-            tokens=spec.CurvatureTokens(max_objective=5e-4, max_kl=1e-3),
+            tokens=selections.CurvatureTokens(max_objective=5e-4, max_kl=1e-3),
             aggregate="kept_sequence_mean",
         ),
         Method(
             name="rein-capo",
             advantage=spec.LeaveOneOutAdvantage(),
             clip=None,
-            tokens=spec.CurvatureTokens(max_objective=0.1, max_kl=1e-5),
+            tokens=selections.CurvatureTokens(max_objective=0.1, max_kl=1e-5),
             aggregate="kept_sequence_mean",
         ),
         Method(name="aggc", module_clip=spec.ModuleClip()),

@@ -19,7 +19,8 @@ from sharpscope.config import (
     method_rotation_bound,
     reference_method,
 )
-from sharpscope.config.method import CurvatureTokens, Kl, Method
+from sharpscope.config.method import Kl, Method
+from sharpscope.config.selections import CurvatureTokens
 from sharpscope.errors import UserError
 from sharpscope.forks.start import State, arms_of, resolve, saved_states
 from sharpscope.objective import StepTensors, calibrate, policy_loss, token_bins, token_normalizer, token_weights

@@ -9,21 +9,23 @@ import torch
 from torch import Tensor
 
 from sharpscope.config.method import (
-    AdvantageTokens,
-    BinTokens,
-    ClipCovTokens,
     Correction,
-    CurvatureTokens,
     GeometricCorrection,
-    HighEntropyTokens,
     KlCovPenalty,
     LpRegPenalty,
     Method,
+    TruncatedCorrection,
+)
+from sharpscope.config.selections import (
+    AdvantageTokens,
+    BinTokens,
+    ClipCovTokens,
+    CurvatureTokens,
+    HighEntropyTokens,
     ProbabilityTokens,
     RelativeSurpriseTokens,
     SpuriousTokens,
     SuffixTokens,
-    TruncatedCorrection,
 )
 from sharpscope.config.token_weights import TokenWeight
 from sharpscope.config.weighting import Weighting, number, percentile, top_tokens

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope import distributed
-from sharpscope.config.method import CurvatureTokens, EwmaProximal, GradientNormPenalty, Sam
+from sharpscope.config.method import EwmaProximal, GradientNormPenalty, Sam
+from sharpscope.config.selections import CurvatureTokens
 from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.objective import (
     LossOutput,

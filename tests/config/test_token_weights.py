@@ -12,14 +12,8 @@ from pydantic import ValidationError
 
 from sharpscope import register_token_weight
 from sharpscope.config import Schedule
-from sharpscope.config.token_weights import (
-    CustomWeight,
-    LinearWeight,
-    ReverseWeight,
-    ShuffledWeight,
-    SigmoidWeight,
-    find_token_weight,
-)
+from sharpscope.config.token_weights import CustomWeight, LinearWeight, ReverseWeight, ShuffledWeight, SigmoidWeight
+from sharpscope.config.weighting import find_token_weight
 from sharpscope.errors import UserError
 from sharpscope.objective import Method, StepTensors, named_method, token_weights
 from tests.objective.data import step_of, weights_of

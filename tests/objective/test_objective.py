@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from sharpscope.config.method import (
-    ClipCovTokens,
     Correction,
-    CurvatureTokens,
     DualClip,
     GeometricCorrection,
     Kl,
@@ -20,9 +18,9 @@ from sharpscope.config.method import (
     LpRegPenalty,
     MaskedCorrection,
     OffPolicyMask,
-    SpuriousTokens,
     TruncatedCorrection,
 )
+from sharpscope.config.selections import ClipCovTokens, CurvatureTokens, SpuriousTokens
 from sharpscope.config.token_weights import PepoWeight, PolarityWeight, StareWeight
 from sharpscope.objective import (
     Method,

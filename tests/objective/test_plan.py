@@ -7,12 +7,7 @@ import math
 import pytest
 import torch
 
-from sharpscope.config.method import (
-    AdvantageTokens,
-    ClipCovTokens,
-    HighEntropyTokens,
-    ProbabilityTokens,
-)
+from sharpscope.config.selections import AdvantageTokens, ClipCovTokens, HighEntropyTokens, ProbabilityTokens
 from sharpscope.objective import (
     Method,
     StepTensors,

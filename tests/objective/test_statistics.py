@@ -9,11 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sharpscope.config.token_weights import (
-    LinearWeight,
-    SigmoidWeight,
-    percentile,
-)
+from sharpscope.config.token_weights import LinearWeight, SigmoidWeight
+from sharpscope.config.weighting import percentile
 from sharpscope.objective import (
     named_method,
     summarize_weights,

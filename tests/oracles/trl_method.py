@@ -12,7 +12,6 @@ from sharpscope.config.method import (
     DualClip,
     FixedEntropyBonus,
     GroupAdvantage,
-    HighEntropyTokens,
     Kl,
     MaskedCorrection,
     OffPolicyMask,
@@ -23,6 +22,7 @@ from sharpscope.config.method import (
     TruncatedCorrection,
     VespoGate,
 )
+from sharpscope.config.selections import HighEntropyTokens
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.objective import Method
 

@@ -100,7 +100,7 @@ def test_rotations_are_those_of_explicit_vectors(world, name, changes):  # noqa:
 
     def before(*_):
         rows = rows_of[-1][0].tolist()
-        own = torch.cat([p.grad.flatten() for p in model.parameters()]).numpy() / rows_of[-1][1]  # unclipped
+        own = torch.cat([p.grad.flatten() for p in model.parameters()]).numpy() / rows_of[-1][1][0]  # unclipped
         groups = sorted({int(rollouts.group[row]) for row in rows})
         halves = [
             plain_gradient(
@@ -128,7 +128,7 @@ def test_rotations_are_those_of_explicit_vectors(world, name, changes):  # noqa:
         learner,
         drawn,
         name,
-        before_step=lambda update: rows_of.append((update.rows, update.clip_factor)),
+        before_step=lambda update: rows_of.append((update.rows, update.clip_factors)),
         rotations=True,
     )
     assert len(learned.updates) == len(wanted) > 0
