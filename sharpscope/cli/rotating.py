@@ -54,7 +54,9 @@ def rotate(
     ] = None,
     warm_up: Annotated[
         int,
-        typer.Option(min=0, help="With --model: batches of the first method whose gradients fill the optimizer's moments."),
+        typer.Option(
+            min=0, help="With --model: batches of the first method whose gradients fill the optimizer's moments."
+        ),
     ] = 0,
     measure: Annotated[
         bool,
