@@ -49,17 +49,23 @@ SHARES_GAP, SHARES_WITHHELD = 0.02, 0.1
 """How far the tokens' shares of an update may sum from 1 before an event says so, and before they are left out."""
 KL_ROWS = 4
 """Completions on which the divergence over a whole step is measured."""
-_STEP_REWARDS = ("reward_mean", "reward_std", "accuracy", "accuracy_completed", "zero_std_groups")
-_STEP_RATIOS = ("kl", "kl_step", "clip_fraction_low", "clip_fraction_high")
 WEIGHTS = tuple(f"weight_{name}" for name in ("mean", "std", "min", "max", "saturation_low", "saturation_high", "ess"))
-_UPDATE_RATIOS = ("kl_old_k3", "ratio_min", "ratio_max")
-UNREWARDED = {
-    "steps": (*_STEP_REWARDS, "truncated_fraction", "generated_tokens", *_STEP_RATIOS, *WEIGHTS),
-    "updates": (*_UPDATE_RATIOS, "clip_fraction_low", "clip_fraction_high"),
-    "rollouts": ("reward", "correct", "advantage", "truncated"),
-    "tokens": ("advantage", "ratio", "weight", "clipped"),
+_CLIPS = ("clip_fraction_low", "clip_fraction_high")
+_ABSENT: dict[str, dict[str, tuple[str, ...]]] = {
+    "rewards": {"steps": ("reward_mean", "reward_std", "zero_std_groups"), "rollouts": ("reward",)},
+    "advantages": {"rollouts": ("advantage",), "tokens": ("advantage",)},
+    "old_logp": {
+        "steps": _CLIPS,
+        "updates": (*_CLIPS, "kl_old_k3", "ratio_min", "ratio_max"),
+        "tokens": ("ratio", "clipped"),
+    },
+    "ref_logp": {"steps": ("kl",)},
+    "loss": {"steps": ("loss",), "updates": ("loss",)},
+    "weights": {"steps": WEIGHTS, "tokens": ("weight",)},
+    "generation": {"steps": ("generated_tokens", "truncated_fraction", "kl_step"), "rollouts": ("truncated",)},
+    "timing": {"steps": ("generation_s",)},
 }
-"""Columns that a training without rewards leaves null."""
+"""What a training does not give -> table -> columns that are then null."""
 
 
 class Recorder(Guard):
@@ -68,13 +74,13 @@ class Recorder(Guard):
     Attributes:
         run_dir: folder of the run, once the training has begun.
         method: what the rows say of the objective: token weights, and whether there is a reference policy.
-        rewards: whether the training has rewards.
+        given: what the training gives, of the keys of _ABSENT.
         rules: changes of the health rules.
         fields: the trainer's names of settings, as messages use them.
         work: what a step does, for the price of measuring.
     """
 
-    rewards = True
+    given: frozenset[str] = frozenset(_ABSENT)
     fields = "sharpscope"
     rules: Mapping[str, Any] = {}
     weights: Method | None = None
@@ -497,7 +503,7 @@ class Recorder(Guard):
         self._check_shares(probed, tokens.update, {index for index, _, _ in step.again})
         method = self.method if self.weights is None else self.method.model_copy(update={"weight": self.weights.weight})
         progress = min((number - 1) / max(self.config.steps - 1, 1), 1.0)
-        kl = self._kl_step(batch, tokens.stats.logp) if self.rewards else None
+        kl = self._kl_step(batch, tokens.stats.logp) if "generation" in self.given else None
         result = StepResult(step.updates, tokens, corrected=step.corrected, kl_step=kl)
         row = steps_row(number, batch, result, method, progress, self._lr)
         lengths = generated_lengths(batch.rollouts)
@@ -621,7 +627,7 @@ class Recorder(Guard):
 
     def absent(self, table: str) -> tuple[str, ...]:
         """Columns of a table that are null in this training."""
-        return () if self.rewards else UNREWARDED.get(table, ())
+        return tuple(name for what, of in _ABSENT.items() if what not in self.given for name in of.get(table, ()))
 
     def _append(self, table: str, columns: dict[str, Any]) -> None:
         self.writer.append(table, columns | dict.fromkeys(self.absent(table)))

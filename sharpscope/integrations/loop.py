@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sharpscope import distributed
 from sharpscope.errors import UserError
-from sharpscope.integrations.core import WEIGHTS, Recorder
+from sharpscope.integrations.core import Recorder
 from sharpscope.integrations.price import Work
 from sharpscope.integrations.steps import Step, TokenLoss, prompt_texts
 from sharpscope.integrations.trainers import Sequences, sequences_of
@@ -26,23 +26,11 @@ from sharpscope.recording.observers import StepObserver
 from sharpscope.recording.step import RolloutBatch
 from sharpscope.tasks import Example, Reward
 
-_ABSENT: dict[str, dict[str, tuple[str, ...]]] = {
-    "": {"steps": (*WEIGHTS, "generation_s"), "tokens": ("weight",)},
-    "rewards": {"steps": ("reward_mean", "reward_std", "zero_std_groups"), "rollouts": ("reward",)},
-    "advantages": {"rollouts": ("advantage",), "tokens": ("advantage",)},
-    "old_logp": {
-        "steps": ("clip_fraction_low", "clip_fraction_high"),
-        "updates": ("clip_fraction_low", "clip_fraction_high", "kl_old_k3", "ratio_min", "ratio_max"),
-        "tokens": ("ratio", "clipped"),
-    },
-    "ref_logp": {"steps": ("kl",)},
-    "loss": {"steps": ("loss",), "updates": ("loss",)},
-}
-"""What a loop does not give -> table -> columns that are then null; those of "" always are."""
-
 
 class LoopRecorder(Recorder):
     """Records a loop: `tokens` before each backward pass, `step` before each optimizer step, `close` at the end."""
+
+    given = frozenset({"generation"})
 
     def __init__(
         self,
@@ -59,7 +47,7 @@ class LoopRecorder(Recorder):
         super().__init__(
             getattr(model, "module", model), tokenizer, out, lr=lr, seed=torch.initial_seed() % 2**31, **options
         )
-        self._updates, self._given, self.work = updates, set[str](), Work(epochs=updates)
+        self._updates, self.work = updates, Work(epochs=updates)
         self._loss_fn: Callable[[], Tensor | float] | None = None
         self._of_step: Step | None = None
         self._rows: dict[Hashable, list[tuple[int, int]]] = {}  # name of a row -> batch and row in it, of this step
@@ -77,10 +65,6 @@ class LoopRecorder(Recorder):
     def whole_batches(self) -> bool:
         """Whether the step has all its updates."""
         return len(self._step.updates) >= self._updates
-
-    def absent(self, table: str) -> tuple[str, ...]:
-        """Columns of what the loop does not say."""
-        return tuple(x for what, of in _ABSENT.items() if what not in self._given for x in of.get(table, ()))
 
     def tokens(
         self,
@@ -163,7 +147,7 @@ class LoopRecorder(Recorder):
             )
         if not logp.requires_grad:
             raise UserError("record: logp does not require a gradient; give what the loss is made of, before backward")
-        self._given |= set(given)
+        self.given |= frozenset(given)
         if "rewards" not in given and not self.rules:
             self.rules = {
                 rule: {"action": "off"} for rule in ("dead_groups", "truncation", "reward_constant", "reward_collapse")
@@ -281,7 +265,7 @@ class LoopRecorder(Recorder):
     def _gradient(self, loss: Tensor | float | None) -> None:
         self._seen = {}
         if loss is not None:
-            self._given.add("loss")
+            self.given |= {"loss"}
             self._step.losses.append(torch.as_tensor(loss).detach().float().cpu())
         self.gradient_done()
 

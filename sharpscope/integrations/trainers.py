@@ -197,6 +197,13 @@ def rows_of_update(args: Any) -> int:
     return int(args.train_batch_size * args.gradient_accumulation_steps * distributed.world_size())
 
 
+def refuse(*cases: tuple[Any, str]) -> None:
+    """Raise UserError with the message of the first case that is true."""
+    for wrong, message in cases:
+        if wrong:
+            raise UserError(f"record: {message}")
+
+
 def check_setup(trainer: Any) -> None:
     """Check the trainer's class and launch, and that its loss does not hide the log-probabilities.
 
@@ -204,29 +211,26 @@ def check_setup(trainer: Any) -> None:
         UserError: an option or a setup is not supported; the message names it.
     """
     args, accelerator, name = trainer.args, trainer.accelerator, type(trainer).__name__
-    if hasattr(trainer, "_sharpscope"):
-        raise UserError("record: this trainer is recorded already; call detach() on that recorder first")
-    if name.startswith("Unsloth") or any("unsloth" in kind.__module__ for kind in type(trainer).__mro__):
-        raise UserError(f"record: {name} computes its loss without per-token log-probabilities; use TRL's own class")
-    if getattr(trainer, "use_liger_kernel", False) or getattr(args, "use_liger_kernel", False):
-        raise UserError(
-            "record: use_liger_kernel = True computes the loss without per-token log-probabilities; set it to False"
-        )
     kind = str(accelerator.distributed_type.value)
-    if kind == "DEEPSPEED":
-        raise UserError("record: DeepSpeed is not supported; start the trainer without it (DDP and FSDP2 are recorded)")
+    unsloth = name.startswith("Unsloth") or any("unsloth" in each.__module__ for each in type(trainer).__mro__)
+    liger = getattr(trainer, "use_liger_kernel", False) or getattr(args, "use_liger_kernel", False)
+    hidden = "computes the loss without per-token log-probabilities"
+    refuse(
+        (hasattr(trainer, "_sharpscope"), "this trainer is recorded already; call detach() on that recorder first"),
+        (unsloth, f"{name} computes its loss without per-token log-probabilities; use TRL's own class"),
+        (liger, f"use_liger_kernel = True {hidden}; set it to False"),
+        (kind == "DEEPSPEED", "DeepSpeed is not supported; start the trainer without it (DDP and FSDP2 are recorded)"),
+    )
     if kind == "FSDP":
         _check_fsdp(trainer)
-    if args.n_gpu > 1:
-        raise UserError(
-            f"record: {args.n_gpu} GPUs in one process (DataParallel); set CUDA_VISIBLE_DEVICES to one of them"
-        )
-    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"):
-        raise UserError(
-            f"record: distributed_type {kind} is not supported; start one process, or several with DDP or FSDP2"
-        )
-    if args.fp16:
-        raise UserError("record: fp16 = True scales the loss by a changing factor; use bf16 or float32")
+    refuse(
+        (args.n_gpu > 1, f"{args.n_gpu} GPUs in one process (DataParallel); set CUDA_VISIBLE_DEVICES to one of them"),
+        (
+            kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"),
+            f"distributed_type {kind} is not supported; start one process, or several with DDP or FSDP2",
+        ),
+        (args.fp16, "fp16 = True scales the loss by a changing factor; use bf16 or float32"),
+    )
 
 
 def _check_fsdp(trainer: Any) -> None:
@@ -235,22 +239,21 @@ def _check_fsdp(trainer: Any) -> None:
     Raises:
         UserError: one of them is not supported; the message names it.
     """
-    state, args = trainer.accelerator.state, trainer.args
+    state, optim = trainer.accelerator.state, str(getattr(trainer.args.optim, "value", trainer.args.optim))
     plugin = state.fsdp_plugin
-    if not trainer.accelerator.is_fsdp2:
-        raise UserError(f"record: fsdp_version = {plugin.fsdp_version} is not supported; set it to 2, or use DDP")
-    if type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy":
-        raise UserError("record: FSDP with weights offloaded to the CPU is not supported; set offload_params to False")
-    if plugin.activation_checkpointing:
-        raise UserError(
-            "record: FSDP's activation_checkpointing wraps layers under other names; set gradient_checkpointing = True in its place"
-        )
-    if getattr(state, "parallelism_config", None) is not None:
-        raise UserError("record: FSDP with a parallelism_config is not supported; leave it out")
-    if has_adapters(trainer.accelerator.unwrap_model(trainer.model)):
-        raise UserError("record: FSDP with adapters (peft) is not supported; use DDP")
-    if not str(getattr(args.optim, "value", args.optim)).startswith("adamw"):
-        raise UserError(f"record: optim = {args.optim} with FSDP is not supported; use an AdamW, such as adamw_torch")
+    offloaded = type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
+    version, other = plugin.fsdp_version, "set gradient_checkpointing = True in its place"
+    refuse(
+        (not trainer.accelerator.is_fsdp2, f"fsdp_version = {version} is not supported; set it to 2, or use DDP"),
+        (offloaded, "FSDP with weights offloaded to the CPU is not supported; set offload_params to False"),
+        (plugin.activation_checkpointing, f"FSDP's activation_checkpointing renames layers; {other}"),
+        (getattr(state, "parallelism_config", None) is not None, "FSDP with a parallelism_config; leave it out"),
+        (has_adapters(trainer.accelerator.unwrap_model(trainer.model)), "FSDP with adapters (peft); use DDP"),
+        (
+            not optim.startswith("adamw"),
+            f"optim = {optim} with FSDP is not supported; use an AdamW, such as adamw_torch",
+        ),
+    )
 
 
 def check_supervised(trainer: Any) -> str:
@@ -261,22 +264,21 @@ def check_supervised(trainer: Any) -> str:
     """
     of_trl = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
     for kind in of_trl:
-        if kind not in _OF_TRL:
-            raise UserError(f"record: TRL's {kind} is not recorded; its loss is not known")
+        refuse((kind not in _OF_TRL, f"TRL's {kind} is not recorded; its loss is not known"))
     check_setup(trainer)
-    args = trainer.args
-    if getattr(args, "label_smoothing_factor", 0.0) > 0:
-        raise UserError(
-            f"record: label_smoothing_factor = {args.label_smoothing_factor:g} adds a term over the whole vocabulary, which no "
-            "token's log-probability carries; set it to 0"
-        )
-    if trainer.compute_loss_func is not None:
-        raise UserError(
-            "record: compute_loss_func replaces the model's loss by one whose coefficients are not known; leave it out"
-        )
-    for option in ("packing", "padding_free"):
-        if getattr(args, option, False):
-            raise UserError(f"record: {option} = True puts several sequences into one row; set it to False")
+    args, smoothing = trainer.args, float(getattr(trainer.args, "label_smoothing_factor", 0.0))
+    several = "True puts several sequences into one row; set it to False"
+    refuse(
+        (
+            smoothing > 0,
+            f"label_smoothing_factor = {smoothing:g} adds a term that no token's log-probability carries; set it to 0",
+        ),
+        (
+            trainer.compute_loss_func is not None,
+            "compute_loss_func replaces the model's loss by one whose coefficients are not known; leave it out",
+        ),
+        *((getattr(args, name, False), f"{name} = {several}") for name in ("packing", "padding_free")),
+    )
     return "dpo" if "DPOTrainer" in of_trl else "sft"
 
 
@@ -338,7 +340,7 @@ class SupervisedRecorder(TrainerRecorder):
     """What `record` returns for a transformers Trainer, an SFTTrainer or a DPOTrainer."""
 
     wrapped: ClassVar[Mapping[str, str]] = {**TrainerRecorder.wrapped, "compute_loss": "_loss"}
-    rewards = False
+    given = frozenset({"loss", "timing"})
     rules: Mapping[str, Any] = {rule: {"action": "off"} for rule in OF_ROLLOUTS}
 
     def __init__(
@@ -380,7 +382,7 @@ class SupervisedRecorder(TrainerRecorder):
             loss = original()
         if not seen:
             text = f"the loss of {type(self.trainer).__name__} uses neither the model's loss nor its log-probabilities"
-            self.safely(partial(_raise, UserError(text)))
+            self.safely(lambda: refuse((True, text)))
         elif again is not None:
             # The gradient that reaches the loss holds the division by the accumulation steps.
             value = loss[0] if isinstance(loss, tuple) else loss
@@ -472,10 +474,6 @@ class _Again:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     factor: float
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def _held_constant(trainer: Any) -> str:

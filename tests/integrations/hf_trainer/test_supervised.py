@@ -424,7 +424,7 @@ def test_other_trainers_and_mistakes_are_refused(tmp_path: Path):
     with pytest.raises(UserError, match="is no trainer"):
         record(object(), out=tmp_path / "run")
     one = sft_trainer(tmp_path / "t")
-    with pytest.raises(UserError, match="weights: SFTTrainer has no surrogate"):
+    with pytest.raises(UserError, match="weights, rotation: SFTTrainer has no surrogate"):
         record(one, out=tmp_path / "run", weights="grpo-sg")
     with pytest.raises(UserError, match="heldout_influence_every"):
         record(one, out=tmp_path / "run", recording={"heldout_influence_every": 5})
