@@ -21,6 +21,7 @@ import torch
 
 from sharpscope.config import build_config
 from sharpscope.recording.health import StepHealth
+from sharpscope.traces import load_run
 from sharpscope.training import loop, train
 from sharpscope.training.rollouts import draw_group
 
@@ -82,7 +83,14 @@ FAULTS: dict[str, Callable[..., Drawn]] = {
     "broken_sampler": broken_sampler,
 }
 K1 = {"method.kl.estimator": "k1", "method.kl.coef": 1.0, "rollout.top_p": 0.9}
+EVALUATED = {
+    "evaluation.every": 5,
+    "evaluation.prompts": 100,
+    "evaluation.splits": ["heldout"],
+    "evaluation.temperatures": [0.0],
+}
 SICK: dict[str, dict[str, Any]] = {"learning_rate": {}, "kl_k1": K1, **{name: {} for name in FAULTS}}
+SICK["poisoned_reward"] = EVALUATED
 HEALTHY: dict[str, dict[str, Any]] = {
     **{f"healthy-grpo-{seed}": {"seed": seed} for seed in range(5)},
     **{f"healthy-grpo-sg-{seed}": {"seed": seed, "method": "grpo-sg"} for seed in range(2)},
@@ -122,8 +130,12 @@ def make(name: str, changes: dict[str, Any], steps: int, at: int, out: Path) -> 
         patch.object(StepHealth, "after_updates", keep),
     ):
         train(build_config(values=BASE | {"steps": steps, "out": f"{folder}/run"} | changes))
+        evaluated = load_run(f"{folder}/run").eval
+    kept = pd.DataFrame(rows)
+    if len(evaluated):
+        kept["accuracy"] = kept["step"].map(evaluated.groupby("step")["accuracy"].mean())
     out.mkdir(parents=True, exist_ok=True)
-    pd.DataFrame(rows).to_csv(out / f"{name}.csv", index=False, float_format="%.4g")
+    kept.to_csv(out / f"{name}.csv", index=False, float_format="%.4g")
     return out / f"{name}.csv"
 
 

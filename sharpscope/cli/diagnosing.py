@@ -73,6 +73,6 @@ def _layers(found: Diagnosis) -> dict[int, str]:
     from sharpscope.traces import load_run
 
     run = load_run(found.log.path)
-    steps = {f.step for f in found.findings if f.quantity in ("grad_norm", "update_norm", "kl_step")}
+    steps = {f.step for f in found.findings if f.began.quantity in ("grad_norm", "update_norm", "kl_step")}
     grown = {step: layer_growth(run, step) for step in sorted(steps)}
     return {step: growth.text for step, growth in grown.items() if growth is not None}

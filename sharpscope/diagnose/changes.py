@@ -93,6 +93,8 @@ def _of_series(name: str, series: pd.Series) -> list[Change]:
         before, after = float(values[start:at].mean()), float(values[at:end].mean())
         if name != "reward" and not BY_NAME[name].log and abs(after - before) < 0.02:
             continue  # two points of a share, or 0.02 nats
+        if name.startswith(("mismatch", "kl_step")) and max(before, after) < 1e-3:
+            continue  # rounding
         found.append(Change(name, int(steps[at]), int(steps[low]), int(steps[high]), direction, before, after))
     return found
 

@@ -8,10 +8,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
+from typing import Literal
 
 import numpy as np
 
-from sharpscope.diagnose.changes import Change
+from sharpscope.diagnose.changes import ORDERED, Change
 from sharpscope.diagnose.logs import Log
 from sharpscope.diagnose.quantities import BY_NAME
 from sharpscope.rules import EARLY, RULES, SEVERITIES, WINDOW, History, Rule, Severity, applies
@@ -25,30 +26,31 @@ class Finding:
     Attributes:
         rule: row of the table.
         severity: how bad it is, by what the reward does afterwards.
-        step: the step at which it began.
+        began: the change of the quantity that shows it best, with which it began.
         text: the numbers, in a sentence.
         certainty: where it applies, and how often it does in healthy runs.
-        quantity: the quantity that shows it best.
     """
 
     rule: Rule
     severity: Severity
-    step: int
+    began: Change
     text: str
     certainty: str
-    quantity: str
+
+    @property
+    def step(self) -> int:
+        """The step at which it began."""
+        return self.began.step
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Positions at which a rule applies: first, last, how many; the change of the shown quantity, and the step, with which it began."""
+    """Positions at which a rule applies: first, last, how many; and the change with which it began."""
 
-    quantity: str
+    began: Change
     first: int
     last: int
     count: int
-    change: Change | None
-    start: int
 
 
 @functools.cache
@@ -74,9 +76,19 @@ def find(log: Log, changes: Sequence[Change]) -> list[Finding]:
             if stretch is not None:
                 found[rule.name] = stretch, measured
     fall = found.get("reward_collapse")
-    fallen = fall[0].start if fall is not None and fall[0].last >= len(steps) - WINDOW else None
+    fallen = fall[0].began.step if fall is not None and fall[0].last >= len(steps) - WINDOW else None
     findings = [_finding(RULES[name], *seen, history, steps, fallen) for name, seen in found.items()]
-    return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.step))
+    return sorted(findings, key=lambda found: (SEVERITIES.index(found.severity), found.step))  # then as in the table
+
+
+def order_of(findings: Sequence[Finding], changes: Sequence[Change]) -> list[Change]:
+    """All changes by step: those given, and the beginnings of findings whose quantity has none in that direction nearby."""
+    known = list(changes)
+    for began in (finding.began for finding in findings if finding.severity != "info" and finding.rule.window):
+        near = (c for c in known if (c.quantity, c.direction) == (began.quantity, began.direction))
+        if began.quantity in ORDERED and not any(abs(c.step - began.step) <= WINDOW for c in near):
+            known.append(began)
+    return sorted(known, key=lambda change: (change.step, change.quantity))
 
 
 def _stretch(
@@ -86,69 +98,76 @@ def _stretch(
     holds = np.flatnonzero(applies(rule, measured))
     if not len(holds):
         return None
+    if rule.worse is not None and (worse := np.flatnonzero(applies(rule, measured, rule.worse[0]))).size:
+        holds = worse
     part = max(np.split(holds, np.flatnonzero(np.diff(holds) > WINDOW) + 1), key=len)
-    first, last, name = int(part[0]), int(part[-1]), _shown(rule, history)
-    start = first if rule.window == 1 else 0
-    change = None
+    first, last = int(part[0]), int(part[-1])
+    name = next(name for name in _shown(rule, history) if rule.name != "non_finite" or np.isinf(history[name][first]))
+    if rule.window == 0:
+        step = int(steps[0])
+        return _Stretch(Change(name, step, step, step, "flat", np.nan, np.nan), first, last, len(part))
+    before, inside, start = _onset(history[name], first, rule.window)
+    way: Literal["up", "down"] = "down" if inside < before else "up"
+    began = Change(name, int(steps[start]), int(steps[start]), int(steps[first]), way, before, inside)
     if rule.window > 1:
-        before, inside, start = _onset(history[name], first, rule.window)
-        way = "up" if inside >= before else "down"
         earlier = [c for c in changes if c.quantity == name and c.low <= steps[first]]
         late = itertools.dropwhile(lambda c: c.direction == "flat", reversed(earlier))
         same = list(itertools.takewhile(lambda c: c.direction == way and (c.after > c.before) == (way == "up"), late))
-        change = same[-1] if same else None  # the first of those in its direction
-    return _Stretch(name, first, last, len(part), change, int(steps[start]) if change is None else change.step)
+        began = same[-1] if same else began  # the first of those in its direction
+    return _Stretch(began, first, last, len(part))
 
 
 def _onset(values: np.ndarray, at: int, window: int) -> tuple[float, float, int]:
     """Level before a measure's window that ends at `at`, level at its end, and the position from which on most are nearer to the latter."""
     known = np.flatnonzero(np.isfinite(values[: at + 1]))
     recent, earlier = known[-window:], known[:-window]
+    if not len(recent):
+        return np.nan, np.nan, at
     before = float(np.median(values[earlier[-WINDOW:] if len(earlier) else recent[:1]]))
-    inside = float(values[recent[-3:]].mean())
+    inside = float(values[recent[-min(3, window) :]].mean())
     near = np.abs(values[recent] - inside) <= np.abs(values[recent] - before)
     shares = np.cumsum(near[::-1])[::-1] / np.arange(len(near), 0, -1)  # of the steps from each on
-    return before, inside, int(recent[int(np.argmax(near & (shares >= 0.6)))])
+    return before, inside, at if window == 1 else int(recent[int(np.argmax(near & (shares >= 0.6)))])
 
 
-def _shown(rule: Rule, history: History) -> str:
-    """The first quantity of a rule that has a value."""
-    return next((name for name in rule.quantities if len(finite(history, name))), rule.quantities[0])
+def _shown(rule: Rule, history: History) -> list[str]:
+    """The quantities of a rule that a history has, those with a finite value first."""
+    return sorted(
+        (name for name in rule.quantities if name in history), key=lambda name: not len(finite(history, name))
+    )
 
 
 def _finding(
     rule: Rule, stretch: _Stretch, measured: np.ndarray, history: History, steps: np.ndarray, fallen: int | None
 ) -> Finding:
     """A rule's finding; `fallen`: the step from which on the reward falls for good."""
-    soon = stretch.start + max(20, len(steps) // 5) if rule.window == 1 else int(steps[-1])
-    harmed = fallen is not None and stretch.start - WINDOW <= fallen <= soon
+    soon = stretch.began.step + max(20, len(steps) // 5) if rule.window == 1 else int(steps[-1])
+    harmed = fallen is not None and stretch.began.step - WINDOW <= fallen <= soon
     outcome = 0 if harmed else 2 if fallen is None and _rose(history) else 1
     severity = rule.level(float(np.nanmax(measured[stretch.first : stretch.last + 1])), outcome)
     passed = rule.window > 1 and stretch.last < len(steps) - max(WINDOW, len(steps) // 10)
     if passed and severity != "info":
         severity = SEVERITIES[SEVERITIES.index(severity) + 1]
-    if rule.name == "non_finite":
-        name = next(name for name in rule.quantities if name in history and np.isinf(history[name][stretch.first]))
-        text = f"{BY_NAME[name].title} is not a finite number"
-    else:
-        name, text = stretch.quantity, _evidence(rule, stretch, measured, history, steps)
+    text = _evidence(rule, stretch, measured, history, steps)
     if harmed and rule.name != "reward_collapse":
         text += f"; reward falls from step {fallen}"
     elif outcome == 2 and rule.severity[2] != rule.severity[1]:
         text += "; reward rose"
-    return Finding(rule, severity, stretch.start, text, _certainty(rule, stretch, measured, passed), name)
+    return Finding(rule, severity, stretch.began, text, _certainty(rule, stretch, measured, passed))
 
 
 def _evidence(rule: Rule, stretch: _Stretch, measured: np.ndarray, history: History, steps: np.ndarray) -> str:
     """The numbers of a finding."""
-    quantity, values = BY_NAME[stretch.quantity], history[stretch.quantity]
+    began = stretch.began
+    quantity, values = BY_NAME[began.quantity], history[began.quantity]
+    if rule.name == "non_finite":
+        return f"{quantity.title} is not a finite number"
     known = np.isfinite(values)
-    before = values[known & (steps < stretch.start)][-WINDOW:]
-    inside = values[known & (steps >= stretch.start) & (steps <= steps[stretch.last])]
+    inside = values[known & (steps >= began.step) & (steps <= steps[stretch.last])]
     unit = f" {quantity.unit}" if quantity.unit else ""
     now = f"{quantity.title} {_number(inside[0] if rule.window == 1 else inside[-WINDOW:].mean())}{unit}"
-    if len(before):
-        now += f" after {_number(np.median(before) if stretch.change is None else stretch.change.before)}"
+    if np.isfinite(began.before) and (steps < began.step).any():
+        now += f" after {_number(began.before)}"
     worst = measured[stretch.first : stretch.last + 1]
     value = float(np.nanmin(worst) if rule.below else np.nanmax(worst))
     return f"{now}; {_number(value)} {rule.statistic} (reported {'to' if rule.below else 'from'} {rule.threshold:g})"
@@ -158,8 +177,8 @@ def _certainty(rule: Rule, stretch: _Stretch, measured: np.ndarray, passed: bool
     """Where a rule applies, when it began, and how often it applies in healthy runs."""
     judged = int(np.isfinite(measured[stretch.first :]).sum())
     parts = []
-    if stretch.change is not None and stretch.change.high > stretch.change.low:
-        parts.append(f"began between steps {stretch.change.low} and {stretch.change.high}")
+    if rule.window > 1 and stretch.began.high > stretch.began.low:
+        parts.append(f"began between steps {stretch.began.low} and {stretch.began.high}")
     if rule.window != 0 and judged > 1:
         parts.append(f"at {stretch.count} of the {judged} steps from then on" + (", and over since" if passed else ""))
     runs = [sum(counts) for counts in zip(*false_alarms().get(rule.name, {}).values(), strict=True)]

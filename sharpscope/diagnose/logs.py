@@ -287,6 +287,7 @@ def _canonical(
             continue
         # a step that lacks all of the keys lacks the quantity
         values = table[list(keys)].sum(axis=1, min_count=1, skipna=len(keys) > 1)
+        values = table[list(keys)].mean(axis=1) if quantity.name == "accuracy" else values
         frame[quantity.name] = 1 - values if complement else values
         sources[quantity.name] = keys
     kept = pd.DataFrame(frame, index=table.index)

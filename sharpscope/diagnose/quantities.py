@@ -22,8 +22,8 @@ class Quantity:
         title: what a reader calls it.
         unit: unit of its values; empty if dimensionless.
         log: whether it is positive and varies by factors, so that it is judged on a logarithmic scale.
-        keys: trainer -> regular expressions of keys, all of whose values are added up. The first expression that fits
-            counts; "1-" in front of one means one minus the value.
+        keys: trainer -> regular expressions of keys, all of whose values are added up (accuracies: averaged). The first expression
+            that fits counts; "1-" in front of one means one minus the value.
     """
 
     name: str
@@ -58,8 +58,14 @@ QUANTITIES: tuple[Quantity, ...] = (
     ),
     Quantity(
         "accuracy",
-        "greedy held-out accuracy",
-        keys={"sharpscope": ("eval_accuracy_greedy",)},
+        "held-out accuracy or reward",
+        keys={
+            "sharpscope": ("eval_accuracy_greedy",),
+            "TRL": ("eval_reward",),
+            "verl": (r"val-core/[^/]+/acc/mean@\d+", r"val-core/[^/]+/reward/mean@\d+"),
+            "prime-rl": (r"eval/[^/]+/avg@\d+",),
+            "Tinker": ("test/env/all/correct", "test/env/all/reward/total"),
+        },
     ),
     Quantity(
         "grad_norm",

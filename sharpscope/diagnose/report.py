@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sharpscope.diagnose.changes import Change, changes
-from sharpscope.diagnose.findings import Finding, find
+from sharpscope.diagnose.findings import Finding, find, order_of
 from sharpscope.diagnose.logs import Log, read_log
 from sharpscope.diagnose.quantities import BY_NAME
 from sharpscope.rules import advise
@@ -104,8 +104,8 @@ class Diagnosis:
         log, more = self.log, len(self.findings) - MOST
         lines = [self.finding, ""]
         for finding in self.findings[:MOST]:
-            quantity, (meaning, advice) = BY_NAME[finding.quantity], self.advice(finding)
-            line = sparkline(log.finite(finding.quantity).to_numpy(float), width, quantity.log)
+            quantity, (meaning, advice) = BY_NAME[finding.began.quantity], self.advice(finding)
+            line = sparkline(log.finite(finding.began.quantity).to_numpy(float), width, quantity.log)
             lines.append(f"{finding.severity.upper():<8} {finding.rule.title}, from step {finding.step}")
             lines.append(f"         {finding.text}")
             lines.append(f"         {quantity.title} {line}   ({finding.certainty})")
@@ -153,8 +153,9 @@ def diagnose(path: str | Path, mapping: Mapping[str, str] | None = None, group_s
         UserError: The log cannot be read, or has no known quantity.
     """
     log = read_log(path, mapping, group_size)
-    order = changes(log)
-    return Diagnosis(log, find(log, order), order)
+    found = changes(log)
+    findings = find(log, found)
+    return Diagnosis(log, findings, order_of(findings, found))
 
 
 def sparkline(values: np.ndarray, width: int, log: bool = False) -> str:

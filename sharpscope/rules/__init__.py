@@ -98,8 +98,8 @@ def judge(
         if applies(rule, measured, limit.threshold).any():
             meaning, advice = advise(rule, trainer, lr, checkpoint)
             value = float(measured[-1])
-            level = "info" if rule.level(value) == "info" else "warning"
-            severity = "error" if limit.action == "stop" else level
+            mild = limit.action == "warn" and rule.level(value) == "info"
+            severity = "error" if limit.action == "stop" else "info" if mild else "warning"
             text = f"{rule.statistic}: {meaning}; {advice}"
             events.append(Event(step, name, severity, value, limit.threshold, limit.action, text))
     return events

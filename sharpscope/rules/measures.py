@@ -102,6 +102,22 @@ def reward_fall(history: History) -> Values:
     return _on_known(history, ("reward",), of)
 
 
+def reward_gap(history: History) -> Values:
+    """How far held-out accuracy is below its best, where the mean training reward of 10 steps is at least what it was then; else 0."""
+    out = _nothing(history)
+    if "accuracy" not in history or "reward" not in history:
+        return out
+    level = _on_known(history, ("reward",), lambda y: trailing(y, WINDOW))
+    best, then = -np.inf, np.nan
+    for at in np.flatnonzero(np.isfinite(history["accuracy"])):
+        accuracy, known = history["accuracy"][at], level[: at + 1][np.isfinite(level[: at + 1])]
+        now = known[-1] if len(known) else np.nan
+        if accuracy >= best:
+            best, then = accuracy, now
+        out[at] = best - accuracy if now >= then else 0.0
+    return out
+
+
 def step_noise(y: Values) -> Values:
     """Standard deviation of one step's value around its trend, from the steps up to each (n,)."""
     differences = np.abs(np.diff(y, prepend=y[:1]))

@@ -192,7 +192,7 @@ def test_every_trainers_log_is_read(name, tmp_path):
         pytest.importorskip("tensorboard")
     found = diagnose(trainer.write(trainer.rows(frame), tmp_path))
     assert (found.log.framework or "") == trainer.name
-    assert set(found.log.frame) == set(trainer.keys)
+    assert set(found.log.frame) - {"accuracy"} == set(trainer.keys)
     for quantity in trainer.keys:
         np.testing.assert_allclose(found.log.frame[quantity], frame[quantity], rtol=1e-5, atol=1e-7, err_msg=quantity)
     others = {key.removeprefix("train/") if trainer.name == "TRL" else key for key in trainer.others}
