@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
-from sharpscope.config import RunConfig, token_weight_kinds
+from sharpscope.config import RunConfig, build_config, token_weight_kinds
+from sharpscope.config.token_weights import SigmoidWeight
 from sharpscope.objective import calibrate, policy_loss, prepare, token_normalizer
 from sharpscope.sweeps import plan_sweep, read_sweep
+from sharpscope.tasks import Example, make_task
 from sharpscope.traces import load_run
 from sharpscope.training import train
 from tests.objective.data import LIMIT, make_case
@@ -91,3 +94,52 @@ def test_the_smoke_size_trains(config: RunConfig, tiny_policy: Path, tmp_path: P
     assert float(run.steps["grad_norm"].iloc[0]) > 0
     assert run.steps["updates"].iloc[0] == 2 * config.method.pass_count
     assert bool((run.tokens()["weight"] >= 0).all())
+
+
+# -- The configurations under experiments/ are valid, and those named after the paper hold its constants
+
+PAPER = sorted((Path(__file__).resolve().parents[1] / "experiments" / "paper").glob("*.yaml"))
+
+
+def preset(name: str):
+    return build_config(next(path for path in PAPER if path.name.startswith(name)))
+
+
+@pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
+def test_a_preset_is_a_valid_configuration_that_says_what_is_ours(path):
+    text = path.read_text()
+    config = build_config(path)
+    assert "Ours" in text and "From the paper" in text
+    weight = config.method.weight.with_preset("auto", "paper")  # what any model but the embedded ones gets
+    assert isinstance(weight, SigmoidWeight)
+    assert weight.constants() == {"alpha": 2.0, "tau": 9.0, "mu": 0.25, "L": 1.0, "U": 1.4, "u0": 0.0}
+    assert config.policy.dtype == "bfloat16" and config.update.gradient_checkpointing
+    given = yaml.safe_load(text)
+    assert given["method"]["name"] == "grpo-sg" and given["policy"]["model"] == config.policy.model
+
+
+def test_the_logic_preset_has_the_published_setting():
+    config = preset("knights_knaves")
+    assert config.policy.model == "Qwen/Qwen2.5-3B"
+    assert (config.task.sizes, config.task.train_size, config.task.heldout_size) == ((3, 4, 5, 6, 7), 900, 100)
+    assert (config.rollout.prompts_per_step, config.rollout.group_size, config.rollout.temperature) == (64, 8, 0.7)
+    assert config.rollout.prompts_per_step * config.rollout.group_size // config.update.mini_batches == 256
+    assert (config.optimizer.lr, config.steps, config.method.kl.coef) == (1e-6, 350, 0.001)
+    assert (config.method.clip.low, config.method.clip.high) == (0.2, 0.24)
+    small = config.task.model_copy(update={"people": 3, "train_size": 1, "heldout_size": 1})
+    task = make_task(small)
+    example: Example = task.splits()["train"][0]
+    roles = example.answer
+    assert task.score(example, f"because </think> <answer>{roles}</answer>").total in (3.0, -0.5)
+    assert task.score(example, "no answer").total == -3.0
+
+
+def test_the_tool_preset_has_search_r1s_protocol():
+    task = preset("search_r1").task
+    assert (task.style, task.turns, task.top, task.reward) == ("search_r1", 4, 3, "exact_match")
+
+
+def test_the_mathematics_preset_measures_avg_at_16():
+    config = preset("deepscaler")
+    assert config.evaluation.samples == 16 and config.task.scorer == "math"
+    assert "{prompt}" in config.task.template and "\\boxed{}" in config.task.template

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import html
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 
 from sharpscope.analysis import analyze
+from sharpscope.analysis.text import escape_markdown
 from sharpscope.errors import UserError
 from sharpscope.traces import SCHEMA_VERSION, RunLock, update_run_info
 from tests.traces.rows import new_run
@@ -103,3 +108,29 @@ def test_hostile_names_reach_neither_the_page_nor_file_names(tmp_path: Path, qui
     assert "<script>alert" not in text_of(result) and "&lt;script&gt;" in text_of(result)
     assert all(path.parent == result.out / "figures" for paths in result.figures.values() for path in paths)
     assert all(path.parent == result.out / "tables" for path in result.tables.values())
+
+
+# -- Text from models in Markdown: shown as it is
+
+RENDERER = MarkdownIt("commonmark", {"html": True}).enable(["strikethrough", "table"])
+
+
+@settings(deadline=None)
+@given(st.text(alphabet="ab1 _*`[]()<>|#!~$&\\:\"'-/{}^.;"))
+@example("[a](b) ![a][b] <b> a_b_ _c_")
+def test_escaped_text_renders_as_it_is(text):
+    assert html.unescape(RENDERER.renderInline(escape_markdown(text))) == " ".join(text.split())
+
+
+def test_numbers_and_names_stay_readable_as_source():
+    assert escape_markdown("score_norm +0.5 [0.1, 0.9]") == "score_norm +0.5 [0.1, 0.9]"
+
+
+def test_prompts_are_shown_where_they_differ():
+    from sharpscope.analysis.text import told_apart
+
+    start = "An island of knights and knaves, where all are one or the other. "
+    assert told_apart([start + "Ann says so.", start + "Amy says no."]) == ["… Ann says so.", "… Amy says no."]
+    assert told_apart([start] * 2) == [start] * 2
+    assert told_apart(["a" * 200, "b"]) == ["a" * 99 + "…", "b"]
+    assert told_apart([]) == []

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import math
+from decimal import Decimal, localcontext
+
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from sharpscope.config.method import (
     CispoClip,
+    HolderRatio,
     KlCovPenalty,
     PpoClip,
 )
+from sharpscope.config.selections import AdvantageTokens, ClipCovTokens, HighEntropyTokens, ProbabilityTokens
+from sharpscope.config.token_weights import LinearWeight, SigmoidWeight
+from sharpscope.config.weighting import percentile
 from sharpscope.objective import (
+    Method,
+    StepTensors,
     gradient_killed,
     k3,
     named_method,
     policy_loss,
     prepare,
+    summarize_weights,
     token_normalizer,
 )
-from sharpscope.objective.loss import clipped_objective
+from sharpscope.objective.loss import clipped_objective, importance_ratio
 from tests.objective.data import LIMIT, as_batch, make_case, tokens_step
 from tests.oracles import objective as oracle
 
@@ -115,3 +127,166 @@ def test_kl_cov_penalises_the_largest_covariances_and_all_that_tie():
     assert "less than one token" in plan.warnings[0]
     most = method.model_copy(update={"penalty": KlCovPenalty(share=0.75, coef=0.5)})
     assert prepare(most, step).penalty.flatten().tolist() == [0.5] * 4
+
+
+# -- Ratios of sequences, their power means, and gradients
+
+
+def test_holder_mean_keeps_its_precision_in_float32():
+    x = torch.tensor([[0.3, -0.2, 0.05]])
+    mask = torch.ones_like(x, dtype=torch.bool)
+    for p in (1e-6, -1e-6, 1e-3, 1.0, -3.0):
+        exact = (
+            math.log(sum(math.exp(p * v) for v in x[0].double().tolist()) / 3) / p
+            if abs(p) > 1e-4
+            else float(x.double().mean())
+        )
+        assert float(importance_ratio(HolderRatio(p=p), x, mask)[0, 0].log()) == pytest.approx(exact, abs=3e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("p", [-50.0, -2.0, -1e-3, -1e-9, 1e-9, 1e-3, 1.0, 2.0, 50.0])
+def test_power_mean_and_its_gradient_against_fifty_digits(p: float, dtype: torch.dtype):
+    """Rows of 7, 1 and 0 tokens; p·x reaches ±3,000, far beyond where exp overflows."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 7, generator=g, dtype=dtype) * torch.tensor([[0.2], [30.0], [60.0], [1.0]], dtype=dtype)
+    x = x.clamp(-60, 60)
+    mask = torch.tensor([[True] * 7, [True] * 7, [False] * 3 + [True] + [False] * 3, [False] * 7])
+    x = torch.where(mask, x, torch.nan).requires_grad_()
+    got = importance_ratio(HolderRatio(p=p), x, mask)
+    (slope,) = torch.autograd.grad(got[:, 0].log().sum(), x)
+    wanted, wanted_slope = torch.ones(4, dtype=torch.float64), torch.zeros(4, 7, dtype=torch.float64)
+    with localcontext() as context:
+        context.prec = 50
+        power = Decimal(p)
+        for i in range(3):
+            places = mask[i].nonzero()[:, 0].tolist()
+            terms = {t: (power * Decimal(x[i, t].item())).exp() for t in places}
+            mean = sum(terms.values()) / len(terms)
+            wanted[i] = float((mean.ln() / power).exp())
+            for t in places:
+                wanted_slope[i, t] = float(terms[t] / sum(terms.values()))
+    tight = dtype == torch.float64
+    torch.testing.assert_close(
+        got.double(), wanted[:, None].expand_as(got), rtol=1e-12 if tight else 2e-5, atol=0, check_dtype=False
+    )
+    torch.testing.assert_close(slope.double(), wanted_slope, rtol=1e-9 if tight else 1e-6, atol=1e-12)
+
+
+def test_a_row_without_tokens_costs_nothing_and_breaks_nothing():
+    for name in ("grpo", "gspo", "holder", "grpo-sg"):
+        case = make_case(named_method(name), 0)
+        mask = case.mask.clone()
+        mask[4] = False
+        step = type(case.step)(**(vars(case.step) | {"mask": mask}))
+        weight = SigmoidWeight(preset="paper") if name == "grpo-sg" else named_method(name).weight
+        method = named_method(name).model_copy(update={"weight": weight})
+        logp = case.now.clone().requires_grad_()
+        out = policy_loss(
+            method, prepare(method, step), logp, token_normalizer(method, mask, LIMIT, dtype=torch.float64)
+        )
+        out.loss.backward()
+        assert bool(torch.isfinite(out.loss))
+        assert not logp.grad[4].any()
+        assert bool(torch.isfinite(logp.grad).all())
+
+
+# -- Normalizers by value
+
+
+def test_normalizers_by_value():
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
+    expected = {"sequence_mean": [1 / 6, 1 / 6, 1 / 3], "token_mean": [1 / 3] * 3, "constant": [1 / 15] * 3}
+    for aggregate, values in expected.items():
+        got = token_normalizer(Method(name="x", aggregate=aggregate), mask, 5)
+        assert got[mask.bool()].tolist() == pytest.approx(values)
+        assert not got[~mask.bool()].any()
+        assert got.dtype == torch.float32
+
+
+# -- Selections of tokens and passes by value
+
+
+def kept(method: Method, step: StepTensors, seed: int = 0) -> list[bool]:
+    return prepare(method, step, torch.Generator().manual_seed(seed)).keep.flatten().tolist()
+
+
+def test_high_entropy_keeps_the_share_and_ties():
+    step = tokens_step([0.1, 0.5, 0.9, 0.5, 0.2], [-1.0] * 5, [1.0] * 5)
+    method = named_method("high-entropy")
+    for share, expected in ((0.2, "00100"), (0.4, "01110"), (0.6, "01110"), (0.61, "01111"), (1.0, "11111")):
+        chosen = method.model_copy(update={"tokens": HighEntropyTokens(share=share)})
+        assert kept(chosen, step) == [c == "1" for c in expected], share
+
+
+def test_probability_and_advantage_split_the_tokens_in_two():
+    step = tokens_step([0.0] * 5, [math.log(p) for p in (0.1, 0.49, 0.5, 0.9, 0.2)], [1.0, -1.0, 1.0, -1.0, 0.0])
+    method = named_method("grpo")
+    for tokens, expected in (
+        (ProbabilityTokens(), "11001"),
+        (ProbabilityTokens(side="high"), "00110"),
+        (ProbabilityTokens(threshold=0.15), "10000"),
+        (AdvantageTokens(), "10100"),
+        (AdvantageTokens(sign="negative"), "01010"),
+    ):
+        chosen = method.model_copy(update={"tokens": tokens})
+        assert kept(chosen, step) == [c == "1" for c in expected], tokens
+
+
+def test_clip_cov_draws_the_share_inside_the_band_and_says_when_that_is_less_than_one_token():
+    # c = (ln π + 2)·(A − 0) = ±2: tokens 0 and 3 have +2, the others −2
+    step = tokens_step([0.0] * 4, [0.0, 0.0, -4.0, -4.0], [1.0, -1.0, 1.0, -1.0])
+    method = named_method("clip-cov")
+    dropped = {tuple(kept(method, step, seed)).index(False) for seed in range(20)}
+    assert dropped == {0, 3}
+    assert sum(kept(method, step)) == 3
+    assert "less than one token" in prepare(method, step, torch.Generator()).warnings[0]
+    half = method.model_copy(update={"tokens": ClipCovTokens(share=0.75)})
+    assert kept(half, step) == [False, True, True, False]  # three wanted, two in the band
+    assert prepare(half, step, torch.Generator()).warnings == ()
+    outside = method.model_copy(update={"tokens": ClipCovTokens(low=2.0, high=5.0)})
+    assert all(kept(outside, step))
+    with pytest.raises(ValueError, match="generator"):
+        prepare(method, step)
+
+
+# -- Summaries of weights by value
+
+
+def test_weight_summary_by_value():
+    weight = torch.tensor([[1.0, 1.0, 1.2, 1.4, 9.0]])
+    mask = torch.tensor([[1, 1, 1, 1, 0]])
+    got = summarize_weights(SigmoidWeight(), weight, mask)
+    assert (got.saturation_low, got.saturation_high, got.minimum, got.maximum) == (0.5, 0.25, 1.0, pytest.approx(1.4))
+    assert got.mean == pytest.approx(1.15)
+    assert got.std == pytest.approx(math.sqrt((2 * 0.15**2 + 0.05**2 + 0.25**2) / 4))
+    assert got.ess == pytest.approx(4.6**2 / (4 * (1 + 1 + 1.44 + 1.96)))
+    assert got.warning is None
+    unbounded = summarize_weights(named_method("cov-grpo").weight, weight, mask)
+    assert unbounded.saturation_low is None
+    assert unbounded.warning is None
+    assert math.isnan(summarize_weights(SigmoidWeight(), weight, torch.zeros_like(mask)).mean)
+
+
+@pytest.mark.parametrize(("at_bound", "warns"), [(95, False), (96, True)])
+def test_saturation_warns_above_95_percent(at_bound: int, warns: bool):
+    weight: Tensor = torch.full((1, 100), 0.9)
+    weight[0, :at_bound] = 1.0
+    got = summarize_weights(LinearWeight(), weight, torch.ones(1, 100))
+    assert got.saturation_high == pytest.approx(at_bound / 100)
+    assert (got.warning is not None) == warns
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_weighted_percentiles_against_brute_force(seed: int):
+    """The smallest value with at least q % of the mass at or below it; with equal masses, of the sorted values."""
+    g = torch.Generator().manual_seed(seed)
+    value = torch.randint(0, 12, (4, 9), generator=g).double()  # ties
+    mass = torch.rand(4, 9, generator=g, dtype=torch.float64) * (torch.rand(4, 9, generator=g) < 0.7)
+    mask = torch.rand(4, 9, generator=g) < 0.8
+    value[~mask] = torch.nan
+    inside, masses = value[mask].tolist(), mass[mask].tolist()
+    for q in (0.5, 10, 37, 50, 90, 100):
+        assert percentile(value, mask, q, mass) == oracle.mass_percentile(inside, masses, q / 100)
+        repeated = np.percentile(inside, q, method="inverted_cdf")
+        assert percentile(value, mask, q, torch.full_like(mass, 0.25)) == repeated

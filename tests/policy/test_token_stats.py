@@ -8,11 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sharpscope.policy.token_stats as module
+from sharpscope.errors import UserError
+from sharpscope.policy import make_policy
 from sharpscope.policy.forward import score_completions
-from sharpscope.policy.head import Head
+from sharpscope.policy.head import Head, check_head, output_head
 from sharpscope.policy.token_stats import (
     STAT_NAMES,
     Moments,
@@ -23,9 +26,9 @@ from sharpscope.policy.token_stats import (
     logit_stats,
     token_stats,
 )
-from tests.models import tiny_model
-from tests.oracles.token_stats import token_statistics
-from tests.policy.helpers import rows, weighted
+from tests.models import ARCHITECTURES, tiny_model
+from tests.oracles.token_gradients import token_statistics
+from tests.policy.helpers import rows, weighted, word_tokenizer
 from tests.policy.test_forward import assert_gradients_equal
 
 
@@ -276,3 +279,25 @@ def test_a_large_vocabulary_is_never_held_whole(monkeypatch):
     kept = score_completions(model, batch, 1.0, share_prompt=True, with_grad=True, stats=True)
     assert_gradients_equal(model, weighted(lean.logp), weighted(kept.logp), 1e-10)
     assert torch.allclose(lean.stats.polarity, kept.stats.polarity, atol=1e-12)
+
+
+# -- The output layer's logits are the model's
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("tie", [False, True])
+def test_the_head_gives_the_models_own_logits(architecture, tie):
+    model = tiny_model(architecture, tie=tie)
+    ids = torch.randint(2, 37, (2, 6), generator=torch.Generator().manual_seed(0))
+    hidden = model.base_model(input_ids=ids).last_hidden_state
+    assert torch.allclose(output_head(model).logits(hidden), model(input_ids=ids).logits, atol=1e-12)
+
+
+def test_a_head_that_is_something_else_is_refused():
+    model = tiny_model()
+    model.lm_head.register_forward_hook(lambda module, inputs, out: out * 2)
+    with pytest.raises(UserError, match="not a linear function"):
+        check_head(model, output_head(model))
+    model.lm_head = nn.Sequential(nn.Linear(16, 37))
+    with pytest.raises(UserError, match="its output layer is Sequential"):
+        make_policy(model, word_tokenizer(), "x")

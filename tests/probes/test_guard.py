@@ -13,7 +13,7 @@ from sharpscope.probes import attribute, logp_gradient, score_norms
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.token_gradients import rows as rows_module
 from tests.models import random_batch, tiny_model
-from tests.probes.token_gradients.test_rows import batch as shared_batch
+from tests.probes.token_gradients.test_attention import batch as shared_batch
 
 
 def snapshot(model):

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
+from pydantic import ValidationError
 
 from sharpscope.errors import UserError
+from sharpscope.probes import ProbesSpec, build_probe_set, columns, probe_set_batches, rollout_objective, run
 from sharpscope.probes.objectives import OBJECTIVES, Objective, completion_batch, rollout_batch, token_batch
-from tests.models import random_batch
+from sharpscope.probes.probe_set import Drawn, ProbeSet
+from sharpscope.tasks.base import Example
+from tests.models import random_batch, tiny_model
 from tests.oracles.curvature import functional_value
 
 
@@ -126,3 +132,185 @@ def test_mistakes_are_named():
         Objective("nll", good, temperature=0)
     with pytest.raises(UserError, match="row 1: the completion is empty"):
         completion_batch([([1], [2]), ([1], [])])
+
+
+# -- Probe sets: the same prompts for everyone, verified solutions, a tamper-proof file; specs; standalone
+
+
+class Toy:
+    """Prompts 'p0'…; a completion is correct if its first token is even."""
+
+    name = "toy"
+
+    def splits(self):
+        return {
+            "train": [
+                Example(f"p{i}", str(i), {"id": f"t{i}", "level": i % 3, "people": ["A", "B"]}) for i in range(10)
+            ],
+            "heldout": [Example(f"h{i}", str(i), {"id": f"h{i}", "level": 1}) for i in range(4)],
+        }
+
+    def score(self, example, completion):
+        raise AssertionError("the caller of `draw` scores")
+
+
+def encode(examples):
+    return [[2 + ord(c) % 30 for c in example.prompt] for example in examples]
+
+
+def draw(examples, samples, seed):
+    """Random completions of 2 to 4 tokens, as `Drawn`."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [ids for ids in encode(examples) for _ in range(samples)]
+    rows, width, longest = len(prompts), max(map(len, prompts)), 4
+    ids, attention = (
+        torch.zeros(rows, width + longest, dtype=torch.long),
+        torch.zeros(rows, width + longest, dtype=torch.long),
+    )
+    mask = torch.zeros(rows, longest, dtype=torch.long)
+    lengths = torch.randint(2, longest + 1, (rows,), generator=generator)
+    tokens = torch.randint(2, 37, (rows, longest), generator=generator)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) : width] = torch.tensor(prompt)
+        ids[row, width : width + lengths[row]] = tokens[row, : lengths[row]]
+        attention[row, width - len(prompt) : width + lengths[row]] = 1
+        mask[row, : lengths[row]] = 1
+    correct = (tokens[:, 0] % 2 == 0).float()
+    rollouts = SimpleNamespace(
+        input_ids=ids,
+        attention_mask=attention,
+        completion_ids=ids[:, width:],
+        completion_mask=mask,
+        behavior_logp=torch.zeros(rows, longest),
+        group=torch.arange(len(examples)).repeat_interleave(samples),
+        truncated=lengths == longest,
+        reward=correct * 3 - 1,
+    )
+    return Drawn(rollouts, correct)
+
+
+def built(**rest):
+    return build_probe_set(
+        Toy(), draw, encode, **{"policy": "embedded:toy", "seed": 5, "train": 6, "heldout": 3, "tries": 4} | rest
+    )
+
+
+def test_the_same_key_gives_the_same_set_and_another_seed_another():
+    one, two = built(), built()
+    assert one == two and one.content_hash == two.content_hash
+    assert built(seed=6).content_hash != one.content_hash and built(policy="other").content_hash != one.content_hash
+    assert [len(one.split(s)) for s in one.splits] == [6, 3]
+    assert one.name("heldout") == f"toy/heldout@{one.content_hash}"
+
+
+def test_solutions_are_correct_whole_and_scored():
+    found = built()
+    solved = [item for item in found.items if item.solution]
+    assert solved and all(item.solution[0] % 2 == 0 and 2 <= len(item.solution) < 4 for item in solved)
+    batch = found.solutions("train")
+    rows = [item for item in found.split("train") if item.solution]
+    assert len(batch) == len(rows)
+    for row, item in enumerate(rows):
+        length = int(batch.lengths[row])
+        assert batch.input_ids[row, :length].tolist() == [*item.prompt_ids, *item.solution]
+        assert int(batch.scored[row].sum()) == len(item.solution) and not bool(
+            batch.scored[row, : len(item.prompt_ids)].any()
+        )
+
+
+def test_a_file_comes_back_equal_and_a_changed_one_is_refused(tmp_path):
+    found = built()
+    path = found.save(tmp_path / "deep" / "set.parquet")
+    back = ProbeSet.load(path)
+    assert back.content_hash == found.content_hash and back.splits == found.splits
+    assert (
+        back.items[0].prompt_ids == found.items[0].prompt_ids
+        and back.items[0].example.prompt == found.items[0].example.prompt
+    )
+    assert dict(back.items[0].example.meta) == dict(found.items[0].example.meta)
+    assert list(tmp_path.rglob("*.tmp")) == []
+    frame = pd.read_parquet(path)
+    assert list(frame.columns) == ["split", "prompt", "answer", "meta", "prompt_ids", "solution"]
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(path)
+    changed = table.set_column(1, "prompt", table.column("prompt").cast("string").take(list(range(8, -1, -1))))
+    pq.write_table(changed.replace_schema_metadata(table.schema.metadata), path)
+    with pytest.raises(UserError, match="changed or damaged"):
+        ProbeSet.load(path)
+    (tmp_path / "no.parquet").write_bytes(b"nothing")
+    with pytest.raises(UserError, match="cannot be read"):
+        ProbeSet.load(tmp_path / "no.parquet")
+    with pytest.raises(UserError, match="cannot be read"):
+        ProbeSet.load(tmp_path / "missing.parquet")
+
+
+def test_a_round_of_probes_fills_the_tables_columns_and_is_repeated_to_the_digit():
+    model = tiny_model("qwen2", dtype=torch.float32, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+    spec = ProbesSpec(
+        functionals=("nll", "expected_failure"),
+        curvature_prompts=6,
+        gauss_newton=True,
+        rho=0.2,
+        kinds=("sam", "average"),
+        trace_probes=4,
+        max_products=12,
+        samples=2,
+    )
+    found = built()
+
+    def measured():
+        batches = probe_set_batches(found, spec, draw, seed=lambda part: 1)
+        return [row for one in run(model, batches, spec) for row in one.estimates]
+
+    rows = measured()
+    frame = pd.DataFrame(columns(rows)).assign(step=3)
+    for name in ("nll", "expected_failure"):
+        quantities = set(frame.loc[frame["functional"] == name, "quantity"])
+        assert quantities >= {
+            "loss",
+            "gradient_norm",
+            "sam",
+            "sam_first_order",
+            "average",
+            "largest",
+            "smallest",
+            "trace",
+        }
+        assert quantities >= {"density", "gauss_newton_largest", "gauss_newton_trace"}
+    assert set(frame["probe_set"]) == {found.name("train")} and set(frame["parameters"]) == {"all"}
+    assert not frame.duplicated(["probe", "functional", "quantity", "rho", "seed"]).any()
+    masses = frame[frame["quantity"] == "density"].groupby("functional")["value"].sum()
+    np.testing.assert_allclose(masses.astype(float), 1)
+    rises = frame[frame["quantity"] == "sam"].set_index("functional")
+    losses = frame[frame["quantity"] == "loss"].set_index("functional")["value"]
+    assert rises["saturation"].isna()["nll"] and rises["ceiling"].isna()["nll"]
+    assert rises["ceiling"]["expected_failure"] == pytest.approx(1 - losses["expected_failure"])
+    assert [(e.quantity, e.value) for e in rows] == [(e.quantity, e.value) for e in measured()]
+
+
+def test_surrogate_advantage_is_normalised_within_prompts():
+    drawn = draw(Toy().splits()["train"][:3], 4, 0)
+    objective = rollout_objective("surrogate", drawn)
+    success = drawn.correct.double().view(3, 4)
+    spread = success.std(1, keepdim=True)
+    expected = torch.where(spread > 0, (success - success.mean(1, keepdim=True)) / (spread + 1e-4), 0.0).flatten()
+    scored = objective.batch.scored
+    torch.testing.assert_close(objective.batch.advantage, scored * expected[:, None])
+
+
+def test_presets_give_way_to_what_is_set():
+    assert ProbesSpec(preset="off").every == 0 and ProbesSpec(preset="off").interval(200) == 0
+    light = ProbesSpec()
+    assert light.preset == "light" and light.every is None and not light.curvature_prompts and light.critical_sharpness
+    assert light.rho == "auto" and light.samples >= 8
+    assert light.interval(100) == 100 and ProbesSpec(every=25).interval(100) == 25
+    spec = ProbesSpec(preset="full", top=2, every=10, rho=0.1)
+    assert (spec.top, spec.every, spec.rho, spec.gauss_newton) == (2, 10, 0.1, True)
+    assert ProbesSpec.model_validate(spec.model_dump()) == spec  # a resolved configuration says the same again
+    for wrong in ({"rho": 0}, {"rho": "best"}, {"trace_probes": 1}, {"preset": "cheapest"}, {"unknown": 1}):
+        with pytest.raises(ValidationError):
+            ProbesSpec(**wrong)
+    for off in ({"every": 25, "preset": "off"}, {"every": 25, "preset": False}):
+        with pytest.raises(ValidationError, match="preset off probes nothing"):
+            ProbesSpec(**off)

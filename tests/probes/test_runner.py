@@ -26,7 +26,7 @@ from sharpscope.probes import language_model as language
 from sharpscope.probes.objectives import Objective, completion_batch, token_batch
 from tests.models import random_batch, tiny_model
 from tests.probes.test_guard import assert_same, disturbed, snapshot
-from tests.probes.test_probe_set import built, draw
+from tests.probes.test_objectives import built, draw
 
 SPEC = ProbesSpec(
     preset="standard",

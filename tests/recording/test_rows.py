@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import numpy as np
 import pytest
 import torch
 
+import sharpscope
+from sharpscope.policy import draw_completions, load_policy
+from sharpscope.policy.sharding import ModelView
+from sharpscope.recording.probe_sets import Drawer, run_probe_set
 from sharpscope.recording.rows import steps_row, unweighted_gradient
+from sharpscope.recording.run_folder import wind_back
+from sharpscope.recording.schedule import Schedule
 from sharpscope.recording.step import StepTokens
+from sharpscope.recording.surface import SurfaceProbes
+from sharpscope.tasks import make_task
+from sharpscope.traces import TraceWriter
+from sharpscope.training import train
+from tests.traces.rows import new_run, rows
+from tests.traces.test_files import damage_part
 from tests.training.test_learner import learn, learner_of, method_of, world  # noqa: F401 - a fixture
 
 
@@ -58,3 +73,143 @@ def test_weight_statistics_count_tokens_by_the_gradient_they_carry(world):  # no
         assert row[f"weight_{name}_gradient"] == pytest.approx(value, rel=1e-9, abs=1e-12)
     assert abs(row["weight_mean_gradient"] - row["weight_mean"]) > 1e-3
     assert row["gradient_rotation"] is None
+
+
+# -- What a resume does with a run's folder
+
+
+def test_a_part_that_a_resume_sets_aside_is_told_once(tmp_path):
+    run = new_run(tmp_path / "a")
+    with TraceWriter(run) as writer:
+        for step in (1, 2):
+            writer.append("tokens", rows("tokens", step))
+    (part,) = (run / "traces/tokens").iterdir()
+    damage_part(part, "logit")
+    (told,) = wind_back(run, 1)
+    assert told.startswith(f"traces/tokens/damaged-{part.name} is set aside: its pages cannot be read")
+    assert wind_back(run, 1) == []
+
+
+# -- Completions for probes: draws from softmax(z/T) of the policy itself, whatever the run samples with
+
+SERVER = {"kind": "server", "url": "http://127.0.0.1:9/v1"}  # nothing listens there
+
+
+def drawn(config):
+    policy, task = load_policy(config.policy), make_task(config.task)
+    return Drawer(config, policy, task)(task.splits()["train"][:3], 5, seed=7).rollouts
+
+
+def same(one, other) -> bool:
+    return torch.equal(one.input_ids, other.input_ids) and torch.equal(one.behavior_logp, other.behavior_logp)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"top_k": 1}, {"top_p": 0.2}, {"backend": SERVER}, {"top_p": 0.5, "top_k": 3, "backend": SERVER}]
+)
+def test_probes_draw_from_the_whole_distribution_of_the_policy_itself(toy_config, sampling):
+    plain = drawn(toy_config(rollout__temperature=1.0))
+    found = drawn(toy_config(**{f"rollout__{name}": value for name, value in sampling.items()}))
+    assert same(found, plain) and found.sampler_logp is None
+    assert (
+        len({tuple(row) for row in plain.completion_ids[:5].tolist()}) > 1
+    )  # top_k = 1 would draw one text five times
+
+
+def test_without_truncation_and_server_probes_draw_as_the_run_would(toy_config):
+    config = toy_config(rollout__temperature=0.7)
+    policy, task = load_policy(config.policy), make_task(config.task)
+    examples = task.splits()["train"][:3]
+    assert same(drawn(config), draw_completions(policy, task, examples, 5, config.rollout, 7))
+    assert not same(drawn(config), drawn(toy_config(rollout__temperature=1.0)))
+
+
+# -- Probes of the loss surface in a run: what is recorded, the radius of the run, and an event for what is not reliable
+
+SMALL = {
+    "probes__preset": "light",
+    "probes__every": 2,
+    "probes__prompts": 3,
+    "probes__heldout_prompts": 2,
+    "probes__curvature_prompts": 3,
+    "probes__max_products": 8,
+    "probes__trace_probes": 2,
+    "evaluation__every": 0,
+    "recording__token_gradients_every": 0,
+    "recording__heldout_influence_every": 0,
+    "steps": 2,
+}
+
+
+def probes_of(config):
+    task, policy = make_task(config.task), load_policy(config.policy)
+    optimizer = torch.optim.AdamW(policy.model.parameters())
+    view = ModelView(policy.model, list(policy.model.parameters()), optimizer)
+    probes = SurfaceProbes(config, lambda: view, Drawer(config, policy, task), Schedule(config))
+    return probes, run_probe_set(config, task), policy.model
+
+
+def test_a_run_records_curvature_with_adamws_threshold_and_the_two_batch_norm(toy_config):
+    config = toy_config(**SMALL, probes__functionals=["surrogate"], probes__rho=0.05, probes__gradient_samples=4)
+    train(config)
+    probes = sharpscope.load_run(config.run_dir).probes
+    surface = probes[~probes["probe"].isin(["critical", "update"])]
+    assert sorted(surface["step"].unique()) == [0, 2]
+    critical = probes[probes["quantity"] == "critical_sharpness"]
+    assert {1, 2} == set(critical["step"])
+    # AdamW has moments after the first update only.
+    assert sorted(probes.loc[probes["quantity"] == "preconditioned_largest", "step"].unique()) == [2]
+    threshold = probes.loc[probes["quantity"] == "preconditioned_threshold", "value"].iloc[0]
+    lr = float(sharpscope.load_run(config.run_dir).steps["lr"].iloc[-1])
+    beta = config.optimizer.beta1
+    assert threshold == pytest.approx((2 + 2 * beta) / ((1 - beta) * lr))
+    pairs = probes[probes["quantity"] == "squared_gradient_norm"]
+    assert set(pairs["functional"]) == {"surrogate", "expected_failure"} and pairs["std_error"].notna().all()
+
+
+def test_the_radius_of_a_run_is_found_once_and_kept(toy_config):
+    config = toy_config(**SMALL, probes__functionals=["expected_failure"], probes__kinds=["sam"], probes__samples=4)
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / "run.json").write_text('{"status": "running"}')
+    probes, probe_set, _ = probes_of(config)
+    assert probes.start(probe_set, {}) == []
+    tables, _ = probes.rows(0)
+    rows = dict(zip(tables["probes"]["quantity"], tables["probes"]["value"], strict=True))
+    kept = json.loads((config.run_dir / "run.json").read_text())["probe_radius"]
+    if probes.radius is None:  # no completion of this draw is correct
+        assert rows["radius"] is None
+        pytest.skip("the tiny policy drew no correct completion")
+    assert kept["rho"] == probes.radius.rho == rows["radius"] and 0.05 <= kept["saturation"] <= 0.3
+    again, probe_set, _ = probes_of(config)  # as a resumed run
+    again.start(probe_set, {"probe_radius": kept})
+    tables, _ = again.rows(2)
+    assert "radius" not in tables["probes"]["quantity"] and again.radius == probes.radius
+    assert {
+        rho for q, rho in zip(tables["probes"]["quantity"], tables["probes"]["rho"], strict=True) if q == "sam"
+    } == {probes.radius.rho}
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_every_estimate_that_is_not_to_be_believed_has_its_event(toy_config, broken):
+    config = toy_config(**SMALL | {"probes__max_products": 4}, probes__functionals=["surrogate"], probes__rho=0.05)
+    probes, probes.probe_set, model = probes_of(config)
+    if broken:
+        with torch.no_grad():
+            next(p for name, p in model.named_parameters() if "down_proj" in name)[0, 0] = math.nan
+    tables, events = probes.rows(2)
+    rows = tables["probes"]
+    named = zip(rows["quantity"], rows["value"], rows["converged"], strict=True)
+    bad = [quantity for quantity, value, converged in named if converged is False or value is None]
+    assert "largest" in bad and (not broken or {"gradient_norm", "sam", "asam"} <= set(bad))
+    assert len(events) == len(bad) and all(event.rule == "probe" and event.step == 2 for event in events)
+    for quantity, event in zip(bad, events, strict=True):
+        assert f" {quantity}" in event.message and event.message.split(": ", 1)[1]
+
+
+def test_without_solutions_the_expected_failure_is_probed(toy_config):
+    """No completion of the policy ends by itself within four tokens, so none is a solution."""
+    config = toy_config(**SMALL, probes__rho=0.05, rollout__max_new_tokens=4, probes__critical_sharpness=False)
+    train(config)
+    run = sharpscope.load_run(config.run_dir)
+    assert set(run.probes["functional"]) == {"expected_failure"} and set(run.probes["step"]) == {0, 2}
+    assert "info" in set(run.events.loc[run.events["step"] == 0, "severity"])

@@ -19,7 +19,7 @@ from sharpscope.tasks.tool_qa import (
     information,
 )
 from sharpscope.tasks.tool_world import RELATIONS, make_world
-from tests.oracles import protocol as oracle
+from tests.oracles import puzzles as oracle
 
 pytest.importorskip("bm25s", reason="needs the optional library bm25s")
 SMALL = {"hops": (1, 2), "things": 80, "train_size": 40, "heldout_size": 10, "unseen_size": 10}

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from transformers import AutoModelForCausalLM, get_scheduler
 
 import sharpscope
+from sharpscope import memory
+from sharpscope.cli import running
+from sharpscope.cli.console import progress
+from sharpscope.config.training import OptimizerSpec
 from sharpscope.errors import UserError
 from sharpscope.policy import load_policy
 from sharpscope.recording import run_folder
 from sharpscope.recording.rows import rollout_columns
-from sharpscope.tasks import make_task
+from sharpscope.tasks import Example, make_task
 from sharpscope.traces import TABLES, timing_columns, update_run_info
 from sharpscope.training import Display, loop, train
+from sharpscope.training import display as shown
 from sharpscope.training.checkpoint import checkpoints
+from sharpscope.training.display import RichDisplay, minutes
 from sharpscope.training.rollouts import DataOrder, draw_rollouts
+from sharpscope.training.setup import build_optimizer, learning_rate, load_start
+from tests.models import tiny_model
 from tests.oracles.objective import mass_percentile
 
 
@@ -279,3 +292,106 @@ def test_a_penalty_on_length_is_no_signal_for_dynamic_sampling(toy_config):
     assert [set(part) for part in parts] == [{"vowels", "overlong"}] * 16
     np.testing.assert_allclose([sum(part.values()) for part in parts], drawn.rollouts.reward, rtol=1e-6)
     np.testing.assert_allclose([reward.total for reward in drawn.rewards], drawn.rollouts.reward, rtol=1e-6)
+
+
+# -- What is printed where there is no terminal: enough to follow a run, a sweep or a report from its log file
+
+
+def lines(slow: bool, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(shown, "LINE_EVERY", 0.0 if slow else 1e9)
+    file = io.StringIO()
+    display = RichDisplay(Console(file=file, width=40))
+    display.start("a run", 12, 0)
+    for step in range(1, 13):
+        display.step({"step": step, "reward_mean": 0.5, "accuracy": 0.25})
+    display.stop()
+    return file.getvalue().splitlines()
+
+
+def test_slow_steps_are_printed_each_and_fast_ones_every_tenth(monkeypatch):
+    fast, slow = lines(False, monkeypatch), lines(True, monkeypatch)
+    assert [line.split(":")[0] for line in fast] == ["step 1 of 12", "step 10 of 12"]
+    assert [line.split(":")[0] for line in slow] == [f"step {step} of 12" for step in range(1, 13)]
+    assert all("reward +0.500" in line and line.endswith(" s") and "  left " in line for line in fast + slow)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (120, "2 min"), (7000, "117 min"), (11100, "3 h 05 min")]
+)
+def test_minutes(seconds, text):
+    assert minutes(seconds) == text
+
+
+def test_a_sweep_prints_its_steps(monkeypatch, capsys):
+    runs = [
+        SimpleNamespace(steps_done=done, config=SimpleNamespace(steps=10), name=name)
+        for name, done in (("one", 10), ("two", 3))
+    ]
+    monkeypatch.setattr(running, "LINE_EVERY", 0.0)
+    with running._Bar(runs) as bar:
+        bar.update(runs[1:])
+    assert capsys.readouterr().err == "13 of 20 steps of all runs; running: two 3/10\n"
+
+
+def test_parts_of_a_report_are_printed_without_control_characters(capsys):
+    with progress("reading traces") as update:
+        update("figure\x1b[2J 1")
+    assert capsys.readouterr().err == "  reading traces\n  figure�[2J 1\n"
+
+
+# -- AdamW's schedule against transformers', its groups, and the order of examples
+
+
+def test_decay_spares_vectors():
+    model = tiny_model("gpt2")
+    groups = build_optimizer(model, OptimizerSpec(weight_decay=0.1)).param_groups
+    assert {p.ndim >= 2 for p in groups[0]["params"]} == {True} and groups[0]["weight_decay"] == 0.1
+    assert {p.ndim for p in groups[1]["params"]} == {1} and groups[1]["weight_decay"] == 0.0
+    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 3, 11])
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_learning_rate_is_transformers_schedule_and_ends_at_zero(schedule, warmup):
+    steps, spec = 12, OptimizerSpec(lr=0.3, warmup_steps=warmup, schedule=schedule)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    # without warm-up the first step has the peak, which is a warm-up of one step
+    scheduler = get_scheduler(schedule, optimizer, num_warmup_steps=max(warmup, 1), num_training_steps=steps)
+    for step in range(1, steps + 1):
+        optimizer.step()
+        scheduler.step()
+        assert learning_rate(spec, step, steps) == pytest.approx(scheduler.get_last_lr()[0], abs=1e-15)
+    assert learning_rate(spec, steps, steps) == 0.0
+    assert learning_rate(OptimizerSpec(lr=0.1, schedule=schedule), 1, 1) == 0.1
+
+
+def examples(count: int) -> list[Example]:
+    return [Example(str(index), "", {"id": str(index)}) for index in range(count)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 12), st.lists(st.integers(1, 7), max_size=8), st.integers(0, 5), st.integers(0, 9))
+def test_epochs_are_permutations_and_the_cursor_is_the_only_state(count, takes, seed, cut):
+    order = DataOrder(examples(count), seed)
+    seen = [example.prompt for take in takes for example in order.take(take)]
+    assert order.cursor == len(seen)
+    for start in range(0, len(seen) - count + 1, count):
+        assert sorted(seen[start : start + count], key=int) == [str(index) for index in range(count)]
+    rest = DataOrder(examples(count), seed, cursor=min(cut, len(seen))).take(len(seen) - min(cut, len(seen)))
+    assert [example.prompt for example in rest] == seen[cut:]
+
+
+def test_epochs_and_seeds_differ():
+    first = DataOrder(examples(50), 0)
+    one, two = first.take(50), first.take(50)
+    assert one != two and DataOrder(examples(50), 1).take(50) != one
+
+
+def test_what_training_needs_is_compared_with_free_memory_before_the_folder_is_made(toy_config, monkeypatch):
+    """Weights, then as much for the gradient and for each of AdamW's moments."""
+    config = toy_config(steps=1)
+    policy = load_start(config, None)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 11.9 * policy.parameters)
+    with pytest.raises(UserError, match="memory: a gradient with AdamW's two moments takes about"):
+        train(config)
+    assert not config.run_dir.exists()

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.stats
 
+from experiments.benchmarks.reliability import halves, lengthened
 from sharpscope.analysis.statistics import (
     ClusterSlope,
     accuracy_interval,
     cluster_moments,
     contrast_interval,
     mean_interval,
+    sign_flip_p,
+    smallest_sign_flip_p,
+    weighted_ranks,
 )
+from sharpscope.analysis.statistics.permutation import sign_flip_interval
 
 
 def test_bca_is_scipys_and_kinds_follow_the_number_of_clusters():
@@ -129,3 +138,113 @@ def test_accuracy_interval_covers_near_0_near_1_and_between(truth, correlation):
     assert np.mean([interval.low <= truth <= interval.high for interval in result]) > 0.925
     if truth != 0.5:
         assert np.mean(abs(means - truth) <= 1.96 * errors) < 0.9
+
+
+# -- Reliability of two measurements against simulated measures of known reliability
+
+
+@pytest.mark.parametrize("noise", [0.3, 1.0, 2.0])
+def test_arms_that_differ_make_no_measure_reliable_within_arms(noise):
+    """Of policies with true values N(0, 1) in an arm, measured with noise, the two halves correlate by 1/(1 + noise²)."""
+    rng = np.random.default_rng(0)
+    arms = pd.Series(np.repeat(np.arange(60), 12))
+    truth = rng.normal(size=720) + 3.0 * arms
+    first, second = (pd.Series(np.exp(0.1 * (truth + noise * rng.normal(size=720)))) for _ in range(2))
+    everywhere, inside = halves(first, second, arms)
+    assert inside == pytest.approx(1 / (1 + noise**2), abs=0.07) and everywhere > 0.99
+    full, times = lengthened(inside)
+    assert full == pytest.approx(1 / (1 + noise**2 / 2), abs=0.07)
+    assert times * full / (1 + (times - 1) * full) == pytest.approx(0.9)  # Spearman and Brown give the target back
+    assert math.isnan(lengthened(-0.1)[0]) and lengthened(-0.1)[1] == math.inf
+
+
+# -- Slopes within clusters against least squares, and the coverage of their intervals
+
+
+def test_cluster_slope_equals_least_squares_with_a_mean_for_each_cluster():
+    rng = np.random.default_rng(4)
+    clusters = []
+    for _ in range(9):
+        x, z, w = rng.normal(size=20), rng.normal(size=20), rng.uniform(0.5, 2, 20)
+        clusters.append((0.7 * x - 0.4 * z + 3 * rng.normal() + rng.normal(size=20), x, z, w))
+    slope = ClusterSlope(np.array([cluster_moments(y, x, [z], w) for y, x, z, w in clusters]))
+    dummies = np.kron(np.eye(9), np.ones((20, 1)))
+    y, x, z = (np.concatenate([c[i] for c in clusters]) for i in range(3))
+    # weights sum to the number of rows in each cluster
+    w = np.sqrt(np.concatenate([c[3] * 20 / c[3].sum() for c in clusters]))
+    design = np.column_stack([x, z, dummies])
+    expected = np.linalg.lstsq(design * w[:, None], y * w, rcond=None)[0][0]
+    assert slope.value == pytest.approx(expected, rel=1e-9)
+    interval = slope.interval()
+    assert interval.kind == "sign-flip" and interval.low < expected < interval.high
+    assert slope.p(interval.low - 1e-6) <= 0.05 < slope.p(interval.low + 1e-6)
+    many = ClusterSlope(np.concatenate([slope.moments] * 2))
+    assert many.interval().kind == "bca"
+
+
+def test_slope_test_keeps_its_level_and_its_interval_covers():
+    rng = np.random.default_rng(7)
+    studies = [slope_clusters(rng, 10) for _ in range(200)]
+    rejected = sum(s.p(0.0) <= 0.05 for s in studies)
+    assert scipy.stats.binomtest(rejected, 200, 0.05, alternative="greater").pvalue > 0.01
+    held = sum(s.interval().low <= 0 <= s.interval().high for s in studies)
+    assert held >= scipy.stats.binom.ppf(0.001, 200, 0.94)
+
+
+# -- Sign-flip tests and rank correlations against counting and scipy, and their level
+
+
+def test_sign_flip_p_counts_every_pattern():
+    values = np.random.default_rng(0).normal(0.4, 1, 7)
+    sums = [np.dot(signs, values - 0.1) for signs in itertools.product([-1, 1], repeat=7)]
+    seen = np.sum(values - 0.1)
+    assert sign_flip_p(values, shift=0.1) == np.mean(np.abs(sums) >= abs(seen) - 1e-12)
+    assert sign_flip_p(values, "greater", shift=0.1) == np.mean(np.array(sums) >= seen - 1e-12)
+    assert sign_flip_p(values, "less", shift=0.1) == np.mean(np.array(sums) <= seen + 1e-12)
+
+
+def test_sign_flip_p_agrees_with_scipy_where_patterns_are_drawn():
+    values = np.random.default_rng(1).normal(0.3, 1, 20)
+    ours = sign_flip_p(values)
+    theirs = scipy.stats.permutation_test(
+        (values,),
+        lambda x, axis: x.mean(axis),
+        permutation_type="samples",
+        n_resamples=20_000,
+        rng=np.random.default_rng(0),
+        vectorized=True,
+    ).pvalue
+    assert ours == pytest.approx(theirs, abs=0.02)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 6, 14, 30])
+@pytest.mark.parametrize("side", ["two-sided", "greater"])
+def test_no_p_is_below_the_smallest(n, side):
+    values = np.arange(1.0, n + 1)
+    assert sign_flip_p(values, side) == smallest_sign_flip_p(n, side)
+
+
+def test_the_sign_flip_interval_holds_what_the_test_does_not_reject():
+    values = np.random.default_rng(2).standard_t(3, 8)
+    low, high = sign_flip_interval(values)
+    inside = [sign_flip_p(values, shift=m) > 0.05 for m in np.linspace(low + 1e-6, high - 1e-6, 41)]
+    outside = [sign_flip_p(values, shift=m) <= 0.05 for m in (low - 1e-6, high + 1e-6)]
+    assert all(inside) and all(outside)
+    assert sign_flip_interval(values[:5]) is None
+    with pytest.raises(ValueError, match="finite"):
+        sign_flip_p(np.array([1.0, np.nan]))
+
+
+@pytest.mark.parametrize("name", ["normal", "heavy tails (t, 3 degrees)"])
+@pytest.mark.parametrize("n", [7, 10, 20])
+def test_200_null_studies_are_called_effects_no_more_often_than_the_level_allows(name, n):
+    rng = np.random.default_rng(n)
+    draw = NOISE[name][0]
+    rejected = sum(sign_flip_p(draw(rng, n)) <= 0.05 for _ in range(200))
+    assert scipy.stats.binomtest(rejected, 200, 0.05, alternative="greater").pvalue > 0.01
+
+
+def test_ranks_by_hand_and_against_scipy():
+    x = np.random.default_rng(5).normal(size=12)
+    assert weighted_ranks(x, np.ones(12)) * 12 == pytest.approx(scipy.stats.rankdata(x) - 0.5)
+    assert weighted_ranks(np.array([2.0, 1.0, 2.0]), np.array([1.0, 2.0, 1.0])) == pytest.approx([0.75, 0.25, 0.75])

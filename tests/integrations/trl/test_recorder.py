@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import sharpscope
 from sharpscope.cli import app
 from sharpscope.errors import UserError
-from tests.oracles.trl import loss_coefficients
+from tests.oracles.objective import loss_coefficients
 
 pytest.importorskip("trl", reason="TRL is not installed (test extra)")
 

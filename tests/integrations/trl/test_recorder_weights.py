@@ -11,14 +11,14 @@ import torch
 
 import sharpscope
 from sharpscope.errors import UserError
+from sharpscope.integrations.trl import WEIGHTABLE, record, token_loss
 from sharpscope.objective import StepTensors, calibrate, gradient_mass, named_method, prepare
 from sharpscope.seeds import generator
-from tests.oracles.trl import loss_coefficients
+from tests.integrations.trainers import trainer
+from tests.oracles.objective import loss_coefficients
 
 pytest.importorskip("trl", reason="TRL is not installed (test extra)")
 
-from sharpscope.integrations.trl import WEIGHTABLE, record, token_loss
-from tests.integrations.trainers import trainer
 
 QUIET = {"token_gradients_every": 0, "spike_z": None}
 

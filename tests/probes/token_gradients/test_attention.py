@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from sharpscope.probes import attribute, directional_derivative, logp_gradient, score_norms
 from sharpscope.probes.token_gradients import attention
+from sharpscope.probes.token_gradients import rows as rows_module
+from sharpscope.probes.token_gradients.structure import structure_of
+from tests.models import ARCHITECTURES, tiny_model
+from tests.oracles.token_gradients import local_token_gradients, squared_norms, token_gradients
 
 B, HEADS, KEY_HEADS, L, D, BEFORE = 2, 4, 2, 11, 6, 3
 SCALE = 0.4
@@ -85,3 +90,97 @@ def test_forward_mode(mask, cap):
         out = forward_ad.unpack_dual(attention._pushed(*duals, mask, SCALE, cap))
         close(out.primal, value)
         close(out.tangent, moved)
+
+
+# -- Completions of one prompt: reading the prompt once changes nothing
+
+PROMPTS = (19, 25)
+
+
+def batch():
+    """Three completions of each of two prompts, one row that shares with none; prompts padded on the left."""
+    draw = torch.Generator().manual_seed(4)
+    width, longest = max(PROMPTS), 4
+    prompts = [torch.randint(2, 37, (n,), generator=draw) for n in PROMPTS]
+    prompts = [prompts[0]] * 3 + [prompts[1]] * 3 + [torch.randint(2, 37, (20,), generator=draw)]
+    ids = torch.zeros(7, width + longest, dtype=torch.long)
+    attention, mask = torch.zeros_like(ids), torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        n = longest - row % 3
+        ids[row, width - len(prompt) : width] = prompt
+        ids[row, width : width + n] = torch.randint(2, 37, (n,), generator=draw)
+        attention[row, width - len(prompt) : width + n] = 1
+        mask[row, width : width + n] = 1
+    mask[1, width : width + 2] = 0  # its beginning is two tokens longer
+    return {"input_ids": ids, "mask": mask, "attention_mask": attention}
+
+
+def coefficients(mask):
+    coef = torch.randn(mask.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64) * mask
+    coef[2] = 0
+    return coef
+
+
+@pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - {"gemma2"}))
+def test_shared_prompts_match_the_loop(architecture):
+    model, given = tiny_model(architecture), batch()
+    exact = 1e-5 if "moe" in architecture else 1e-9  # transformers' router is in float32
+    assert structure_of(model).shares
+    gradients = token_gradients(model, given["input_ids"], given["mask"], given["attention_mask"], 1.0)
+    local = squared_norms(
+        local_token_gradients(model, given["input_ids"], given["mask"], given["attention_mask"], 1.0),
+        given["mask"].shape,
+    )
+    torch.testing.assert_close(score_norms(model, **given).squared, local, rtol=exact, atol=0)
+    coef = coefficients(given["mask"])
+    whole = [
+        sum(coef[place] * g[i] for place, g in gradients.items()) for i in range(len(next(iter(gradients.values()))))
+    ]
+    for found, expected in zip(logp_gradient(model, coef=coef, **given), whole, strict=True):
+        torch.testing.assert_close(found, expected, rtol=exact, atol=exact)
+    shares = attribute(model, coef=coef, **given)
+    square = sum(float(part.square().sum()) for part in whole)
+    for place, g in gradients.items():
+        along = sum(float((a * b).sum()) for a, b in zip(g, whole, strict=True))
+        assert float(shares[place]) == pytest.approx(float(coef[place]) * along / square, abs=exact)
+    assert float(shares.sum()) == pytest.approx(1.0, abs=exact)
+
+
+def test_shared_prompts_under_sliding_windows_and_soft_caps(monkeypatch):
+    model, given = tiny_model("gemma2", attn_logit_softcapping=3.0), batch()
+    assert structure_of(model).shares
+    coef = coefficients(given["mask"])
+    direction = [torch.ones_like(p) for p in model.parameters()]
+
+    def everything():
+        derivative = directional_derivative(model, direction=direction, **given)
+        return score_norms(model, **given).squared, attribute(model, coef=coef, **given), derivative
+
+    shared = everything()
+    monkeypatch.setattr(rows_module, "WORTH", 10**6)
+    for one, other in zip(shared, everything(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)  # Gemma's eager softmax is in float32
+
+
+@pytest.fixture(autouse=True)
+def short_beginnings_are_worth_it(monkeypatch):
+    """By default reading a beginning once must save about a thousand tokens."""
+    monkeypatch.setattr(rows_module, "WORTH", 16)
+
+
+def test_a_beginning_is_read_once_where_that_saves_enough(monkeypatch):
+    model, given = tiny_model("qwen2"), batch()
+    rows = rows_module.make_rows(model, given["input_ids"], given["mask"], given["attention_mask"], 1.0)
+    for worth, read in ((18, [18, 24, None]), (19, [24, None]), (48, [24, None]), (49, [None])):
+        monkeypatch.setattr(rows_module, "WORTH", worth)  # two rows go on from 18 tokens, three from 24
+        found = {None if chunk.before is None else len(chunk.before) for chunk in rows.chunks(10**6, share=True)}
+        assert found == set(read)
+
+
+def test_groups_of_rows_are_those_that_begin_alike():
+    model, given = tiny_model("qwen2"), batch()
+    rows = rows_module.make_rows(model, given["input_ids"], given["mask"], given["attention_mask"], 1.0)
+    found = [(len(chunk.ids), chunk.before) for chunk in rows.chunks(10**6, share=True)]
+    assert [count for count, _ in found] == [2, 3, 2]  # the first prompt's but one; the second's; those alone
+    assert [None if before is None else len(before) for _, before in found] == [18, 24, None]
+    assert sum(len(chunk.targets) for chunk in rows.chunks(8, share=True)) == int(given["mask"].sum())
