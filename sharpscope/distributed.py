@@ -113,13 +113,13 @@ def balance(work: Sequence[int]) -> list[int]:
 
     Greedy: the largest item goes to the process with the smallest total. Every process computes the same assignment.
     """
-    loads, own = [0] * world_size(), []
+    loads, assigned = [0] * world_size(), []
     for index in sorted(range(len(work)), key=lambda i: -work[i]):
         to = loads.index(min(loads))
         loads[to] += work[index]
         if to == rank():
-            own.append(index)
-    return sorted(own)
+            assigned.append(index)
+    return sorted(assigned)
 
 
 @dataclass(frozen=True)
@@ -180,16 +180,16 @@ def sum_values(value: float) -> float:
 
 def first_not_none(values: Iterable[T | None]) -> T | None:
     """First value that is not None, by rank and then in order; None if there is none."""
-    own = next((value for value in values if value is not None), None)
-    return next((value for value in gather(own) if value is not None), None)
+    local = next((value for value in values if value is not None), None)
+    return next((value for value in gather(local) if value is not None), None)
 
 
 def exchange_rows(index: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy rows between processes: this one has computed rows `index` of `tensors` and receives the rows of the others."""
     if world_size() == 1:
         return
-    own = (index.cpu(), [tensor[index.to(tensor.device)].detach().cpu() for tensor in tensors])
-    for origin, (rows, parts) in enumerate(gather(own)):
+    local = (index.cpu(), [tensor[index.to(tensor.device)].detach().cpu() for tensor in tensors])
+    for origin, (rows, parts) in enumerate(gather(local)):
         if origin != rank():
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor[rows.to(tensor.device)] = part.to(tensor)
@@ -203,9 +203,9 @@ def map_rows(rows: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
     if world_size() == 1:
         return compute(rows)
     part = rows[local_slice(len(rows))]
-    own = compute(part) if len(part) else None
-    results = [piece for piece in gather(None if own is None else own.detach().cpu()) if piece is not None]
-    return torch.cat(results).to(rows.device if own is None else own.device)
+    local = compute(part) if len(part) else None
+    results = [piece for piece in gather(None if local is None else local.detach().cpu()) if piece is not None]
+    return torch.cat(results).to(rows.device if local is None else local.device)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from sharpscope.config import Setting
+    from sharpscope.config import SettingInfo
 
 BASIC = (
     "out",
@@ -161,7 +161,7 @@ def config(
         )
 
 
-def _print(rows: Iterable[Setting]) -> None:
+def _print(rows: Iterable[SettingInfo]) -> None:
     """Print settings, below a line with the kind that has them."""
     from rich.console import Console
     from rich.markup import escape

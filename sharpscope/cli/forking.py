@@ -98,9 +98,9 @@ def fork(
         rows = settings_of(ForkSpec, "fork.")
         typer.echo("\n".join(f"{row.path} = {row.default}  [{row.values}]  {row.description}" for row in rows))
         return
-    own = [text for text in set_ or [] if text.startswith("fork.")]
-    settings: dict[str, Any] = parse_overrides(own).get("fork", {})
-    common = {"overrides": [text for text in set_ or [] if text not in own], "threads": threads}
+    fork_settings = [text for text in set_ or [] if text.startswith("fork.")]
+    settings: dict[str, Any] = parse_overrides(fork_settings).get("fork", {})
+    common = {"overrides": [text for text in set_ or [] if text not in fork_settings], "threads": threads}
     listed = {"methods": methods, "outcomes": outcomes}
     given = {name: [part.strip() for part in text.split(",")] for name, text in listed.items() if text is not None}
     given |= {} if batches is None else {"batches": batches}

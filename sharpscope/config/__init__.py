@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sharpscope.config.base import Schedule, Setting, Spec, check_keys, settings_of, validate
+from sharpscope.config.base import Schedule, SettingInfo, Spec, check_keys, settings_of, validate
 from sharpscope.config.claims import ClaimsSpec
 from sharpscope.config.forks import ForkSpec
 from sharpscope.config.method import Method

@@ -212,7 +212,7 @@ def short(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Setting:
+class SettingInfo:
     """A field of a configuration: its path, the kind of part that has it (empty: any), default, values and description."""
 
     path: str
@@ -222,14 +222,14 @@ class Setting:
     description: str
 
 
-def settings_of(model: type[BaseModel], prefix: str = "", kind: str = "") -> typing.Iterator[Setting]:
+def settings_of(model: type[BaseModel], prefix: str = "", kind: str = "") -> typing.Iterator[SettingInfo]:
     """Every field of a model and of its parts, for each kind that a part may have."""
     yield from _settings(model, prefix, kind, ())
 
 
 def _settings(
     model: type[BaseModel], prefix: str, kind: str, parents: tuple[type[BaseModel], ...]
-) -> typing.Iterator[Setting]:
+) -> typing.Iterator[SettingInfo]:
     for name, info in model.model_fields.items():
         if name == "kind" and kind:
             continue
@@ -243,7 +243,7 @@ def _settings(
             shown = default if info.is_required() else json.dumps(default, ensure_ascii=False)  # also valid YAML
         values = " | ".join([*kinds, *(["null"] if type(None) in types_ else [])]) if parts else ""
         text = info.description or ""
-        yield Setting(path, kind, shown, values if parts else type_text(info.annotation, info.metadata), text)
+        yield SettingInfo(path, kind, shown, values if parts else type_text(info.annotation, info.metadata), text)
         for each, part in parts:
             if part not in parents:  # a weighting of a weighting, questions of another task: listed once
                 yield from _settings(part, f"{path}.", each or kind, (*parents, model, *kinds.values()))

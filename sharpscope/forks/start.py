@@ -200,9 +200,9 @@ class State:
             progress = restore(checkpoint, self.policy, self.optimizer, average)
             self.step, self._cursor = progress.step, progress.cursor
             self._state = dict(progress.entropy_control)
-            own = config.resolved_method.unlabeled
+            method = config.resolved_method.unlabeled
             calibrated = Method.model_validate(without_none_kinds(progress.method))
-            self.methods = {name: calibrated if one.unlabeled == own else one for name, one in self.methods.items()}
+            self.methods = {name: calibrated if one.unlabeled == method else one for name, one in self.methods.items()}
         self.warm = bool(self.optimizer.state)
         self.lr = positive_learning_rate(config, min(self.step + 1, config.steps))
         set_learning_rate(self.optimizer, self.lr)

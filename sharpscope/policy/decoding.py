@@ -377,7 +377,7 @@ class DirectDecoder:
         self.shared = width if width > SHORT else 0  # positions that the texts of a prompt share
         self.used = width - self.shared  # later positions in use
         self.prompts = [(keys[:, :, : self.shared], values[:, :, : self.shared]) for keys, values in prompts.states]
-        self.own = [(keys[:, :, self.shared :], values[:, :, self.shared :]) for keys, values in prompts.states]
+        self.row_states = [(keys[:, :, self.shared :], values[:, :, self.shared :]) for keys, values in prompts.states]
         self.count = len(lengths)
         self._resize(None, room, INITIAL_CAPACITY)
         padding = torch.arange(width, device=lengths.device) < width - lengths[:, None]  # (B, P)
@@ -387,8 +387,8 @@ class DirectDecoder:
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         """Append tokens (m,) at positions (m,) and return the hidden states (m, d) that predict the next ones."""
         m, width = len(token), self.cos.shape[-1]
-        if self.used == self.own[0][0].shape[2]:
-            self._resize(None, len(self.own[0][0]), self.used)
+        if self.used == self.row_states[0][0].shape[2]:
+            self._resize(None, len(self.row_states[0][0]), self.used)
         self.used += 1
         cos, sin = self.cos[position], self.sin[position]  # (m, 1, d_head)
         hidden = self.embed(token)  # (m, d)
@@ -399,7 +399,7 @@ class DirectDecoder:
             if q_norm is not None:
                 both = torch.cat([q_norm(both[:, :-heads]), k_norm(both[:, -heads:])], 1)
             both = torch.addcmul(both * cos, both.roll(self.half, -1), sin)
-            keys, values = self.own[index]
+            keys, values = self.row_states[index]
             keys[:m, :, self.used - 1], values[:m, :, self.used - 1] = both[:, -heads:], v
             q = (both[:, :-heads] * scaling).view(m, heads, -1, width)
             hidden = hidden + out(self._attend(index, q).reshape(m, -1))
@@ -410,7 +410,7 @@ class DirectDecoder:
     def copy(self, texts: Tensor, to: Tensor, count: int) -> None:
         """Copy `texts` (k,) to the places `to` (k,); there are `count` places afterwards. A copy shares its text's prompt."""
         self.count = count
-        for pair in self.own:
+        for pair in self.row_states:
             for states in pair:
                 used = states[:, :, : self.used]
                 used.index_copy_(0, to, used.index_select(0, texts))
@@ -421,7 +421,7 @@ class DirectDecoder:
     def keep(self, texts: Tensor, room: int) -> None:
         """Keep only `texts` (k,), which may repeat, and their prompts, with memory for `room` texts."""
         self.count = len(texts)
-        self._resize(texts, room, self.own[0][0].shape[2] - self.used)
+        self._resize(texts, room, self.row_states[0][0].shape[2] - self.used)
         used, prompt = self._text_prompt[texts].unique(return_inverse=True)
         if len(used) < self._prompt_count:
             self.prompts = [(keys[used], values[used]) for keys, values in self.prompts]
@@ -430,8 +430,11 @@ class DirectDecoder:
 
     def _resize(self, texts: Tensor | None, room: int, more: int) -> None:
         """Copy the cache, or its `texts`, to memory for `room` texts with `more` positions after those in use."""
-        for index, pair in enumerate(self.own):
-            self.own[index] = (self._resized(pair[0], texts, room, more), self._resized(pair[1], texts, room, more))
+        for index, pair in enumerate(self.row_states):
+            self.row_states[index] = (
+                self._resized(pair[0], texts, room, more),
+                self._resized(pair[1], texts, room, more),
+            )
 
     def _resized(self, states: Tensor, texts: Tensor | None, room: int, more: int) -> Tensor:
         grown = states.new_empty(max(self.count, room), states.shape[1], self.used + more, states.shape[3])
@@ -478,7 +481,7 @@ class DirectDecoder:
 
     def _attend(self, index: int, q: Tensor) -> Tensor:
         """Attention (m, H, R, d) in layer `index` of scaled queries (m, H, R, d), one position per text, R per key head."""
-        keys, values = (states[: len(q), :, : self.used] for states in self.own[index])  # (m, H, t, d)
+        keys, values = (states[: len(q), :, : self.used] for states in self.row_states[index])  # (m, H, t, d)
         scores = q @ keys.transpose(2, 3)  # (m, H, R, t)
         if self.shared:
             prompt_keys, prompt_values = self.prompts[index]

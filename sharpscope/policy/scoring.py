@@ -157,10 +157,12 @@ class Scorer:
         work = torch.zeros(len(labels), dtype=torch.long).scatter_add(
             0, member, (part.lengths + part.prompt_lengths).cpu()
         )
-        own = torch.isin(member, torch.tensor(distributed.balance(work.tolist()), dtype=torch.long)).nonzero()[:, 0]
-        if not len(own):
-            return rows[own], []
-        part, rows = part.rows(own), rows[own]
+        local_rows = torch.isin(member, torch.tensor(distributed.balance(work.tolist()), dtype=torch.long)).nonzero()[
+            :, 0
+        ]
+        if not len(local_rows):
+            return rows[local_rows], []
+        part, rows = part.rows(local_rows), rows[local_rows]
         group = part.group if self._shares else None
         batches = microbatches(part.lengths, self._budget, prompt_lengths=part.prompt_lengths, group=group)
         return rows, [rows[batch] for batch in batches]

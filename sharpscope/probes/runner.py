@@ -224,12 +224,12 @@ def _curvatures(
         def preconditioned() -> list[Estimate]:
             diagonal = adamw_preconditioner(optimizer, surface.parameters)
             ends = {"smallest": False, "trace_probes": 0, "density_samples": 0}
-            own = measured("preconditioned_", operator, preconditioner=diagonal, by_prompt=True, **ends)
+            measured_rows = measured("preconditioned_", operator, preconditioner=diagonal, by_prompt=True, **ends)
             group = optimizer.param_groups[0]
             if group["lr"] > 0:
                 limit = adamw_threshold(float(group["lr"]), float(group["betas"][0]))
-                own.append(Estimate("curvature", "preconditioned_threshold", limit))
-            return own
+                measured_rows.append(Estimate("curvature", "preconditioned_threshold", limit))
+            return measured_rows
 
         yield rows("preconditioned_largest", preconditioned), None
     operator = None  # frees its graphs

@@ -1,6 +1,6 @@
 """Probes of an update, between its gradient and the optimizer's step. They change nothing that training sees.
 
-`Schedule` says which steps are measured. At such a step the tokens of a random sample of each update's groups get the local
+`MeasurementSchedule` says which steps are measured. At such a step the tokens of a random sample of each update's groups get the local
 score norm and their attribution; at a step whose gradient norm is a spike, those of all groups. The tokens with the largest
 local norm and random ones also get the exact norm, so that the error of the local norm is known in each run. A probe that
 refuses the policy, or differs from plain autograd on it, is left out for the rest of the run, and an event reports it.
@@ -44,7 +44,7 @@ from sharpscope.probes import (
 )
 from sharpscope.recording.health import refusal
 from sharpscope.recording.probe_sets import Drawer, needs_probe_set, run_probe_set
-from sharpscope.recording.schedule import CRITICAL, Schedule
+from sharpscope.recording.schedule import CRITICAL, MeasurementSchedule
 from sharpscope.recording.step import PendingUpdate
 from sharpscope.recording.surface import SurfaceProbes
 from sharpscope.rules import Event
@@ -89,7 +89,7 @@ class Observers:
         self, config: RunConfig, policy: Policy, view: Callable[[], ModelView], drawer: Drawer | None = None
     ) -> None:
         self.config, self.policy, self.view, self.drawer = config, policy, view, drawer
-        self.schedule = Schedule(config)
+        self.schedule = MeasurementSchedule(config)
         self.surface = SurfaceProbes(config, view, drawer, self.schedule)
         self.probe_set: ProbeSet | None = None
         self.fixed: Rollouts | None = None  # solutions of the probe set, for the entropy at fixed tokens
@@ -213,9 +213,9 @@ class StepObserver:
         if name not in self._columns:
             self._columns[name] = torch.full(self.rollouts.completion_mask.shape, math.nan)
         rows = rows.cpu()
-        target, own = self._columns[name], update.rows[rows]
+        target, taken = self._columns[name], update.rows[rows]
         new = values[:, self.rollouts.prompt_width :].detach().float().cpu()
-        target[own] = torch.where(update.first_use[rows], new, target[own])
+        target[taken] = torch.where(update.first_use[rows], new, target[taken])
 
     def add_parts(self, split: UpdateSplit) -> None:
         """Keep the parts of ‖Δθ‖² of an update."""
@@ -549,18 +549,18 @@ class _UpdateProbes:
         mask = _mask(drawn.rollouts)
         coef = failure_coefficients(mask, drawn.correct)
         rows = drawn.rollouts.rows(torch.arange(len(mask))[distributed.local_slice(len(mask))])
-        own = [torch.zeros_like(p) for p in self.view.parameters]
+        total = [torch.zeros_like(p) for p in self.view.parameters]
         problem: UserError | None = None
         if len(rows):
             coef = coef[distributed.local_slice(len(mask))]
             try:
-                own = logp_gradient(
+                total = logp_gradient(
                     model, rows.input_ids, _mask(rows), coef, rows.attention_mask, self.temperature, check=check
                 )
             except UserError as error:
                 problem = error
         _raise_together(problem)
-        return distributed.sum_tensors(own)
+        return distributed.sum_tensors(total)
 
 
 def leading(size: Tensor, count: int = LEADING) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ MOST_SPIKES = 8
 """Steps of a run at which a spike is measured."""
 
 
-class Schedule:
+class MeasurementSchedule:
     """The intervals of a run's measurements. They depend on the configuration alone, so that runs can be compared.
 
     Attributes:

@@ -15,7 +15,7 @@ from sharpscope.probes import Estimate, ProbeSet, Radius, columns, probe_set_bat
 from sharpscope.recording.health import refusal
 from sharpscope.recording.probe_sets import Drawer
 from sharpscope.recording.run_folder import note
-from sharpscope.recording.schedule import Schedule
+from sharpscope.recording.schedule import MeasurementSchedule
 from sharpscope.rules import Event
 from sharpscope.seeds import derive
 
@@ -37,11 +37,11 @@ class SurfaceProbes:
         config: RunConfig,
         view: Callable[[], ModelView],
         drawer: Drawer | None,
-        schedule: Schedule | None = None,
+        schedule: MeasurementSchedule | None = None,
     ) -> None:
         self.config, self.view, self.drawer = config, view, drawer
         self.spec = config.probes
-        self.schedule = Schedule(config) if schedule is None else schedule
+        self.schedule = MeasurementSchedule(config) if schedule is None else schedule
         self.vectors: Tensor | None = None
         self.probe_set: ProbeSet | None = None
         self.radius: Radius | None = None

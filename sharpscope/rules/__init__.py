@@ -32,7 +32,7 @@ class Event:
         return dict(vars(self))
 
 
-class Limit(Protocol):
+class RuleLimit(Protocol):
     """A rule's threshold and what follows, as `health.<rule>` sets them."""
 
     @property
@@ -70,7 +70,7 @@ def advise(rule: Rule, trainer: str = "", lr: float | None = None, checkpoint: s
 def judge(
     step: int,
     history: Mapping[str, float | None] | History,
-    limits: Mapping[str, Limit],
+    limits: Mapping[str, RuleLimit],
     trainer: str = "sharpscope",
     lr: float | None = None,
     checkpoint: str | None = None,

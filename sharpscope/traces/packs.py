@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from sharpscope.errors import UserError
 from sharpscope.traces.files import RUN_FILE, parse_run_info
-from sharpscope.traces.parts import RUN, DamagedPartError, Part, open_part, parquet_options
+from sharpscope.traces.parts import RUN, DamagedPartError, PartFile, open_part, parquet_options
 from sharpscope.traces.schema import TABLES, arrow_schema
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Pack:
         """Content of a run's run.json."""
         return parse_run_info(self._texts[run]["info"], self.folder / run / RUN_FILE)
 
-    def parts(self, table: str, run: str) -> list[Part]:
+    def parts(self, table: str, run: str) -> list[PartFile]:
         """Rows of a run in a table's file, as a list of one part; empty if it has no rows."""
         return [self._parts[table][run]] if run in self._parts[table] else []
 

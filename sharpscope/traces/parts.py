@@ -42,7 +42,7 @@ class RowGroup:
 
 
 @dataclass(frozen=True)
-class Part:
+class PartFile:
     """A Parquet file with a valid footer, or the rows of one run in it. Its pages are checked when they are read."""
 
     path: Path
@@ -102,7 +102,7 @@ class Part:
         return statistics is not None and statistics.has_null_count and statistics.null_count == group.rows
 
 
-def open_part(path: Path) -> dict[str, Part]:
+def open_part(path: Path) -> dict[str, PartFile]:
     """Read and check the footer of a Parquet file: run -> its part, or "" -> the part where the file is of one run.
 
     Raises:
@@ -123,7 +123,7 @@ def open_part(path: Path) -> dict[str, Part]:
         run = group.column(names.index(RUN)).statistics.min if RUN in names else ""
         steps = group.column(names.index("step")).statistics
         groups.setdefault(run, []).append(RowGroup(index, group.num_rows, steps.min, steps.max))
-    return {run: Part(path, tuple(own), metadata) for run, own in groups.items()}
+    return {run: PartFile(path, tuple(groups_of_run), metadata) for run, groups_of_run in groups.items()}
 
 
 def parquet_options(schema: pa.Schema) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def rewind(run_dir: str | Path, step: int) -> dict[str, str]:
     so that readers list it as damaged. Parts with a damaged footer stay. It can be repeated after an interruption.
 
     Returns:
-        Part that was set aside (relative to the run's folder) -> reason.
+        PartFile that was set aside (relative to the run's folder) -> reason.
     """
     damaged = {}
     for temporary in Path(run_dir).glob(f"*{ASIDE}"):

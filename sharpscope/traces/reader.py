@@ -18,7 +18,7 @@ import pyarrow as pa
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces.files import CONFIG_FILE, RUN_FILE, TRACES, has_writer, read_run_info
 from sharpscope.traces.packs import Pack, is_pack, open_pack
-from sharpscope.traces.parts import DamagedPartError, Part, open_part
+from sharpscope.traces.parts import DamagedPartError, PartFile, open_part
 from sharpscope.traces.schema import READABLE_VERSIONS, TABLES, arrow_schema
 from sharpscope.traces.token_text import token_texts
 from sharpscope.traces.writer import TraceWriter
@@ -98,7 +98,7 @@ class Run:
                 "use the sharpscope version in its run.json under versions"
             )
         self.damaged: dict[str, str] = {}
-        self._opened: dict[tuple[str, int, int], list[Part]] = {}  # path, time and size of a file -> its part
+        self._opened: dict[tuple[str, int, int], list[PartFile]] = {}  # path, time and size of a file -> its part
 
     name = property(lambda self: str(self.info.get("name", self.path.name)), doc="Name of the run.")
     method = property(lambda self: str(self.info.get("method")), doc="Name of the training method.")
@@ -248,11 +248,11 @@ class Run:
             if rows.num_rows:
                 yield rows.cast(schema)
 
-    def _parts(self, table: str) -> list[Part]:
+    def _parts(self, table: str) -> list[PartFile]:
         """Current parts of a table, in order, without damaged ones."""
         if self._pack is not None:
             return [p for p in self._pack.parts(table, self._key) if p.path.name not in self.damaged]
-        parts: list[Part] = []
+        parts: list[PartFile] = []
         folder = self.path / TRACES / table
         for path in sorted(folder.glob("*.parquet")):
             if path.name.startswith(".") or self._relative(path) in self.damaged:

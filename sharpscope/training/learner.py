@@ -505,9 +505,9 @@ class _Updates:
         moving = torch.isin(groups, groups[self._moving(part)])
         if scorer.sharded or not bool(moving.any()):  # all processes run the same passes; gradients are zeros, not None
             moving = torch.ones_like(moving)
-        own, batches = scorer.split(rollouts, part[moving])
-        still, without_gradient = scorer.split(rollouts, part[~moving]) if index is not None else (own[:0], [])
-        own = torch.cat([own, still])
+        local_rows, batches = scorer.split(rollouts, part[moving])
+        still, without_gradient = scorer.split(rollouts, part[~moving]) if index is not None else (local_rows[:0], [])
+        local_rows = torch.cat([local_rows, still])
         idle = scorer.idle_passes(batches)
         for number, micro in enumerate([*batches, *without_gradient]):
             local = torch.tensor([position[int(row)] for row in micro])
@@ -520,9 +520,9 @@ class _Updates:
             self._idle_microbatch()
         distributed.sum_gradients(learner.parameters)
         if index is not None:
-            local = torch.tensor([position[int(row)] for row in own], dtype=torch.long)
+            local = torch.tensor([position[int(row)] for row in local_rows], dtype=torch.long)
             distributed.exchange_rows(local, tokens.tensors())
-            distributed.exchange_rows(own, self.tokens.tensors())
+            distributed.exchange_rows(local_rows, self.tokens.tensors())
         used = int(tokens.used.sum())
         mean = distributed.sum_values(entropy) / used if self.method.entropy is not None and used else None
         return distributed.sum_values(total), tokens, mean
@@ -639,7 +639,7 @@ class _Updates:
         if self.references is not None and key in self.references:
             return self.references[key]
         parameters = self.learner.parameters
-        own = [p.grad for p in parameters]
+        gradients = [p.grad for p in parameters]
         groups = self.rollouts.group.cpu()[rows]
         halves: list[Gradient] = []
         try:
@@ -648,7 +648,7 @@ class _Updates:
                     self._reference._backward(rows, 0, None, rows[torch.isin(groups, half)])
                     halves.append([p.grad for p in parameters])
         finally:
-            for parameter, value in zip(parameters, own, strict=True):
+            for parameter, value in zip(parameters, gradients, strict=True):
                 parameter.grad = value
         if self.references is not None:
             self.references.clear()  # a model's size each: one is enough where methods come in order
@@ -662,15 +662,15 @@ class _Updates:
         halves = self._reference_halves(rows)
         groups = self.rollouts.group.cpu()[rows].unique()
         noise = noise_rotation(halves[0], halves[1], len(groups[::2]) / len(groups)) if len(halves) == 2 else math.nan
-        own, reference = [p.grad for p in parameters], _added(halves)
+        gradients, reference = [p.grad for p in parameters], _added(halves)
         steps = [
             coming_step(learner.optimizer, parameters, gradient, learner.clipping(*one, self.progress).factors)
             for gradient, one in (
-                (own, (self.method, own, norm)),
+                (gradients, (self.method, gradients, norm)),
                 (reference, (self._reference.method, reference, total_norm(reference))),
             )
         ]
-        return UpdateRotation(rotation(own, reference), rotation(*steps), noise, time.perf_counter() - started)
+        return UpdateRotation(rotation(gradients, reference), rotation(*steps), noise, time.perf_counter() - started)
 
     @torch.no_grad()
     def visit(self, norm: float, call: Callable[[], None]) -> None:

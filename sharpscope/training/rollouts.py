@@ -172,11 +172,11 @@ def _penalized(
 
 def _with_part(rollouts: Rollouts, rewards: list[Reward], name: str, part: Tensor) -> tuple[Rollouts, list[Reward]]:
     """Rollouts and rewards with `part` (N,) added to the total reward and named among its parts."""
-    own = [
+    added = [
         replace(reward, total=reward.total + value, parts={**reward.parts, name: value})
         for reward, value in zip(rewards, (part + 0.0).tolist(), strict=True)  # + 0.0: no part is −0
     ]
-    return rollouts.with_reward(rollouts.reward.cpu() + part), own
+    return rollouts.with_reward(rollouts.reward.cpu() + part), added
 
 
 def _replace_groups(

@@ -15,7 +15,7 @@ from sharpscope.policy.sharding import ModelView
 from sharpscope.recording.probe_sets import Drawer, run_probe_set
 from sharpscope.recording.rows import steps_row, unweighted_gradient
 from sharpscope.recording.run_folder import wind_back
-from sharpscope.recording.schedule import Schedule
+from sharpscope.recording.schedule import MeasurementSchedule
 from sharpscope.recording.step import StepTokens
 from sharpscope.recording.surface import SurfaceProbes
 from sharpscope.tasks import make_task
@@ -145,7 +145,7 @@ def probes_of(config):
     task, policy = make_task(config.task), load_policy(config.policy)
     optimizer = torch.optim.AdamW(policy.model.parameters())
     view = ModelView(policy.model, list(policy.model.parameters()), optimizer)
-    probes = SurfaceProbes(config, lambda: view, Drawer(config, policy, task), Schedule(config))
+    probes = SurfaceProbes(config, lambda: view, Drawer(config, policy, task), MeasurementSchedule(config))
     return probes, run_probe_set(config, task), policy.model
 
 

@@ -93,8 +93,8 @@ class ShardedNorms:
                 size = torch.linalg.vector_norm(parameter.grad.to(wide))
                 squares.append(float(size.full_tensor() if isinstance(size, DTensor) else size) ** 2)
                 parameter.grad = None
-        own = math.fsum(squares) ** 0.5
-        error, limit = abs(norm - own) / own, TOLERANCE.get(logits.dtype, 5e-2)
+        reference = math.fsum(squares) ** 0.5
+        error, limit = abs(norm - reference) / reference, TOLERANCE.get(logits.dtype, 5e-2)
         self.checked = max(distributed.gather(error))
         if not self.checked <= limit:
             raise CheckError(
@@ -133,9 +133,9 @@ def _local_sums(model: nn.Module, rows: Rows, temperature: float) -> Sums:
     causal: Any = bare(model)
     names = {id(parameter): name for name, parameter in causal.named_parameters() if parameter.requires_grad}
     layer = causal.get_output_embeddings()
-    shared, own = layer.weight is causal.get_input_embeddings().weight, names.get(id(layer.weight))
+    shared, head_name = layer.weight is causal.get_input_embeddings().weight, names.get(id(layer.weight))
     structure = Structure(
-        {}, Head(layer.weight), own if shared else None, None if shared else own, names.get(id(layer.bias))
+        {}, Head(layer.weight), head_name if shared else None, None if shared else head_name, names.get(id(layer.bias))
     )
     structure.groups = dict.fromkeys(names.values(), ())
     structure.modules = holders(causal, names)

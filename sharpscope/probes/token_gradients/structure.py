@@ -21,7 +21,7 @@ from sharpscope.probes.guard import attention_implementation
 from sharpscope.probes.parameter_groups import group_names
 from sharpscope.probes.token_gradients import attention as attn
 from sharpscope.probes.token_gradients.rows import safe_width
-from sharpscope.probes.token_gradients.uses import Recorder, Use, exact_squares, local_squares
+from sharpscope.probes.token_gradients.uses import UseRecorder, Use, exact_squares, local_squares
 
 ACCOUNT_BYTES = 2**30  # of whole gradients held at once while the uses are compared with autograd
 
@@ -99,9 +99,9 @@ def structure_of(model: nn.Module) -> Structure:
 @contextmanager
 def recording(
     model: nn.Module, structure: Structure, size: tuple[int, int], attention: str, *, strict: bool = True
-) -> Iterator[Recorder]:
-    """Record the uses of a forward pass over (B, L) = `size` within the block, see `Recorder`."""
-    recorder = Recorder(structure.modules, size, strict=strict)
+) -> Iterator[UseRecorder]:
+    """Record the uses of a forward pass over (B, L) = `size` within the block, see `UseRecorder`."""
+    recorder = UseRecorder(structure.modules, size, strict=strict)
     with torch.enable_grad(), attention_implementation(model, attention), recorder.attached(model):
         yield recorder
 
@@ -147,8 +147,10 @@ def _examine(model: nn.Module) -> Structure:
     named = {name: parameter for name, parameter in causal.named_parameters() if parameter.requires_grad}
     names = {id(parameter): name for name, parameter in named.items()}
     embedding: Any = causal.get_input_embeddings().weight
-    shared, own = head.weight is embedding, names.get(id(head.weight))
-    structure = Structure(named, head, own if shared else None, None if shared else own, names.get(id(head.bias)))
+    shared, head_name = head.weight is embedding, names.get(id(head.weight))
+    structure = Structure(
+        named, head, head_name if shared else None, None if shared else head_name, names.get(id(head.bias))
+    )
     structure.groups = group_names(causal, named)
     structure.modules = holders(causal, names)
     B, L = 2, safe_width(model, 7)

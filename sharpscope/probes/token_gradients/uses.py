@@ -162,7 +162,7 @@ def rate(use: Use, direction: Mapping[str, Tensor]) -> Tensor | None:
 Measure = Callable[[Use, Tensor], None]
 
 
-class Recorder(TorchFunctionMode):
+class UseRecorder(TorchFunctionMode):
     """Records uses of trainable parameters in a forward pass, whose cotangents `pull` hands to a function.
 
     A parameter is known by the module that holds it while that module runs, so that weights which exist only then (FSDP2) are
@@ -319,7 +319,7 @@ class Recorder(TorchFunctionMode):
         inner.register_hook(hook)
 
 
-_recorders: list[Recorder] = []
+_recorders: list[UseRecorder] = []
 
 
 def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -350,7 +350,7 @@ def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
 
 
 @contextmanager
-def _recorded_experts(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+def _recorded_experts(model: nn.Module, recorder: UseRecorder) -> Iterator[None]:
     """Run transformers' experts so that the recorder knows which position each row of their inputs is."""
     experts: list[Any] = [
         module
