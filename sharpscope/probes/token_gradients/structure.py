@@ -21,7 +21,7 @@ from sharpscope.probes.guard import attention_implementation
 from sharpscope.probes.parameter_groups import group_names
 from sharpscope.probes.token_gradients import attention as attn
 from sharpscope.probes.token_gradients.rows import safe_width
-from sharpscope.probes.token_gradients.uses import UseRecorder, Use, exact_squares, local_squares
+from sharpscope.probes.token_gradients.uses import Use, UseRecorder, exact_squares, local_squares
 
 ACCOUNT_BYTES = 2**30  # of whole gradients held at once while the uses are compared with autograd
 
