@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.test_docs import PAGES, ROOT, blocks, commands
 
 import sharpscope
 from sharpscope.cli import main
 from sharpscope.config import build_config
 from sharpscope.training import train
+from tests.test_examples import PAGES, ROOT, blocks, commands
 
 PAIR = ROOT / "tests" / "data" / "pair"
 FEW = (
