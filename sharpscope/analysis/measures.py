@@ -97,12 +97,9 @@ def temperatures(run: Run, split: str = "heldout") -> list[float]:
     return sorted({heat for name, heat, _ in _pooled(run) if name == split})
 
 
-def accuracy(run: Run, split: str, step: int, temperature: float = SAMPLED) -> tuple[float, int] | None:
-    """Share of correct completions at `step`, levels pooled by their number of prompts; and that number of prompts."""
-    return evaluations(run, split, temperature).get(step)
-
-
-def last_step(*runs: Run, split: str = "heldout", temperature: float = SAMPLED, column: str = "accuracy") -> int | None:
+def last_evaluation(
+    *runs: Run, split: str = "heldout", temperature: float = SAMPLED, column: str = "accuracy"
+) -> int | None:
     """The last step at which all `runs` were evaluated on `split`."""
     return max(set.intersection(*(set(evaluations(run, split, temperature, column)) for run in runs)), default=None)
 
@@ -113,7 +110,7 @@ def train_accuracy(run: Run, step: int) -> tuple[float, int] | None:
     From the split `train` where it was evaluated at that step; otherwise from the training rollouts of the SMOOTHING
     steps up to it, drawn while the policy changed.
     """
-    evaluated = accuracy(run, "train", step)
+    evaluated = evaluations(run, "train").get(step)
     if evaluated is not None:
         return evaluated
     steps = run.steps
@@ -127,7 +124,7 @@ def train_accuracy(run: Run, step: int) -> tuple[float, int] | None:
 
 def gap(run: Run, step: int) -> float | None:
     """Generalization gap at `step`: training accuracy − held-out accuracy, both at temperature 1."""
-    inside, outside = train_accuracy(run, step), accuracy(run, "heldout", step)
+    inside, outside = train_accuracy(run, step), evaluations(run).get(step)
     return None if inside is None or outside is None else inside[0] - outside[0]
 
 

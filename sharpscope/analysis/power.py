@@ -11,7 +11,7 @@ from scipy.stats import chi2, nct, t
 
 from sharpscope.analysis.claims.base import PairedClaim, Verdict, clusters_needed, shown
 from sharpscope.analysis.claims.registry import CLAIMS, judge
-from sharpscope.analysis.measures import GREEDY, SAMPLED, answer_noise, last_step
+from sharpscope.analysis.measures import GREEDY, SAMPLED, answer_noise, last_evaluation
 from sharpscope.analysis.study import Study
 from sharpscope.config import ClaimsSpec, RunConfig, method_label
 
@@ -152,7 +152,7 @@ def answers_of_pair(study: Study) -> tuple[float, str] | None:
     for temperature in (GREEDY, SAMPLED):
         for pair in study.pairing().pairs:
             runs = study.finished[pair.baseline], study.finished[pair.treatment]
-            step = last_step(*runs, temperature=temperature)
+            step = last_evaluation(*runs, temperature=temperature)
             noise = [answer_noise(run, "heldout", step, temperature) for run in runs] if step is not None else []
             if len(noise) == 2 and None not in noise:
                 return math.sqrt(sum(value for value in noise if value is not None)), f"T = {temperature:g}"

@@ -98,8 +98,6 @@ class Study:
     Attributes:
         runs: name → run.
         baseline, treatment: names of the methods, as in run.json.
-        ignore: keys of the flat configuration in which the runs of a pair may differ too, e.g. optimizer.lr if it was
-            tuned for each method.
         name: of the task and policy; empty for a study of several.
         slug: prefix of the names of its files.
         reduced: name of a reducer → its results for every run; filled by `read_tokens`.
@@ -109,7 +107,6 @@ class Study:
     runs: Mapping[str, Run]
     baseline: str = "grpo"
     treatment: str = "grpo-sg"
-    ignore: tuple[str, ...] = ()
     name: str = ""
     slug: str = ""
     reduced: dict[str, list[Reduced]] = field(default_factory=dict, repr=False)
@@ -168,8 +165,8 @@ class Study:
         return {name: run for name, run in self.finished.items() if run.method in methods}
 
     def setting_key(self, run: Run, extra: Sequence[str] = ()) -> str:
-        """Task and configuration of a run as text, without the method, `ignore`, `extra` and NOT_A_SETTING."""
-        return _text({"task": run.task} | setting_of(run, "method", *self.ignore, *extra))
+        """Task and configuration of a run as text, without the method, `extra` and NOT_A_SETTING."""
+        return _text({"task": run.task} | setting_of(run, "method", *extra))
 
     @cached_property
     def reference(self) -> Run | None:

@@ -25,11 +25,10 @@ from sharpscope.analysis.claims.base import (
 from sharpscope.analysis.measures import (
     GREEDY,
     SAMPLED,
-    answer_noise,
     dose_of,
     evaluations,
     gap,
-    last_step,
+    last_evaluation,
     train_accuracy,
 )
 from sharpscope.analysis.statistics import sign_flip_p
@@ -41,12 +40,6 @@ if TYPE_CHECKING:
 
 UNIT = "share of completions"
 NOT_GREEDY = "no pair was evaluated greedily on held-out prompts at one step; set evaluation.temperatures to [0, 1]"
-CONTROLS = {
-    "shuffled": "the same weights, without their alignment with probability",
-    "constant": "the same mean weight on every token",
-    "reverse": "the weights reversed",
-    "entropy": "weights that follow the position's entropy instead",
-}
 RIVALS = ("reverse", "shuffled")
 """Controls that C10 names."""
 MATCHED = 1.5
@@ -59,7 +52,7 @@ def evaluated(temperature: float, split: str = "heldout", column: str = "accurac
     """Both runs' share of correct completions at the last step at which both were evaluated so."""
 
     def measure(first: Run, second: Run) -> tuple[float, float] | None:
-        step = last_step(first, second, split=split, temperature=temperature, column=column)
+        step = last_evaluation(first, second, split=split, temperature=temperature, column=column)
         if step is None:
             return None
         a, b = (evaluations(run, split, temperature, column)[step][0] for run in (first, second))
@@ -72,7 +65,7 @@ def _at_last_step(value: Callable[[Run, int], Any]) -> PairMeasure:
     """`value` of both runs at the last held-out evaluation at temperature 1."""
 
     def measure(first: Run, second: Run) -> tuple[float | None, float | None] | None:
-        step = last_step(first, second)
+        step = last_evaluation(first, second)
         return None if step is None else (value(first, step), value(second, step))
 
     return measure
@@ -172,23 +165,8 @@ def generalization(study: Study) -> Finding:
         finding,
         conditions=tuple(conditions),
         others=finding.others + others,
-        notes=(*finding.notes, *pairing_notes(study, pairing), through, *_answers(study, pairing)),
+        notes=(*finding.notes, *pairing_notes(study, pairing), through),
     )
-
-
-def _answers(study: Study, pairing: Pairing) -> tuple[str, ...]:
-    """How much of the spread of the greedy differences over pairs is the sampling of answers."""
-    noise = []
-    for pair in pairing.pairs:
-        runs = study.finished[pair.baseline], study.finished[pair.treatment]
-        step = last_step(*runs, temperature=GREEDY)
-        if step is not None:
-            noise.append(sum(answer_noise(run, "heldout", step, GREEDY) or math.nan for run in runs))
-    known = [value for value in noise if math.isfinite(value)]
-    if not known:
-        return ()
-    deviation = math.sqrt(sum(known) / len(known))
-    return (f"standard deviation of a pair from the evaluation's prompts alone: at most {100 * deviation:.2g} points",)
 
 
 def control(study: Study, suffix: str) -> str:
@@ -209,10 +187,9 @@ def _rotation(study: Study, method: str) -> float | None:
 
 
 def alignment(study: Study) -> Finding:
-    """Held-out accuracy of the treatment minus that of each control; it must beat the reversed and the shuffled weights."""
-    names = {suffix: control(study, suffix) for suffix in CONTROLS}
-    pairings = {name: study.pairing(baseline=name) for name in names.values()}
-    required = [names[suffix] for suffix in RIVALS]
+    """Held-out accuracy of the treatment minus that with its weights reversed, and with its weights shuffled."""
+    required = [control(study, suffix) for suffix in RIVALS]
+    pairings = {name: study.pairing(baseline=name) for name in required}
     finding = compare_accuracy(study, pairings, required)
     doses = {name: _rotation(study, name) for name in required}
     finding = replace(

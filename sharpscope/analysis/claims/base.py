@@ -495,8 +495,6 @@ def pairing_notes(study: Study, pairing: Pairing) -> tuple[str, ...]:
     notes = [f"{study.treatment} against {study.baseline}" + (f" at {pairing.setting}" if pairing.setting else "")]
     if pairing.left_out:
         notes.append(f"{pairing.left_out} pairs of other settings are not used")
-    if study.ignore:
-        notes.append(f"the runs of a pair may differ in {', '.join(study.ignore)}, as asked")
     return (*notes, *unfinished(study))
 
 

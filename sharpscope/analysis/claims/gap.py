@@ -17,7 +17,7 @@ from sharpscope.analysis.measures import (
     FUNCTIONAL,
     answer_noise,
     gap,
-    last_step,
+    last_evaluation,
     probe_rows,
     shared_sharpness,
     train_accuracy,
@@ -53,7 +53,7 @@ def grid_frame(study: Study) -> pd.DataFrame:
     curves = {q: shared_sharpness(list(measured.values()), q) for q in MEASURES} if measured else {}
     rows: list[dict[str, Any]] = []
     for key, (name, run) in enumerate(measured.items()):
-        step = last_step(run)
+        step = last_evaluation(run)
         value = None if step is None else gap(run, step)
         if step is None or value is None or None in curves.values():
             continue

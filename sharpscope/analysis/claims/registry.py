@@ -43,7 +43,6 @@ def test_claims(
     *,
     baseline: str = "grpo",
     treatment: str | None = None,
-    ignore: Sequence[str] = (),
     terms: ClaimsSpec | None = None,
 ) -> list[Verdict]:
     """A verdict for each claim.
@@ -55,14 +54,13 @@ def test_claims(
         runs: from `load_runs`; unfinished ones are left out and named.
         claims: names, e.g. ["C7"]; None: all.
         baseline, treatment: names of the two methods compared, as in run.json; None: see `study_of`.
-        ignore: settings in which the two runs of a pair may differ, e.g. optimizer.lr if it was tuned for each method.
         terms: margins, level, order and least dose; None: those of the rules.
 
     Raises:
         UserError: an unknown claim, an unknown treatment, or a method compared with itself.
     """
     names = claim_names(claims)
-    return judge(study_of(runs, baseline, treatment, ignore, terms), names)[0]
+    return judge(study_of(runs, baseline, treatment, terms), names)[0]
 
 
 test_claims.__test__ = False  # type: ignore[attr-defined]  # not a test, whatever its name looks like
@@ -103,19 +101,18 @@ def study_of(
     runs: Runs,
     baseline: str = "grpo",
     treatment: str | None = None,
-    ignore: Sequence[str] = (),
     terms: ClaimsSpec | None = None,
 ) -> Study:
     """The runs laid out for comparing two methods.
 
     Args:
-        runs, baseline, ignore, terms: see `test_claims`.
+        runs, baseline, terms: see `test_claims`.
         treatment: None: grpo-sg where it was run, or else the other method with the most finished runs.
 
     Raises:
         UserError: a method compared with itself, or one that no finished run has; it lists those that are there.
     """
-    study = Study(runs.by_name, baseline, treatment or "grpo-sg", tuple(ignore))
+    study = Study(runs.by_name, baseline, treatment or "grpo-sg")
     there = {method: len(study.of(method)) for method in study.methods}
     others = [method for method in there if method != baseline]
     if treatment is None and others and study.treatment not in there:

@@ -85,7 +85,7 @@ def smoothness(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
     return study(*runs)
 
 
-RIVALS = ("grpo-sg-shuffled", "grpo-sg-constant", "grpo-sg-reverse", "grpo-sg-entropy")
+RIVALS = ("grpo-sg-shuffled", "grpo-sg-reverse")
 
 
 def alignment(truth: str, rng: Rng, seeds: int, tails: str, as_good: str = "", missing: str = "") -> Any:
