@@ -480,11 +480,12 @@ def clusters_needed(level: float, parts: int = 1) -> int:
 
 def too_few(claim: Claim, n: int, evidence: Evidence, level: float) -> str:
     """Why n is too small for the rule, or for one of the two verdicts, and how many more would do; empty if it is not."""
+    unit = claim.unit.replace("pairs", "pair", 1) if n == 1 else claim.unit
     if n < claim.minimal_n:
-        return f"{n} {claim.unit}; the rule needs {claim.minimal_n}: {claim.minimal_n - n} more"
+        return f"{n} {unit}; the rule needs {claim.minimal_n}: {claim.minimal_n - n} more"
     for verdict, smallest in (("supported", evidence.smallest_p), ("refuted", evidence.smallest_p_refuted)):
         if smallest > level:
-            text = f"{n} {claim.unit} can give no p below {smallest:.3g} for {verdict}, the rule needs {level:g}"
+            text = f"{n} {unit} can give no p below {smallest:.3g} for {verdict}, the rule needs {level:g}"
             needed = clusters_needed(level, evidence.parts)
             return f"{text}: {needed - n} more" if evidence.parts and needed > n else text
     return ""
