@@ -1,9 +1,9 @@
 """Simulated studies with a known truth: how often C4, C7 and C10 are called supported and refuted.
 
-    python -m experiments.studies.levels [--studies 200]
+    python experiments/studies/levels.py [--studies 400]
 
-Pairs differ by normal noise with the standard deviations of the second study (1.4 points of accuracy, 0.1 in ln sharpness); the
-whole way from a run's tables to the verdict is used. docs/explanations/claims.md has the table.
+Paired differences are drawn (normal, with the standard deviations of the second study: 1.4 points of accuracy, 0.1 in ln sharpness)
+and go through the claims' own rules. docs/explanations/claims.md has the table.
 """
 
 from __future__ import annotations
@@ -12,98 +12,89 @@ import argparse
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from sharpscope.analysis.claims import CLAIMS, study_of
+from sharpscope.analysis.claims import CLAIMS, Finding
+from sharpscope.analysis.claims.accuracy import greedy_finding
 from sharpscope.analysis.claims.base import decide
+from sharpscope.analysis.claims.sharpness import ratios
 from sharpscope.config import ClaimsSpec
-from tests.analysis.claims.frames import frame_run, study
 
-RIVALS = ("grpo", "grpo-sg-reverse", "grpo-sg-shuffled")
-POINTS, LOG = 0.014 / math.sqrt(2), 0.1 / math.sqrt(2)
+POINTS, LOG = 0.014, 0.1
 Rng = np.random.Generator
+Make = Callable[[Rng, int], Finding]
 
 
-def accuracy(effect: float, sampled: float = 0.0, arms: tuple[str, ...] = ("grpo",)) -> Callable[[Rng, int], Any]:
-    """The treatment's greedy accuracy is higher by `effect`, at temperature 1 by `sampled` more."""
+def frame(differences: np.ndarray) -> pd.DataFrame:
+    """A number for each seed."""
+    return pd.DataFrame({"seed": range(len(differences)), "difference": differences})
 
-    def make(rng: Rng, seeds: int) -> Any:
-        runs = []
-        for seed in range(seeds):
-            level = 0.5 + 0.05 * rng.normal()
-            for arm in ("grpo-sg", *arms):
-                ours = arm == "grpo-sg"
-                value = level + effect * ours + POINTS * rng.normal()
-                runs.append(frame_run(arm, seed, heldout=value, shift=sampled * ours + 0.005 * rng.normal()))
-        return study(*runs)
+
+def accuracy(effect: float, hotter: float = 0.0, rivals: int = 1) -> Make:
+    """Greedy accuracy is higher by `effect` than each rival's, at temperature 1 by `hotter` more."""
+
+    def make(rng: Rng, seeds: int) -> Finding:
+        own, rest = (
+            rng.normal(size=seeds),
+            rng.normal(size=(rivals, seeds)),
+        )  # a rival's differences share the treatment's luck
+        greedy = {str(k): effect + POINTS / math.sqrt(2) * (own - rest[k]) for k in range(rivals)}
+        sampled = {k: frame(v + hotter + 0.007 * rng.normal(size=seeds)) for k, v in greedy.items()}
+        return greedy_finding({k: frame(v) for k, v in greedy.items()}, sampled, 0.05)
 
     return make
 
 
-def collapse(rng: Rng, seeds: int) -> Any:
+def collapse(rng: Rng, seeds: int) -> Finding:
     """Mean effect 0: a tenth of the treatment's runs loses 27 points, the others gain 3."""
-    effects = {seed: -0.27 if rng.random() < 0.1 else 0.03 for seed in range(seeds)}
-    return study(
-        *(
-            frame_run(arm, seed, heldout=0.5 + (effects[seed] if arm == "grpo-sg" else 0.0) + 0.002 * rng.normal())
-            for seed in range(seeds)
-            for arm in ("grpo", "grpo-sg")
-        )
-    )
+    differences = frame(np.where(rng.random(seeds) < 0.1, -0.27, 0.03) + 0.002 * rng.normal(size=seeds))
+    return greedy_finding({"": differences}, {"": differences}, 0.05)
 
 
-def sharpness(effect: float, fewer: float = 0.0) -> Callable[[Rng, int], Any]:
-    """The rise per correct completion is lower by `effect` [ln], and the share of correct completions by the share `fewer`."""
+def sharpness(effect: float, fewer: float = 0.0, unit: str = "unit") -> Make:
+    """The rise per correct completion is lower by `effect` [ln], and the share of correct completions by the share `fewer`.
 
-    def make(rng: Rng, seeds: int) -> Any:
-        runs = []
-        for seed in range(seeds):
-            for arm in ("grpo", "grpo-sg"):
-                ours = arm == "grpo-sg"
-                ceiling = 0.4 * (1 - fewer * ours)
-                rise = ceiling * 0.15 * math.exp(LOG * rng.normal() - effect * ours)
-                probes = [
-                    {"step": step, "quantity": quantity, "rho": 0.05, "value": rise, "ceiling": ceiling}
-                    for quantity in ("sam", "asam")
-                    for step in (0, 40)
-                ]
-                runs.append(frame_run(arm, seed, probes=probes))
-        return study(*runs)
+    `unit="rise"` tests the rise itself, as version 0.2 did.
+    """
+
+    def make(rng: Rng, seeds: int) -> Finding:
+        units = 0.15 * np.exp(LOG / math.sqrt(2) * rng.normal(size=(2, seeds)) - np.array([[0.0], [effect]]))
+        rises = units * np.array([[0.4], [0.4 * (1 - fewer)]])
+        columns = {"rise_baseline": rises[0], "rise_treatment": rises[1]}
+        columns |= {"unit_baseline": units[0], "unit_treatment": units[1]}
+        return Finding(parts={"": ratios(pd.DataFrame({"seed": range(seeds)} | columns), unit)})
 
     return make
 
 
-DESIGNS: dict[str, tuple[str, Callable[[Rng, int], Any]]] = {
+DESIGNS: dict[str, tuple[str, Make]] = {
     "C7, no effect": ("C7", accuracy(0.0)),
     "C7, effect at the margin": ("C7", accuracy(0.02)),
     "C7, arms differ at temperature 1 alone, by 4 points": ("C7", accuracy(0.0, -0.04)),
     "C7, mean 0 with a rare collapse": ("C7", collapse),
     "C4, no effect": ("C4", sharpness(0.0)),
     "C4, no effect, 10 % fewer correct completions": ("C4", sharpness(0.0, 0.1)),
+    "C4, the same, tested by the rise itself as in 0.2": ("C4", sharpness(0.0, 0.1, "rise")),
     "C4, effect at the margin": ("C4", sharpness(-math.log(0.9))),
-    "C10, no effect": ("C10", accuracy(0.0, 0.0, RIVALS)),
-    "C10, effect at the margin": ("C10", accuracy(0.02, 0.0, RIVALS)),
+    "C10, no effect": ("C10", accuracy(0.0, rivals=2)),
+    "C10, effect at the margin": ("C10", accuracy(0.02, rivals=2)),
 }
 
 
 def outcomes(design: str, studies: int, seeds: int) -> Counter[str]:
     """Verdicts of simulated studies."""
     claim, make = DESIGNS[design]
-    found: Counter[str] = Counter()
-    for index in range(studies):
-        laid_out = study_of(make(np.random.default_rng([index, seeds, *design.encode()]), seeds), "grpo", "grpo-sg")
-        found[decide(CLAIMS[claim], CLAIMS[claim].measure(laid_out), ClaimsSpec()).verdict] += 1
-    return found
+    rng = np.random.default_rng([seeds, *design.encode()])
+    return Counter(decide(CLAIMS[claim], make(rng, seeds), ClaimsSpec()).verdict for _ in range(studies))
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--studies", type=int, default=200)
-    studies = parser.parse_args().studies
-    sizes = (8, 12)
+    parser.add_argument("--studies", type=int, default=400)
+    studies, sizes = parser.parse_args().studies, (6, 8, 12)
     print("| supported / refuted | " + " | ".join(f"{n} pairs" for n in sizes) + " |\n|---" + "|---" * len(sizes) + "|")
     for design in DESIGNS:
         cells = []

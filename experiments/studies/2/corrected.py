@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.claims import CLAIMS, Finding
-from sharpscope.analysis.claims.accuracy import temperature_effect
+from sharpscope.analysis.claims.accuracy import greedy_finding
 from sharpscope.analysis.claims.base import decide
 from sharpscope.analysis.statistics import mean_interval
 from sharpscope.config import ClaimsSpec
@@ -132,15 +132,11 @@ class Numbers:
         """A row of the table of verdicts: the claim's rule on the corrected numbers."""
         key, rivals = RULES[claim]
         name = {arm: NAMES[arm] if len(rivals) > 1 else "" for arm in rivals}
-        frames = {
-            k: {a: self.differences(k, "sg", a).rename("difference").reset_index() for a in rivals}
+        frames, sampled = (
+            {name[a]: self.differences(k, "sg", a).rename("difference").reset_index() for a in rivals}
             for k in (key, "T=1")
-        }
-        undecided = ""
-        if key == "greedy":
-            found = [temperature_effect(frames[key][a], frames["T=1"][a], 0.05, name[a]) for a in rivals]
-            undecided = "; ".join(text for kind, text in filter(None, found) if kind)
-        finding = Finding(parts={name[a]: frames[key][a] for a in rivals}, undecided=undecided)
+        )
+        finding = greedy_finding(frames, sampled, 0.05) if key == "greedy" else Finding(parts=frames)
         found = decide(
             CLAIMS[claim], finding, ClaimsSpec(treatment="mass 4", margins={claim: 0.1 if claim == "C4" else 0.02})
         )

@@ -95,20 +95,22 @@ def compare_accuracy(study: Study, pairings: Mapping[str, Pairing], required: Co
     if lacking:
         rest = [name for name in lacking if not len(sampled[name]) and name]
         missing = f"no run of {', '.join(rest)} that pairs with one of {study.treatment}" if rest else NOT_GREEDY
-    level = study.terms.level
-    depends = [] if missing else [temperature_effect(greedy[name], sampled[name], level, name) for name in required]
-    undecided, notes = (
-        "; ".join(text for kind, text in filter(None, depends) if kind == want) for want in (True, False)
-    )
-    return Finding(
-        parts={} if missing else {name: greedy[name] for name in required},
+    wanted = [] if missing else required
+    found = greedy_finding({n: greedy[n] for n in wanted}, {n: sampled[n] for n in wanted}, study.terms.level)
+    return replace(
+        found,
         missing=missing,
-        undecided=undecided,
         others=present(*others),
-        notes=(notes,) if notes else (),
         frames={"accuracy": pd.concat([f.assign(name=name) for name, f in greedy.items()], ignore_index=True)},
         dose=dose_of(study.alike(study.treatment).values(), study.treatment),
     )
+
+
+def greedy_finding(greedy: Mapping[str, pd.DataFrame], sampled: Mapping[str, pd.DataFrame], level: float) -> Finding:
+    """Differences of greedy accuracy as parts; undecided where an effect is shown at temperature 1 alone."""
+    found = [temperature_effect(greedy[name], sampled[name], level, name) for name in greedy]
+    undecided, notes = ("; ".join(text for kind, text in filter(None, found) if kind == w) for w in (True, False))
+    return Finding(parts=greedy, undecided=undecided, notes=(notes,) if notes else ())
 
 
 def temperature_effect(

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import scipy.stats
 
+from experiments.studies.levels import DESIGNS, outcomes
 from sharpscope.analysis.claims import CLAIMS, study_of
 from sharpscope.analysis.claims.base import Finding, decide, directional
 from sharpscope.config import ClaimsSpec
@@ -74,3 +75,15 @@ def test_200_null_studies(claim):
 @pytest.mark.parametrize("claim", ["C3", "C7", "C13"])
 def test_a_few_null_studies(claim):
     assert not_above(false_positives(claim, 6), 6)
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_simulated_studies_of_the_primary_claims(design):
+    """A small version of `experiments/studies/levels.py`, whose table is on the page of the claims."""
+    found = outcomes(design, 60, 12)
+    if "margin" in design:
+        assert found["supported"] >= 48 and not_above(found["refuted"], 60)
+    elif "collapse" not in design and "as in 0.2" not in design:  # without a collapse among the pairs nothing can tell
+        assert not_above(found["supported"], 60, LEVEL / 2)
+    if "as in 0.2" in design:
+        assert found["supported"] > 30
