@@ -9,16 +9,27 @@ import textwrap
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
+from sharpscope.analysis import measures
+from sharpscope.analysis import study as study_of_runs
+from sharpscope.analysis.claims import base, registry
 from sharpscope.cli import main
 from sharpscope.config import Method, describe, methods, named_method
+from sharpscope.config.probes import ProbesSpec
 from sharpscope.config.token_weights import PowerWeight
 from sharpscope.config.weighting import Weighting
+from sharpscope.probes import runner
+from sharpscope.probes.estimate import Estimate
+from tests.analysis.claims.frames import frame_run
+from tests.analysis.claims.frames import study as planted
 from tests.objective.data import as_batch, make_case, step_of, weights_of
 from tests.objective.test_objective import compare
 from tests.oracles import objective as oracle
+from tests.probes.small_lm import all_scored, small_model
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,6 +63,37 @@ def test_a_weighting_is_one_class():
     exec(code, names)
     exec(check, names | {"weights_of": weights_of, "step_of": step_of, "math": math, "pytest": pytest})
     assert names["RootWeight"]().pointwise
+
+
+@pytest.mark.parametrize(("change", "expected"), [(0.7, "supported"), (1.0, "refuted"), (1.3, "refuted")])
+def test_a_claim_is_one_object(monkeypatch, change, expected):
+    """The claim of the page on planted lengths: shorter by 30 %, equal, and longer."""
+    (code,) = blocks("CONTRIBUTING.md", "Add a claim")
+    names = {**vars(base), **vars(measures), **vars(study_of_runs), "Run": Any}
+    exec(f"from __future__ import annotations\n{code}", names)
+    claim = names["C15"]
+    monkeypatch.setitem(registry.CLAIMS, claim.name, claim)
+    rng, runs = np.random.default_rng(0), []
+    for seed in range(10):
+        length = 100 * np.exp(rng.normal(0, 0.1))
+        for method, factor in (("grpo", 1.0), ("grpo-sg", change)):
+            noise = np.exp(rng.normal(0, 0.02))
+            runs.append(frame_run(method, seed, columns={"completion_length_mean": length * factor * noise}))
+    (verdict,) = registry.test_claims(planted(*runs), ["C15"])
+    assert verdict.verdict == expected
+
+
+def test_a_probe_is_one_function(monkeypatch):
+    function, check = blocks("CONTRIBUTING.md", "Add a probe")
+    names: dict[str, Any] = {"Point": runner.Point, "Found": runner.Found, "Estimate": Estimate, "math": math}
+    exec(function, names)
+    monkeypatch.setitem(runner.PROBES, "weights", names["weight_norm"])
+    model, spec = small_model().double(), ProbesSpec(rho=0.05)
+    given = all_scored(torch.tensor([[1, 2, 3, 4]]))
+    results = runner.run(model, [runner.ProbeBatch("x", (given,))], spec)
+    rows = [row for result in results for row in result.estimates]
+    assert {"loss", "gradient_norm", "sam", "asam"} <= {row.quantity for row in rows}
+    exec(check, {"rows": rows, "model": model, "torch": torch, "pytest": pytest})
 
 
 def test_own_weights_of_the_guide(tmp_path, monkeypatch, capsys):

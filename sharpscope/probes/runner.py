@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -103,11 +104,11 @@ def run(
                 yield Measured(batch, _named(batch, "expected_failure", [radius.estimate()]), radius)
         for objective in batch.objectives:
             with limited_surface(model, objective, spec) as surface:
-                probes = _probes(
-                    surface, spec, batch.seed, radius if perturbation else None, curvature, optimizer, backend
-                )
-                for rows, found in probes:
-                    yield Measured(batch, _named(batch, objective.name, rows), radius, found)
+                point = _evaluated(surface, spec, batch.seed, radius, optimizer, backend)
+                for name, probe in PROBES.items():
+                    if (name != "perturbation" or perturbation) and (name != "curvature" or curvature):
+                        for rows, found in probe(point):
+                            yield Measured(batch, _named(batch, objective.name, rows), radius, found)
         if batch.drawn is not None:
             yield Measured(
                 batch, _named(batch, None, attempted("gradient", "squared_gradient_norm", _two(model, batch, spec)))
@@ -137,51 +138,73 @@ def _named(batch: ProbeBatch, functional: str | None, rows: list[Estimate]) -> t
     return tuple(labeled(rows, **names))
 
 
-def _probes(
+@dataclass(frozen=True)
+class Point:
+    """One loss at the model's weights, which all its probes share.
+
+    Attributes:
+        surface: the loss surface, guarded.
+        spec: what the user has set.
+        seed: of random vectors.
+        at: L(θ) and ∇L(θ) (P,).
+        base: (k,) the loss by prompt.
+        rho: radius of perturbations; NaN if none was found.
+        optimizer: AdamW for the preconditioned Hessian, or None.
+        backend: of eigenvalues and trace.
+    """
+
+    surface: LmSurface
+    spec: ProbesSpec
+    seed: int
+    at: tuple[float, Tensor]
+    base: Tensor
+    rho: float
+    optimizer: torch.optim.Optimizer | None
+    backend: Backend
+
+
+Found = Iterator[tuple[list[Estimate], Curvature | None]]
+
+
+def _evaluated(
     surface: LmSurface,
     spec: ProbesSpec,
     seed: int,
     radius: Radius | None,
-    curved: bool,
     optimizer: torch.optim.Optimizer | None,
     backend: Backend,
-) -> Iterator[tuple[list[Estimate], Curvature | None]]:
-    """All probes of one loss, from one evaluation of its gradient; the cheap ones first."""
+) -> Point:
+    """The loss and its gradient, evaluated once for all probes."""
     loss, gradient, base = surface.gradient_by_prompt()
-    at, norm = (loss, gradient), float(gradient.double().norm())
-    finite = math.isfinite(loss)
-    rows = [
-        with_prompts(Estimate("loss", "loss", loss, why="" if finite else "the loss is not finite"), base),
-        Estimate(
-            "perturbation", "gradient_norm", norm, why="" if math.isfinite(norm) else "the gradient is not finite"
-        ),
-    ]
     rho = math.nan if radius is None else radius.rho
-    for kind in spec.kinds if math.isfinite(rho) else ():
-        rows += attempted(
-            "perturbation",
-            kind,
-            lambda kind=kind: sharpness(  # type: ignore[misc]
-                surface, None, rho, kind, seed=seed, samples=AVERAGE_SAMPLES, at=at, base=base
-            ).estimates(),
-        )
-    yield rows, None
-    if curved and spec.curvature_prompts:
-        yield from _curvatures(surface, spec, seed, at, optimizer, backend)
+    return Point(surface, spec, seed, (loss, gradient), base, rho, optimizer, backend)
 
 
-def _curvatures(
-    whole: LmSurface,
-    spec: ProbesSpec,
-    seed: int,
-    at: tuple[float, Tensor] | None,
-    optimizer: torch.optim.Optimizer | None,
-    backend: Backend,
-) -> Iterator[tuple[list[Estimate], Curvature | None]]:
+def _losses(point: Point) -> Found:
+    """The loss, and the norm of its gradient."""
+    loss, norm = point.at[0], float(point.at[1].double().norm())
+    no_loss = "" if math.isfinite(loss) else "the loss is not finite"
+    no_norm = "" if math.isfinite(norm) else "the gradient is not finite"
+    rows = [with_prompts(Estimate("loss", "loss", loss, why=no_loss), point.base)]
+    yield [*rows, Estimate("perturbation", "gradient_norm", norm, why=no_norm)], None
+
+
+def _perturbations(point: Point) -> Found:
+    """The sharpness measures of the spec at the radius."""
+    shared = {"seed": point.seed, "samples": AVERAGE_SAMPLES, "at": point.at, "base": point.base}
+    for kind in point.spec.kinds if math.isfinite(point.rho) else ():
+        measure = partial(sharpness, point.surface, None, point.rho, kind, **shared)  # type: ignore[arg-type]
+        yield attempted("perturbation", kind, lambda measure=measure: measure().estimates()), None  # type: ignore[misc]
+
+
+def _curvatures(point: Point) -> Found:
     """Curvature on the first prompts: of the Hessian, preconditioned by AdamW, and of the Gauss-Newton matrix."""
-    surface = _first_prompts(whole, spec.curvature_prompts)
+    spec, optimizer, backend = point.spec, point.optimizer, point.backend
+    if not spec.curvature_prompts:
+        return
+    surface = _first_prompts(point.surface, spec.curvature_prompts)
     prompts = len(surface.objective.prompt_weight)
-    at = at if surface is whole else surface.gradient()
+    at = point.at if surface is point.surface else surface.gradient()
     full = {
         "top": spec.top,
         "trace_probes": spec.trace_probes,
@@ -195,7 +218,7 @@ def _curvatures(
         result = curvature(
             surface,
             None,
-            seed,
+            point.seed,
             tolerance=TOLERANCE,
             max_products=spec.max_products,
             memory_mb=spec.memory_mb,
@@ -235,6 +258,14 @@ def _curvatures(
     operator = None  # frees its graphs
     if spec.gauss_newton:
         yield rows("gauss_newton_largest", lambda: measured("gauss_newton_", surface.gauss_newton(), **full)), None
+
+
+PROBES: dict[str, Callable[[Point], Found]] = {
+    "loss": _losses,
+    "perturbation": _perturbations,
+    "curvature": _curvatures,
+}
+"""What is measured of each loss, the cheap measures first: name → function that yields rows of the `probes` table."""
 
 
 def _first_prompts(surface: LmSurface, count: int) -> LmSurface:
