@@ -99,7 +99,7 @@ def one_prompt(policy: Policy, scorer: Scorer, rollouts: Rollouts) -> dict[str, 
                 parameter.copy_(kept)
         return float(weights[right].sum() / weights.sum())
 
-    found = critical_sharpness(loss, policy.model, [-g / size for g in gap], guess=100 * theory)
+    found = critical_sharpness(loss, policy.model, [-g / size for g in gap], guess=1000 * theory)
     start = [p.detach().clone() for p in parameters]
     return {
         "success": success,
@@ -110,7 +110,7 @@ def one_prompt(policy: Policy, scorer: Scorer, rollouts: Rollouts) -> dict[str, 
         "theory": theory,
         "measured": found.lr,
         "after_theory": reached(theory),
-        "after_half": reached(found.lr / 2),
+        "after_half": reached(found.lr / 2) if found.outcome == "found" else math.nan,
     }
 
 

@@ -96,11 +96,16 @@ def cut_off(tiny_policy, tmp_path_factory):
         "checkpoint.keep_last": 3,
         "method": "clip-cov",
         "method.entropy": {"kind": "adaptive", "target": 100.0},
+        "method.weight": {"kind": "stare", "step": 0.05, "target": 100.0},
+        "method.module_clip": {"kind": "aggc", "high": 1.01},
     }
     whole, broken = (build_config(values=base | {"out": str(out / name)}) for name in ("whole", "broken"))
     train(whole)
     train(broken, StopAfter(5))
     assert [step_of(path) for path in checkpoints(broken.run_dir)] == [2, 4, 5]
+    run = sharpscope.load_run(whole.run_dir)
+    assert run.steps["weight_max"].tolist() == pytest.approx([1.15, 1.2, 1.25, 1.3, 1.35, 1.4, 1.45])  # W moves
+    assert (run.updates["clip_factor"] < 1).any()
     return whole, broken
 
 
