@@ -266,7 +266,7 @@ def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
             text = "mapping"
         case _:
             text = "null" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))
-            text = "a schedule {kind, start, end}" if annotation is Schedule else text
+            text = "a schedule {kind, start, end, until}" if annotation is Schedule else text
     return ", ".join([text, *_limits(metadata)])
 
 

@@ -102,6 +102,10 @@ class RunConfig(Spec):
                 f"recording.update_attribution = true: not available with method.sharpness.kind = {self.method.sharpness.kind}, "
                 "whose update uses the gradient at another point; set recording.update_attribution to false"
             )
+        if self.policy.lora is not None and getattr(self.method.tokens, "kind", "") == "curvature":
+            raise ValueError(
+                "method.tokens.kind = curvature: needs the output layer's gradient, which adapters leave out; set policy.lora to null"
+            )
         return self
 
     @property

@@ -124,6 +124,10 @@ def test_ablations_get_names_of_their_own():
         (["optimizer.warmup_steps=5", "steps=5"], "optimizer.warmup_steps = 5 must be less than steps = 5"),
         (["method=grpo-sam", "recording.update_attribution=true"], "set recording.update_attribution to false"),
         (["method=grpo-gnp", "recording.update_attribution=true"], "recording.update_attribution = true"),
+        (["method=capo", "policy.lora={r: 4}"], "method.tokens.kind = curvature"),
+        (["method=grpo", "method.tokens.kind=bins"], "include or exclude"),
+        (["method=wapo", "method.correction.kind=truncate"], "ratio.to=sampler needs correction=null"),
+        (["method=aggc", "method.module_clip.high=0.6"], "greater than 1"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_place(overrides, says):
@@ -185,7 +189,7 @@ def test_every_setting_is_listed_once_for_each_kind_and_described():
     assert found["task.people", "knights_knaves"].values == "int, >= 2, <= 7 | list of (int, >= 2, <= 7), length >= 1"
     assert found["method.weight.function", "custom"].default == "required"
     assert found["method.sharpness.rho", "sam"].default == "0.05"
-    assert "a schedule {kind, start, end}" in found["method.ratio.p", "holder"].values
+    assert "a schedule {kind, start, end, until}" in found["method.ratio.p", "holder"].values
     assert found["method.clip", ""].values.startswith("ppo | cispo") and found["method.clip", ""].values.endswith(
         "null"
     )
