@@ -8,7 +8,7 @@ from sharpscope.analysis.forks import batches_needed, fork_differences
 from sharpscope.analysis.loading import load_several, nothing_found
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.spikes import explain_spikes, find_spikes, recorded_by, spike_text
-from sharpscope.analysis.terminal import show, show_headline, show_paths, spike_sections, token_sections, watch
+from sharpscope.analysis.terminal import path_sections, show, show_headline, spike_sections, token_sections, watch
 from sharpscope.traces.token_text import piece_maker
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ __all__ = [
     "fork_differences",
     "load_several",
     "nothing_found",
+    "path_sections",
     "piece_maker",
     "probe_pictures",
     "recorded_by",
     "reduce_runs",
     "show",
     "show_headline",
-    "show_paths",
     "spike_sections",
     "spike_text",
     "token_picture",

@@ -131,6 +131,18 @@ def moved_table(tokens: Sequence[Moved]) -> pd.DataFrame:
     return frame if frame["answer"].any() else frame.drop(columns="answer")
 
 
+def moved_records(tokens: Sequence[Moved]) -> list[dict[str, object]]:
+    """The tokens of `moved_table` as numbers."""
+    names = ("run", "step", "rollout", "position")
+    return [
+        {"before": one.sentence.before, "token": one.sentence.token, "after": one.sentence.after}
+        | {"direction": one.sentence.direction, "correct": one.correct, "share": one.share, "count": one.count}
+        | {"probability": one.probability}
+        | dict(zip(names, one.sentence.place or (None,) * 4, strict=True))
+        for one in tokens
+    ]
+
+
 def concentration_text(run: Run, step: int) -> str:
     """How few tokens carry the gradient of a step; empty if it has no shares."""
     tokens = step_shares(run, step)
@@ -169,8 +181,9 @@ def moved_sections(runs: Sequence[Run], top: int = 4, why: str = "") -> list[Sec
             f"{concentration_text(run, spike.step)} Gradient norm {number(spike.grad_norm)}{many}. ↑ made more likely, ↓ less likely; "
             f"shares are of its square. Largest prompt: {percent(spike.prompts['share'].iloc[0], sign=True)}, {texts[0]!r}."
         )
-        table = moved_table(moved_tokens(run, spike.step, top))
-        result.append(Section(f"Which tokens moved the model ({where})", table, note.strip(), name=f"moved_{run.name}"))
+        moved = moved_tokens(run, spike.step, top)
+        title = f"Which tokens moved the model ({where})"
+        result.append(Section(title, moved_table(moved), note.strip(), records=moved_records(moved)))
     if not result and runs:
         why = (
             why
@@ -200,9 +213,18 @@ def step_sections(run: Run, spike: Spike, top: int = 8) -> list[Section]:
         }
     )
     scaled = f"Estimated from {spike.sample} and scaled to sum to 100 %." if spike.sample else ""
-    result = [Section(title, moved_table(moved_tokens(run, spike.step, top)), note), Section(f"Prompts{of}", prompts)]
-    known = spike.probabilities["share"].notna().any()  # a sample may hold too little of the gradient
-    return [*result, Section("Ranges of probability", ranges, scaled)] if known else result
+    moved = moved_tokens(run, spike.step, top)
+    result = [
+        Section(title, moved_table(moved), note, records=moved_records(moved)),
+        Section(f"Prompts{of}", prompts, records=first.to_dict("records")),  # type: ignore[arg-type]
+    ]
+    if spike.probabilities["share"].isna().all():  # a sample may hold too little of the gradient
+        return result
+    ends = pd.DataFrame({"low": [max(one.left, 0.0) for one in spike.probabilities.index]})
+    ends = ends.assign(
+        high=[one.right for one in spike.probabilities.index], **spike.probabilities.reset_index(drop=True)
+    )
+    return [*result, Section("Ranges of probability", ranges, scaled, records=ends.to_dict("records"))]  # type: ignore[arg-type]
 
 
 def trained_text(study: Study, settings: Sequence[Setting]) -> str:

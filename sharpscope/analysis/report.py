@@ -27,7 +27,7 @@ from sharpscope.analysis.frames import (
     step_values,
 )
 from sharpscope.analysis.headline import moved_sections, step_sections, trained_text
-from sharpscope.analysis.layers import spike_layer_sections
+from sharpscope.analysis.layers import layer_sections, spike_layer_sections
 from sharpscope.analysis.mismatch import sampler_section
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.sections import Code, Section
@@ -138,7 +138,8 @@ def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
     largest = [(choice.run, spike) for choice in choices.values() for spike in choice.spikes]
     largest.sort(key=lambda one: -math.inf if math.isnan(one[1].z) else one[1].z, reverse=True)
     for run, spike in largest[:LARGEST_STEPS]:
-        sections += [replace(section, part="Tokens") for section in step_sections(run, spike, LARGEST_TOKENS)]
+        own = [*step_sections(run, spike, LARGEST_TOKENS), *layer_sections(run, spike.step)]
+        sections += [replace(section, part="Tokens") for section in own]
     sections += [Section("Runs", run_table(runs), part="Compare"), *problem_sections(runs)]
     if len(runs) == 1:  # there is nothing to compare
         instead = {"Runs": "Events and cost"}
@@ -233,7 +234,8 @@ def difference_sections(study: Study, settings: Sequence[Setting]) -> list[Secti
     said.append("One pair of runs: repeat with more seeds before believing a difference." if n == 1 else f"{n} seeds.")
     said += [f"{int(halve)} seeds would halve the intervals." for halve in main["to_halve"].dropna()[:1]]
     title = f"Did {method_label(treatment)} change anything, compared with {method_label(baseline)}?"
-    return [Section(title, difference_table(main).drop(columns=_PAIRS, errors="ignore"), " ".join(said))]
+    shown = difference_table(main).drop(columns=_PAIRS, errors="ignore")
+    return [Section(title, shown, " ".join(said), records=main.drop(columns="rank").to_dict("records"))]  # type: ignore[arg-type]
 
 
 _ANGLES = {
@@ -256,7 +258,8 @@ def comparison_sections(study: Study, settings: Sequence[Setting]) -> list[Secti
         n = int(own["n"].max())
         note = f"{n} pair{'s' * (n > 1)} of runs. {COVERED}"
         title = f"{method_label(str(second))} − {method_label(str(first))}"
-        result.append(Section(title, difference_table(own), note, "Compare"))
+        records = own.to_dict("records")
+        result.append(Section(title, difference_table(own), note, "Compare", records=records))  # type: ignore[arg-type]
     return result
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -33,6 +33,7 @@ class Section:
         note: what the table or figure needs to be read, in one or two sentences.
         part: the part of the page that it belongs to; parts are shown in the order of their first section.
         name: of the figure's or table's file.
+        records: the rows as numbers, for `--json`; None: as the table shows them.
     """
 
     title: str
@@ -40,6 +41,7 @@ class Section:
     note: str = ""
     part: str = "Found"
     name: str = ""
+    records: Sequence[Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,25 @@ def is_text(column: pd.Series) -> bool:
     return any(
         isinstance(cell, Marked | Code) or (isinstance(cell, str) and cell[:1] not in NUMERIC) for cell in column
     )
+
+
+def to_records(sections: Iterable[Section]) -> dict[str, Any]:
+    """Sections for scripts: `title`, `part`, `note`, and `text` or `rows`; a cell with a token is an object."""
+    made: list[dict[str, Any]] = []
+    for section in sections:
+        if isinstance(section.content, str):
+            own: dict[str, Any] = {"text": section.content}
+        elif isinstance(section.content, pd.DataFrame):
+            rows = section.records or section.content.to_dict("records")
+            own = {"rows": [{str(name): _value(cell) for name, cell in row.items()} for row in rows]}
+        else:
+            continue
+        made.append({"title": section.title, "part": section.part, **own, "note": section.note})
+    return {"sections": made}
+
+
+def _value(cell: Any) -> Any:
+    return asdict(cell) if isinstance(cell, Marked) else cell.text if isinstance(cell, Code) else cell
 
 
 def to_terminal(sections: Iterable[Section]) -> RenderableType:

@@ -60,8 +60,8 @@ def show(run: Run) -> RenderableType:
     return to_terminal(run_sections(run))
 
 
-def show_paths(paths: Sequence[str | Path]) -> RenderableType:
-    """One run, or several: their differences, and the list of runs.
+def path_sections(paths: Sequence[str | Path]) -> list[Section]:
+    """What `show` says of one run, or of several: their differences, and the list of runs.
 
     Raises:
         UserError: if no run is below `paths`, or none can be read.
@@ -69,14 +69,14 @@ def show_paths(paths: Sequence[str | Path]) -> RenderableType:
     with quiet():
         runs = load_several(paths)
         if len(runs) == 1 and not runs.skipped:
-            return show(runs[0])
+            return run_sections(runs[0])
         if not len(runs):
             load_run(Path(paths[0]))  # says why there is none
-        return to_terminal(runs_sections(runs))
+        return runs_sections(runs)
 
 
 def show_headline(paths: Sequence[str | Path]) -> RenderableType:
-    """The first part of what `show_paths` and the page say: tokens, accuracy and differences, in about twenty lines."""
+    """The first part of what `path_sections` and the page say: tokens, accuracy and differences, in about twenty lines."""
     with quiet():
         study, settings = laid_out(load_several(paths))[0]
         return to_terminal(found_sections(study, settings, top=3, runs=1))

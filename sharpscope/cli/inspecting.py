@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sharpscope.cli.console import progress
+from sharpscope.cli.console import print_json, progress
+
+if TYPE_CHECKING:
+    from sharpscope.analysis.sections import Section
 
 
 def register(app: typer.Typer) -> None:
@@ -25,6 +28,7 @@ def show(
         Path | None,
         typer.Option(help="Write a picture of the run to share: headline, three tokens, one curve (.png, .svg)."),
     ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Show a run: which tokens moved the model, curves, accuracy, sharpness and events. Of several, their differences.
 
@@ -35,8 +39,6 @@ def show(
 
       sharpscope show runs/first --card card.png
     """
-    from rich.console import Console
-
     from sharpscope import analysis
     from sharpscope.errors import UserError
 
@@ -49,8 +51,10 @@ def show(
         typer.echo(f"Written: {write_card(load_run(runs[0]), card)}")
         return
     if not watch:
-        Console().print(analysis.show_paths(runs))
+        _print(analysis.path_sections(runs), json_)
         return
+    from rich.console import Console
+
     try:
         analysis.watch(runs[0], Console(), every=every)
     except KeyboardInterrupt:
@@ -79,6 +83,7 @@ def tokens(
             help="Threshold of --spikes: robust standard deviations of the log gradient norm above its median."
         ),
     ] = 4.0,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """List the tokens that hold the largest shares of a step's gradient, or that are largest in another column.
 
@@ -89,10 +94,7 @@ def tokens(
 
       sharpscope tokens runs/first --step 10 --by score_norm --top 20
     """
-    from rich.console import Console
-
     from sharpscope import analysis
-    from sharpscope.analysis.sections import to_terminal
     from sharpscope.errors import UserError
     from sharpscope.traces import load_run
 
@@ -102,7 +104,19 @@ def tokens(
     found = (
         analysis.spike_sections(loaded, z, top or 8) if spikes else analysis.token_sections(loaded, step, by, top or 20)
     )
-    Console().print(to_terminal(found))
+    _print(found, json_)
+
+
+def _print(sections: list[Section], as_json: bool) -> None:
+    """Sections as text, or as JSON."""
+    from sharpscope.analysis.sections import to_records, to_terminal
+
+    if as_json:
+        print_json(to_records(sections))
+        return
+    from rich.console import Console
+
+    Console().print(to_terminal(sections))
 
 
 def analyze(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sharpscope.analysis import show, show_headline, show_paths, spike_sections, token_sections, watch
+from sharpscope.analysis import path_sections, show, show_headline, spike_sections, token_sections, watch
 from sharpscope.analysis.headline import concentration_text, largest_update, moved_sections, moved_table, moved_tokens
 from sharpscope.analysis.report import laid_out
 from sharpscope.analysis.sections import to_terminal
@@ -34,7 +34,7 @@ def test_show_says_what_stands_in_the_traces(two_runs):
         "grpo-sg",
         "12 of 12 steps",
         "knights_knaves",
-        "entropy [nats]",
+        "entropy of a token [nats]",
         "1.00",
         "weight_saturation",
     ):
@@ -43,7 +43,7 @@ def test_show_says_what_stands_in_the_traces(two_runs):
 
 
 def test_show_of_a_folder_lists_its_runs(two_runs):
-    text = printed(show_paths([two_runs[0].path.parent]))
+    text = printed(to_terminal(path_sections([two_runs[0].path.parent])))
     assert "Runs" in text and "a " in text and "grpo-sg" in text
 
 
@@ -63,7 +63,7 @@ def test_show_names_damaged_parts(tmp_path: Path):
     run = new_run(tmp_path / "a")
     (run / "traces/steps").mkdir()
     (run / "traces/steps/part-000000-00000000.parquet").write_bytes(b"x")
-    assert "traces/steps/part-000000-00000000.parquet is set aside" in printed(show_paths([run]))
+    assert "traces/steps/part-000000-00000000.parquet is set aside" in printed(to_terminal(path_sections([run])))
 
 
 @pytest.fixture

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import sharpscope
+from sharpscope.analysis import compare_runs
 from sharpscope.analysis.headline import moved_tokens
 from sharpscope.cli import app
 from sharpscope.errors import UserError
@@ -35,9 +37,26 @@ def test_tokens_are_cut_as_the_runs_own_tokenizer_cuts_them():
 
 def test_spikes_says_the_true_reason():
     output = " ".join(invoke("tokens", GRPO, "--spikes").split())
-    assert "No step reaches z = 4: the highest is z = 0.6 at step 11" in output
-    assert "Tokens' shares were not recorded at step 3; the nearest step that has them is 4." in output
+    assert "No step reaches z = 4: the highest is z = 1.1 at step 11" in output
+    assert "Tokens' shares were not recorded at step 5; the nearest step that has them is 4." in output
     assert "Ranges of probability" in output and "ten earlier steps" not in output
+
+
+def test_json_has_the_numbers_of_the_tables():
+    found = json.loads(invoke("tokens", GRPO_SG, "--step", "8", "--top", "5", "--json"))["sections"]
+    run = sharpscope.load_run(GRPO_SG)
+    wanted = moved_tokens(run, 8, top=5)
+    assert [row["share"] for row in found[0]["rows"]] == pytest.approx([one.share for one in wanted])
+    places = [tuple(row[name] for name in ("run", "step", "rollout", "position")) for row in found[0]["rows"]]
+    assert places == [one.sentence.place for one in wanted]
+    ranges = next(section["rows"] for section in found if section["title"] == "Ranges of probability")
+    assert sum(row["share"] for row in ranges) == pytest.approx(1) and ranges[-1]["high"] == 1
+    shown = json.loads(invoke("show", GRPO, GRPO_SG, "--json"))["sections"]
+    (found,) = [section for section in shown if section["title"].startswith("Did grpo-sg")]
+    table = compare_runs(sharpscope.load_runs(EXAMPLE))
+    for row in found["rows"]:
+        same = table[table["quantity"] == row["quantity"]].iloc[0]
+        assert row["difference"] == pytest.approx(same["difference"], nan_ok=True)
 
 
 def test_show_of_one_run_and_of_two():

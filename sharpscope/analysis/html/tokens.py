@@ -120,9 +120,7 @@ def _completions(
     for (step, rollout), why in choice.wanted.items():
         if step not in steps:
             wanted = ["rollout", "position", "token_id", "update", *needed_columns(COLUMNS.values())]
-            frame = with_values(choice.run.tokens(steps=[step], columns=wanted))
-            updates = frame.dropna(subset=["attribution"])["update"].nunique()  # a share is of the step's updates
-            steps[step] = frame.assign(attribution=frame["attribution"] / max(1, updates))
+            steps[step] = with_values(choice.run.tokens(steps=[step], columns=wanted))
         row = rollouts.loc[(step, rollout)]
         tokens = steps[step]
         chosen = tokens[tokens["rollout"] == rollout].sort_values("position")

@@ -14,7 +14,7 @@ const Colors = (() => {
     },
     share: {
       label: "share of the gradient", signed: true, of: (c) => c.c.share,
-      says: "signed share of the squared gradient norm of the step's update; the shares of all tokens of a step sum to 1",
+      says: "signed share of the squared gradient norm of the token's update; the shares of all tokens of an update sum to 1",
     },
     advantage: {
       label: "advantage", signed: true, of: (c) => c.c.adv || (c.adv === null || !c.t ? undefined : c.t.map(() => c.adv)),

@@ -9,7 +9,7 @@ const Tokens = (() => {
   const tip = document.getElementById("tip");
   const hint = [...tip.childNodes];
   const NAMES = [
-    ["share", "share of the gradient", "signed part of ‖∇L‖² of the step's update; all tokens of the step sum to 1"],
+    ["share", "share of the gradient", "signed part of ‖∇L‖² of its update; all tokens of the update sum to 1"],
     ["coef", "loss coefficient c", "dL/d ln π; negative makes the token more likely, positive less"],
     ["mismatch", "mismatch [nats]", "ln π − ln μ, trainer minus sampler"],
     ["ratio", "ratio π/π_old", "importance ratio in its first update; 1 where not given"],
