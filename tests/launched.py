@@ -18,7 +18,7 @@ import transformers.models.qwen2.modeling_qwen2  # noqa: F401  (else every child
 from sharpscope import distributed
 from sharpscope.config import build_config
 from sharpscope.policy.sharding import full_tensor
-from sharpscope.training import learner, train
+from sharpscope.training import train, updates
 
 STUCK_S = 400
 
@@ -94,12 +94,12 @@ def train_all(folder: Path, configs: list) -> None:
         try:
             train(build_config(values=values), resume=resume)
         finally:
-            learner._scale_gradients = original
+            updates._scale_gradients = original
 
 
 def keep_gradient(path: Path):
     """Replace the function that clips gradients by one that first writes the whole ones of the first update to `path`."""
-    original, known = learner._scale_gradients, []
+    original, known = updates._scale_gradients, []
 
     def scaled(parameters, factor):
         if not known:
@@ -109,5 +109,5 @@ def keep_gradient(path: Path):
                 torch.save(found, path)
         original(parameters, factor)
 
-    learner._scale_gradients = scaled
+    updates._scale_gradients = scaled
     return original

@@ -29,8 +29,8 @@ from sharpscope.recording.environment import set_threads
 from sharpscope.recording.rows import gradient_weight_columns, weight_columns
 from sharpscope.recording.step import RolloutBatch, StepTokens, UpdateRotation, loss_mask, step_tensors
 from sharpscope.tasks import make_task
-from sharpscope.training.learner import Gradient
 from sharpscope.training.rollouts import draw_rollouts, step_advantages
+from sharpscope.training.updates import Gradient
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -2,6 +2,6 @@
 
 from sharpscope.training.display import Display, RichDisplay
 from sharpscope.training.evaluate import evaluate, evaluate_model
-from sharpscope.training.learner import AppliedUpdate, Learner
+from sharpscope.training.learner import Learner
 from sharpscope.training.loop import Outcome, train
 from sharpscope.training.rollouts import DataOrder

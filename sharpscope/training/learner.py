@@ -1,10 +1,9 @@
-"""The updates of a step: gradients in microbatches, what a method does to them, and the optimizer's steps."""
+"""The updates of a step, in their order."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -12,79 +11,43 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from sharpscope import distributed
-from sharpscope.config.method import EwmaProximal, GradientNormPenalty, Sam
 from sharpscope.config.selections import CurvatureTokens
 from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.objective import (
-    LossOutput,
     Method,
     MethodState,
     Plan,
-    entropy_bonus,
-    group_advantages,
     k3,
     per_token,
-    policy_loss,
     prepare,
-    reference_method,
-    token_normalizer,
 )
 from sharpscope.policy import Rollouts, TokenStats
 from sharpscope.policy.adapters import without_adapters
 from sharpscope.policy.head import output_head
-from sharpscope.policy.scoring import Scorer, shortest_row
+from sharpscope.policy.scoring import Scorer
 from sharpscope.policy.sharding import ModelView, gathered_copy
 from sharpscope.policy.token_stats import Moments, flat_curvature, flat_proxy
-from sharpscope.probes import coming_step, noise_rotation, rotation
-from sharpscope.recording.norms import Norms, gradient_norms, layer_groups, total_norm, update_norms
+from sharpscope.recording.norms import layer_groups
 from sharpscope.recording.step import (
     PendingUpdate,
     StepResult,
     StepTokens,
     UpdateResult,
     UpdateRotation,
-    UpdateTokens,
     loss_mask,
     step_tensors,
 )
 from sharpscope.seeds import generator
 from sharpscope.training.clipping import Clipping, clipping, module_types
-from sharpscope.training.rollouts import finite_group_rows
+from sharpscope.training.updates import BeforeOptimizer, Gradient, Updates
 
-Gradient = list[Tensor | None]
-"""`.grad` of the trainable parameters."""
 BeforeFirstUpdate = Callable[[TokenStats, Tensor], bool]
 """Gets π_old's statistics and the token weights (N, T); False leaves the updates of the step out."""
 BeforeStep = Callable[[PendingUpdate], None]
 """Sees an update between its gradient and the optimizer's step; changes nothing."""
 
-
-@dataclass(frozen=True)
-class AppliedUpdate:
-    """An update between clipping and the optimizer's step.
-
-    Attributes:
-        index: within the step, from 0.
-        loss: at the present weights.
-        clip_factor: what clipping has multiplied the gradient by; None if a sharpness method has reshaped it.
-        loss_fn: the loss at the present weights by prompt, (k,) with mean L, with π_old, advantages and token weights as they are;
-            every process must call it.
-    """
-
-    index: int
-    loss: float
-    clip_factor: float | None
-    loss_fn: Callable[[], Tensor]
-
-
-BeforeOptimizer = Callable[[AppliedUpdate], None]
-"""Sees an update that the optimizer is about to make; changes nothing."""
-
-NO_GRADIENT = "the gradient is not finite"
 KL_PART, KL_FEWEST = 16, 4
 """One in KL_PART completions of a step, at least about KL_FEWEST, are scored again after its last update."""
-BROKEN = "an update made model weights that are not finite, and no later update can repair them"
 
 
 @dataclass(frozen=True)
@@ -181,7 +144,7 @@ class Learner:
         try:
             plan = self.plan(rollouts, advantage, step, progress, method, stats)
             warnings = plan.warnings
-            work = _Updates(
+            work = Updates(
                 self, rollouts, advantage, progress, method, plan, tokens, rotations, before_optimizer, without=without
             )
             for index, (rows, pass_index) in enumerate(self._schedule(rollouts, step, method)):
@@ -242,7 +205,7 @@ class Learner:
         """
         tokens = StepTokens.unused(stats)
         plan = self.plan(rollouts, advantage, step, progress, method, stats)
-        work = _Updates(self, rollouts, advantage, progress, method, plan, tokens, references=references)
+        work = Updates(self, rollouts, advantage, progress, method, plan, tokens, references=references)
         try:
             gradient = work.gradient(0, torch.arange(len(rollouts)), 0)
             norm = work.reshape(gradient).total
@@ -300,444 +263,3 @@ class Learner:
             for pass_index in range(method.pass_count):
                 for chosen in torch.tensor_split(order, self.mini_batches):
                     yield torch.nonzero(torch.isin(rollouts.group.cpu(), chosen)).flatten(), pass_index
-
-
-@dataclass(frozen=True)
-class _Gradient:
-    """The gradient of one update's loss, which is in `.grad`."""
-
-    index: int
-    rows: Tensor  # (n,)
-    pass_index: int
-    loss: float
-    norms: Norms
-    tokens: UpdateTokens
-    entropy: float | None  # mean over its tokens [nats]; None without a bonus
-
-    @property
-    def norm(self) -> float:
-        return self.norms.total
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.norm)
-
-
-@dataclass(frozen=True)
-class _Updates:
-    """The updates of one step; `tokens` is filled in as they are made."""
-
-    learner: Learner
-    rollouts: Rollouts
-    advantage: Tensor  # (N,) or (N, T)
-    progress: float
-    method: Method
-    plan: Plan
-    tokens: StepTokens
-    rotations: bool = False
-    before_optimizer: BeforeOptimizer | None = None
-    references: dict[str, list[Gradient]] | None = None  # halves of reference gradients of all rows, by their objective
-    without: Tensor | None = None  # (N, T) bool, tokens whose coefficients are set to 0
-
-    def gradient(self, index: int, rows: Tensor, pass_index: int) -> _Gradient:
-        """Compute the gradient of update `index` and record what its tokens do."""
-        loss, tokens, entropy = self._backward(rows, pass_index, index)
-        return _Gradient(index, rows, pass_index, loss, self._norms(), tokens, entropy)
-
-    def _norms(self) -> Norms:
-        """Norms of the gradient in `.grad`."""
-        return gradient_norms(self.learner.parameters, self.learner.groups)
-
-    @property
-    def _entropy_coef(self) -> float:
-        """Coefficient of the entropy bonus in the present update."""
-        return self.learner.state.applied(self.method.at(self.progress).entropy)
-
-    def skip(self, gradient: _Gradient, norm: float) -> UpdateResult:
-        """Leave the update out."""
-        self.learner.optimizer.zero_grad(set_to_none=True)
-        problem = _problem(gradient.loss, norm)
-        layers = (gradient.norms.layers, dict.fromkeys(gradient.norms.layers, 0.0))
-        made = UpdateResult(gradient.loss, norm, gradient.norm, 0.0, 0.0, skipped=True, problem=problem, layers=layers)
-        return self._described(made, gradient)
-
-    def _described(self, made: UpdateResult, gradient: _Gradient) -> UpdateResult:
-        """`made` with its learning rate and what its tokens say."""
-        lr = float(self.learner.optimizer.param_groups[0]["lr"])
-        return replace(made, lr=lr, summary=gradient.tokens.summary(), entropy=gradient.entropy)
-
-    def reshape(self, gradient: _Gradient) -> Norms:
-        """Let the method's sharpness control replace the gradient in `.grad`; returns its norms."""
-        sharpness, norm = self.method.sharpness, gradient.norm
-        if isinstance(sharpness, Sam | GradientNormPenalty) and math.isfinite(norm) and norm > 0:
-            self._sharpen(sharpness, gradient)
-            return self._norms()
-        return gradient.norms
-
-    def apply(self, gradient: _Gradient) -> UpdateResult:
-        """Let the method reshape the gradient, clip it, and make the optimizer's step."""
-        learner, norms = self.learner, self.reshape(gradient)
-        norm = norms.total
-        if not (math.isfinite(gradient.loss) and math.isfinite(norm)):
-            return self.skip(gradient, norm)
-        clip = learner.clipping(self.method, [p.grad for p in learner.parameters], norm, self.progress)
-        rotation = self.rotation(gradient.rows, norm) if self.rotations else None
-        _scale_gradients(learner.parameters, clip.factors)
-        learner.state.norms = clip.averages
-        if self.before_optimizer is not None:
-            plain = clip.share if self.method.sharpness is None and self.method.module_clip is None else None
-            loss_fn = partial(self._loss, gradient.rows, gradient.pass_index)
-            self.before_optimizer(AppliedUpdate(gradient.index, gradient.loss, plain, loss_fn))
-        learner.optimizer.step()
-        moved = update_norms(learner.optimizer, learner.groups)
-        size = moved.total
-        self._move_proximal()
-        self.tokens.count(gradient.rows, gradient.tokens)
-        learner.optimizer.zero_grad(set_to_none=True)
-        broken = not math.isfinite(size)
-        made = UpdateResult(
-            gradient.loss,
-            norm,
-            gradient.norm,
-            size,
-            clip.share,
-            skipped=False,
-            problem=BROKEN if broken else "",
-            broken=broken,
-            rotation=rotation,
-            layers=(norms.layers, moved.layers),
-        )
-        described = self._described(made, gradient)
-        if gradient.entropy is not None:
-            learner.state.count(self.method.entropy, gradient.entropy)
-        return described
-
-    def _moving(self, rows: Tensor) -> Tensor:
-        """(n,) bool on the CPU: whether the loss of `rows` (n,) has a gradient, or is 0 at all weights."""
-        if self.method.entropy is not None or (self.method.kl.coef > 0 and not self.method.kl_in_reward):
-            return torch.ones(len(rows), dtype=torch.bool)
-        return ((self.plan.advantage[rows] != 0) | (self.plan.penalty[rows] != 0)).any(1).cpu()
-
-    @torch.no_grad()
-    def _loss(self, rows: Tensor, pass_index: int) -> Tensor:
-        """k·(part of L) of each of the k prompts of some rows at the present weights, (k,) float64 with mean L.
-
-        Rows without advantage and penalty, whose part is 0 at all weights unless the loss has further terms, are not run.
-        """
-        learner, rollouts, scorer = self.learner, self.rollouts, self.learner.scorer
-        mask, dtype = loss_mask(rollouts, self.method)[rows], self.tokens.stats.logp.dtype
-        keep = self.plan.keep[rows]
-        normalizer = token_normalizer(
-            self.method, mask, learner.max_new_tokens, keep=keep, group=rollouts.group[rows], dtype=dtype
-        )
-        position = {int(row): index for index, row in enumerate(rows)}
-        prompts = rollouts.group[rows].unique().cpu()
-        total = torch.zeros(len(prompts), dtype=torch.float64)
-        rows = rows[self._moving(rows)]
-        if not len(rows):
-            return total
-        _, batches = scorer.split(rollouts, rows)
-        for micro in batches:
-            local = torch.tensor([position[int(row)] for row in micro])
-            part = rollouts.rows(micro)
-            scored = scorer.score(part, entropy=self.method.entropy is not None)
-            reference, proximal = (self._frozen_logp(one, part) for one in (learner.reference, learner.proximal))
-            for index, prompt in enumerate(prompts.tolist()):
-                of = (part.group == prompt).nonzero()[:, 0].cpu()
-                if not len(of):
-                    continue
-                plan = self.plan.rows(micro[of.to(micro.device)])
-                loss = policy_loss(
-                    self.method,
-                    plan,
-                    scored.logp[of],
-                    normalizer[local[of]],
-                    reference_logp=None if reference is None else reference[of],
-                    proximal_logp=None if proximal is None else proximal[of],
-                    pass_index=pass_index,
-                ).loss
-                if scored.entropy is not None:
-                    tokens = int(mask.sum())
-                    loss -= entropy_bonus(self._entropy_coef, plan, scored.entropy[of], tokens, pass_index=pass_index)
-                total[index] += float(loss) * len(prompts)
-        for _ in range(scorer.idle_passes(batches)):
-            part = shortest_row(rollouts)
-            scorer.score(part)
-            self._frozen_logp(learner.reference, part)
-        return torch.stack(distributed.gather(total)).sum(0)
-
-    def _move_proximal(self) -> None:
-        """EWMA of the weights after each update: the proximal policy of the decoupled objective.
-
-        After n updates it is Σ_i β^(n−i)·θ_i / Σ_i β^(n−i), i = 0…n: θ_n enters with (1 − β)/(1 − β^(n+1)).
-        """
-        learner, proximal = self.learner, self.method.proximal
-        if learner.proximal is not None and isinstance(proximal, EwmaProximal):
-            decay, done = proximal.decay, _updates_done(learner.optimizer)
-            with torch.no_grad():
-                for average, new in zip(learner.proximal.parameters(), learner.scorer.model.parameters(), strict=True):
-                    average.lerp_(new.detach(), (1 - decay) / (1 - decay ** (done + 1)))
-
-    # -- gradients ---------------------------------------------------------------------------------------------------
-
-    def _backward(
-        self, rows: Tensor, pass_index: int, index: int | None, part: Tensor | None = None
-    ) -> tuple[float, UpdateTokens, float | None]:
-        """∇L of some rows into `.grad`, summed over microbatches and processes.
-
-        Returns L, what the rows' tokens do and the mean entropy of those that take part (None without a bonus or tokens).
-        They are recorded as those of update `index`; with None, nothing is. With `part`, some of the rows, only their terms
-        of L are computed. Groups without an advantage, whose terms are 0, have no backward pass.
-        """
-        learner, rollouts, scorer = self.learner, self.rollouts, self.learner.scorer
-        learner.optimizer.zero_grad(set_to_none=True)
-        dtype = self.tokens.stats.logp.dtype
-        mask = loss_mask(rollouts, self.method)[rows]
-        keep = self.plan.keep[rows]
-        normalizer = token_normalizer(
-            self.method, mask, learner.max_new_tokens, keep=keep, group=rollouts.group[rows], dtype=dtype
-        )  # (n, T)
-        position = {int(row): i for i, row in enumerate(rows)}
-        tokens = UpdateTokens.zeros(mask.shape, dtype)
-        total, entropy = 0.0, 0.0
-        part = rows if part is None else part
-        groups = rollouts.group.cpu()[part]
-        moving = torch.isin(groups, groups[self._moving(part)])
-        if scorer.sharded or not bool(moving.any()):  # all processes run the same passes; gradients are zeros, not None
-            moving = torch.ones_like(moving)
-        local_rows, batches = scorer.split(rollouts, part[moving])
-        still, without_gradient = scorer.split(rollouts, part[~moving]) if index is not None else (local_rows[:0], [])
-        local_rows = torch.cat([local_rows, still])
-        idle = scorer.idle_passes(batches)
-        for number, micro in enumerate([*batches, *without_gradient]):
-            local = torch.tensor([position[int(row)] for row in micro])
-            with torch.set_grad_enabled(number < len(batches)):
-                loss, nats = self._microbatch(
-                    micro, local, normalizer[local], pass_index, index, tokens, loss_tokens=int(mask.sum())
-                )
-            total, entropy = total + loss, entropy + nats
-        for _ in range(idle):
-            self._idle_microbatch()
-        distributed.sum_gradients(learner.parameters)
-        if index is not None:
-            local = torch.tensor([position[int(row)] for row in local_rows], dtype=torch.long)
-            distributed.exchange_rows(local, tokens.tensors())
-            distributed.exchange_rows(local_rows, self.tokens.tensors())
-        used = int(tokens.used.sum())
-        mean = distributed.sum_values(entropy) / used if self.method.entropy is not None and used else None
-        return distributed.sum_values(total), tokens, mean
-
-    def _microbatch(
-        self,
-        micro: Tensor,
-        local: Tensor,
-        normalizer: Tensor,
-        pass_index: int,
-        index: int | None,
-        tokens: UpdateTokens,
-        loss_tokens: int,
-    ) -> tuple[float, float]:
-        """Its share of the loss, whose gradient is added to `.grad`, and the sum of its tokens' entropy if the loss needs it.
-
-        Without gradients enabled, no gradient is added.
-        """
-        learner, rows, moves = self.learner, self.rollouts.rows(micro), torch.is_grad_enabled()
-        scored = learner.scorer.score(rows, with_grad=moves, entropy=self.method.entropy is not None)
-        logp, plan = scored.logp, self.plan.rows(micro)  # (n, T)
-        reference = self._frozen_logp(learner.reference, rows)
-        out = policy_loss(
-            self.method,
-            plan,
-            logp,
-            normalizer,
-            reference_logp=reference,
-            proximal_logp=self._frozen_logp(learner.proximal, rows),
-            pass_index=pass_index,
-        )
-        loss, nats = out.loss, 0.0
-        kl_coef = torch.zeros_like(logp)
-        if moves:
-            if out.divergence is not None:
-                (kl_coef,) = torch.autograd.grad(out.divergence, logp, retain_graph=True)
-            if self.without is not None:
-                left_out = self.without[micro].to(logp.device)[:, : logp.shape[1]]
-                logp.register_hook(lambda gradient: gradient.masked_fill(left_out, 0.0))
-            logp.retain_grad()
-        if scored.entropy is not None:  # a term of its own: `logp.grad`, the coefficients, does not have it
-            bonus = entropy_bonus(self._entropy_coef, plan, scored.entropy, loss_tokens, pass_index=pass_index)
-            loss = loss - bonus
-            nats = float(torch.where(plan.pass_mask(pass_index), scored.entropy.detach(), 0.0).sum(dtype=torch.float64))
-        if moves:
-            loss.backward()
-        if index is not None:
-            coef = torch.zeros_like(logp) if logp.grad is None else logp.grad
-            tokens.coef[local] = coef.detach().to("cpu", tokens.coef.dtype)
-            tokens.write(
-                local,
-                plan.pass_mask(pass_index),
-                clipped=out.clipped,
-                kl=out.kl,
-                ratio=out.ratio,
-                log_ratio=logp.detach() - plan.behavior_logp,
-            )
-            entropy = 0.0 if scored.entropy is None else -self._entropy_coef / max(loss_tokens, 1)
-            known = {"kl_coef": kl_coef, "entropy_coef": torch.full_like(logp, entropy), "ref_logp": reference}
-            self._record(index, micro, plan, out, known | {"loss_coef": coef}, pass_index)
-        return float(loss.detach()), nats
-
-    def _idle_microbatch(self) -> None:
-        """All passes of a microbatch in their order, adding nothing to the gradient."""
-        rows = shortest_row(self.rollouts)
-        logp = self.learner.scorer.score(rows, with_grad=True).logp
-        self._frozen_logp(self.learner.reference, rows)
-        (logp.sum() * 0.0).backward()
-
-    def _frozen_logp(self, model: nn.Module | None, rows: Rollouts) -> Tensor | None:
-        """(n, T) log-probabilities of a frozen model; None without one."""
-        if model is None:
-            return None
-        scorer = self.learner.scorer
-        with without_adapters(model) if model is scorer.model else nullcontext():
-            return scorer.score(rows, model=model).logp
-
-    def _record(
-        self,
-        index: int,
-        micro: Tensor,
-        plan: Plan,
-        out: LossOutput,
-        known: Mapping[str, Tensor | None],
-        pass_index: int,
-    ) -> None:
-        """Keep what the tokens of this pass did, unless an earlier update used them."""
-        tokens = self.tokens
-        first = plan.pass_mask(pass_index).cpu() & (tokens.update[micro] < 0)
-        values = {name: getattr(plan, name) for name in ("weight", "correction", "advantage")}
-        for name, value in {**values, "ratio": out.ratio, "clipped": out.clipped, **known}.items():
-            if value is not None:
-                target = getattr(tokens, name)
-                target[micro] = torch.where(first, value.detach().cpu().to(target.dtype), target[micro])
-        tokens.update[micro] = torch.where(first, index, tokens.update[micro])
-
-    # -- rotation ----------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _reference(self) -> _Updates:
-        """The updates of the reference objective on the same rollouts."""
-        method = reference_method(self.method)
-        advantage, stats = self.advantage, self.tokens.stats
-        if method.advantage != self.method.advantage:
-            reward, group = self.rollouts.reward.double(), self.rollouts.group
-            rows = finite_group_rows(group, reward[None])
-            advantage = torch.zeros_like(reward).index_put((rows,), group_advantages(reward[rows], group[rows]))
-        tensors = step_tensors(self.rollouts, advantage, stats, stats.logp, self.progress, method)
-        return replace(self, advantage=advantage, method=method, plan=prepare(method, tensors))
-
-    def _reference_halves(self, rows: Tensor) -> list[Gradient]:
-        """The reference gradient of the rows, as the sum over every other group and the sum over the rest."""
-        key = self._reference.method.model_copy(update={"name": ""}).model_dump_json()
-        if self.references is not None and key in self.references:
-            return self.references[key]
-        parameters = self.learner.parameters
-        gradients = [p.grad for p in parameters]
-        groups = self.rollouts.group.cpu()[rows]
-        halves: list[Gradient] = []
-        try:
-            for half in (groups.unique()[::2], groups.unique()[1::2]):
-                if len(half):
-                    self._reference._backward(rows, 0, None, rows[torch.isin(groups, half)])
-                    halves.append([p.grad for p in parameters])
-        finally:
-            for parameter, value in zip(parameters, gradients, strict=True):
-                parameter.grad = value
-        if self.references is not None:
-            self.references.clear()  # a model's size each: one is enough where methods come in order
-            self.references[key] = halves
-        return halves
-
-    def rotation(self, rows: Tensor, norm: float) -> UpdateRotation:
-        """Compare the unclipped gradient in `.grad`, of length `norm`, and the step that it makes with the reference's."""
-        started = time.perf_counter()
-        learner, parameters = self.learner, self.learner.parameters
-        halves = self._reference_halves(rows)
-        groups = self.rollouts.group.cpu()[rows].unique()
-        noise = noise_rotation(halves[0], halves[1], len(groups[::2]) / len(groups)) if len(halves) == 2 else math.nan
-        gradients, reference = [p.grad for p in parameters], _added(halves)
-        steps = [
-            coming_step(learner.optimizer, parameters, gradient, learner.clipping(*one, self.progress).factors)
-            for gradient, one in (
-                (gradients, (self.method, gradients, norm)),
-                (reference, (self._reference.method, reference, total_norm(reference))),
-            )
-        ]
-        return UpdateRotation(rotation(gradients, reference), rotation(*steps), noise, time.perf_counter() - started)
-
-    @torch.no_grad()
-    def visit(self, norm: float, call: Callable[[], None]) -> None:
-        """Call with the weights moved by the step of the gradient in `.grad`, of length `norm`, and put them back."""
-        learner, parameters = self.learner, self.learner.parameters
-        gradients, kept = [p.grad for p in parameters], [p.detach().clone() for p in parameters]
-        factors = learner.clipping(self.method, gradients, norm, self.progress).factors
-        try:
-            for parameter, step in zip(
-                parameters, coming_step(learner.optimizer, parameters, gradients, factors), strict=True
-            ):
-                if step is not None:
-                    parameter.add_(step)
-            call()
-        finally:
-            for parameter, weights in zip(parameters, kept, strict=True):
-                parameter.copy_(weights)
-
-    # -- direct sharpness control ------------------------------------------------------------------------------------
-
-    def _sharpen(self, spec: Sam | GradientNormPenalty, gradient: _Gradient) -> None:
-        """Replace `.grad` by SAM's (gradient at θ + rho·g/‖g‖) or by the gradient-norm penalty's.
-
-        The penalty λ‖∇L‖ has gradient λ·H·g/‖g‖, taken by a forward difference of length r (arXiv 2202.03599):
-        g + λ·(g(θ + r·g/‖g‖) − g)/r.
-        """
-        radius = spec.rho if isinstance(spec, Sam) else spec.radius
-        parameters = self.learner.parameters
-        first = [None if p.grad is None else p.grad.clone() for p in parameters]
-        kept = [p.detach().clone() for p in parameters]
-        with torch.no_grad():
-            for parameter, value in zip(parameters, first, strict=True):
-                if value is not None:
-                    parameter.add_(value, alpha=radius / gradient.norm)
-        try:
-            self._backward(gradient.rows, gradient.pass_index, None)
-        finally:
-            with torch.no_grad():
-                for parameter, weights in zip(parameters, kept, strict=True):
-                    parameter.copy_(weights)  # bitwise back
-        if isinstance(spec, GradientNormPenalty):
-            share = spec.penalty / radius
-            for parameter, value in zip(parameters, first, strict=True):
-                if value is not None and parameter.grad is not None:
-                    parameter.grad.sub_(value).mul_(share).add_(value)
-
-
-def _added(gradients: Sequence[Gradient]) -> Gradient:
-    """The sum of gradients; None counts as zeros."""
-    sums: Gradient = []
-    for parts in zip(*gradients, strict=True):
-        present = [part for part in parts if part is not None]
-        sums.append(present[0] if len(present) == 1 else sum(present[1:], present[0]) if present else None)
-    return sums
-
-
-def _problem(loss: float, norm: float) -> str:
-    """What is not finite; empty if all is."""
-    return "the loss is not finite" if not math.isfinite(loss) else "" if math.isfinite(norm) else NO_GRADIENT
-
-
-def _scale_gradients(parameters: Sequence[nn.Parameter], factors: Sequence[float]) -> None:
-    for parameter, factor in zip(parameters, factors, strict=True):
-        if parameter.grad is not None and factor != 1.0:
-            parameter.grad.mul_(factor)
-
-
-def _updates_done(optimizer: torch.optim.AdamW) -> int:
-    """Updates that the optimizer has made, including those before a checkpoint, by AdamW's own count."""
-    return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)

@@ -39,7 +39,6 @@ from sharpscope.traces.files import RUN_FILE
 from sharpscope.training.checkpoint import Progress, fingerprint, load_vectors, newest_valid, restore, save, step_of
 from sharpscope.training.display import Display
 from sharpscope.training.evaluate import check_splits, evaluate, heldout_score
-from sharpscope.training.learner import AppliedUpdate
 from sharpscope.training.rollouts import DataOrder, draw_rollouts
 from sharpscope.training.setup import (
     build_optimizer,
@@ -49,6 +48,7 @@ from sharpscope.training.setup import (
     reference_policy,
     set_learning_rate,
 )
+from sharpscope.training.updates import AppliedUpdate
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig

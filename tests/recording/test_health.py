@@ -19,6 +19,7 @@ from sharpscope.memory import container_memory, memory_share
 from sharpscope.recording.health import check_finite, temperature_gap
 from sharpscope.recording.norms import Norms
 from sharpscope.training import train
+from sharpscope.training import updates as updates_module
 from sharpscope.training.checkpoint import checkpoints
 
 QUIET = {"evaluation__every": 0, "recording__token_gradients_every": 0, "steps": 2}
@@ -106,9 +107,8 @@ def test_stop_ends_the_run_before_the_update_with_a_checkpoint(toy_config, rule)
 
 def spoil_gradient(monkeypatch, at: int, value: float) -> None:
     """Make one entry of the `at`-th gradient `value`."""
-    from sharpscope.training import learner
 
-    calls, plain = [], learner.gradient_norms
+    calls, plain = [], updates_module.gradient_norms
 
     def spoilt(parameters, groups):
         calls.append(True)
@@ -116,7 +116,7 @@ def spoil_gradient(monkeypatch, at: int, value: float) -> None:
             parameters[0].grad.view(-1)[0] = value
         return plain(parameters, groups)
 
-    monkeypatch.setattr(learner, "gradient_norms", spoilt)
+    monkeypatch.setattr(updates_module, "gradient_norms", spoilt)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -148,16 +148,15 @@ def test_a_token_weight_that_is_not_finite_is_left_out(toy_config):
 
 
 def test_model_weights_that_are_not_finite_stop_the_run(toy_config, monkeypatch):
-    from sharpscope.training import learner
 
-    plain = learner.update_norms
+    plain = updates_module.update_norms
     sizes = []
 
     def spoilt(optimizer, groups):
         sizes.append(plain(optimizer, groups))
         return Norms(math.inf, {}) if len(sizes) == 2 else sizes[-1]
 
-    monkeypatch.setattr(learner, "update_norms", spoilt)
+    monkeypatch.setattr(updates_module, "update_norms", spoilt)
     outcome = train(toy_config(steps=3, evaluation__every=0, health__non_finite="skip_step"))
     assert (outcome.status, outcome.steps_done) == ("failed", 2) and "model weights" in outcome.reason
 

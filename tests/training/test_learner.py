@@ -29,7 +29,7 @@ from sharpscope.policy.scoring import Scorer
 from sharpscope.recording.norms import Norms
 from sharpscope.recording.rows import steps_row, token_columns, update_columns
 from sharpscope.tasks import make_task
-from sharpscope.training import learner
+from sharpscope.training import updates as updates_module
 from sharpscope.training.learner import Learner
 from sharpscope.training.rollouts import DataOrder, draw_rollouts
 from sharpscope.training.setup import build_optimizer
@@ -365,7 +365,7 @@ def test_groups_without_an_advantage_have_no_backward_pass_and_change_nothing(wo
         patch.setattr(Scorer, "score", counted)
         found, learned = gradient(policy, drawn, value, **changes)
         passes, run = sum(run), []
-        patch.setattr(learner._Updates, "_moving", lambda self, rows: torch.ones(len(rows), dtype=torch.bool))
+        patch.setattr(updates_module.Updates, "_moving", lambda self, rows: torch.ones(len(rows), dtype=torch.bool))
         wanted, all_learned = gradient(policy, drawn, value, **changes)
     has_own_gradient = value.entropy is not None or (value.kl.coef > 0 and not value.kl_in_reward)
     if value.penalty is None:  # otherwise some groups may have a penalty
@@ -437,15 +437,15 @@ def test_the_loss_by_prompt_has_the_updates_loss_as_mean(world, name):
 def test_clip_fractions_and_kl_count_every_use_of_a_token(world, monkeypatch):
     """Three epochs on the same rollouts, the second update left out: means over the tokens of the first and the third."""
     policy, drawn = world
-    outputs, plain = [], learner.policy_loss
+    outputs, plain = [], updates_module.policy_loss
 
     def kept(*arguments, **options):
         outputs.append(plain(*arguments, **options))
         return outputs[-1]
 
     norms = iter([1.0, math.nan, 1.0])
-    monkeypatch.setattr(learner, "policy_loss", kept)
-    monkeypatch.setattr(learner, "gradient_norms", lambda *_: Norms(next(norms), {}))
+    monkeypatch.setattr(updates_module, "policy_loss", kept)
+    monkeypatch.setattr(updates_module, "gradient_norms", lambda *_: Norms(next(norms), {}))
     method = named_method("grpo").model_copy(update={"kl": Kl(coef=0.1)})
     reference = copy.deepcopy(policy.model)
     observed = learner_of(policy, inner_epochs=3, reference=reference)
@@ -519,9 +519,9 @@ def test_every_update_is_described_by_its_own_tokens(world, monkeypatch, name):
             seen[-1].append((change[place[1]], ratio, int(out.clipped[tuple(place)])))
         return out
 
-    monkeypatch.setattr(learner, "policy_loss", watched)
-    backward = learner._Updates.gradient
-    monkeypatch.setattr(learner._Updates, "gradient", lambda *args: (seen.append([]), backward(*args))[1])
+    monkeypatch.setattr(updates_module, "policy_loss", watched)
+    backward = updates_module.Updates.gradient
+    monkeypatch.setattr(updates_module.Updates, "gradient", lambda *args: (seen.append([]), backward(*args))[1])
     observed = learner_of(policy, mini_batches=2, inner_epochs=2, microbatch_tokens=64)
     for group in observed.optimizer.param_groups:
         group["lr"] = 0.03  # far enough that clips act
@@ -734,7 +734,7 @@ def test_the_clip_by_module_bounds_a_spike_where_it_is(world):
     spiked = [p for p in observed.parameters if "down_proj" in names[id(p)]]
     hooks = [p.register_hook(lambda g: 10.0 * g) for p in spiked]
     before, after = {}, {}
-    original = learner._scale_gradients
+    original = updates_module._scale_gradients
 
     def watched(parameters, factors):
         before.update({id(p): p.grad.clone() for p in parameters})
@@ -742,7 +742,7 @@ def test_the_clip_by_module_bounds_a_spike_where_it_is(world):
         after.update({id(p): p.grad.clone() for p in parameters})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(learner, "_scale_gradients", watched)
+        patch.setattr(updates_module, "_scale_gradients", watched)
         second = learn(observed, drawn, method)
     for hook in hooks:
         hook.remove()

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import sharpscope
 from sharpscope.policy.scoring import Scorer
 from sharpscope.traces import TABLES, timing_columns, update_run_info
-from sharpscope.training import learner, train
+from sharpscope.training import train, updates
 from sharpscope.training.checkpoint import checkpoints
 from tests.launched import keep_gradient, launch
 
@@ -76,7 +76,7 @@ def alone(folder, values, resume=False):
     try:
         return train(build_config(values=values), resume=resume)
     finally:
-        learner._scale_gradients = original
+        updates._scale_gradients = original
 
 
 def assert_same_frame(first, second, tolerance, label):
