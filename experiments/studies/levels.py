@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.claims import CLAIMS, Finding
+from sharpscope.analysis.claims import CLAIMS, ClaimData
 from sharpscope.analysis.claims.accuracy import greedy_finding
 from sharpscope.analysis.claims.base import decide
 from sharpscope.analysis.claims.sharpness import ratios
@@ -24,7 +24,7 @@ from sharpscope.config import ClaimsSpec
 
 POINTS, LOG = 0.014, 0.1
 Rng = np.random.Generator
-Make = Callable[[Rng, int], Finding]
+Make = Callable[[Rng, int], ClaimData]
 
 
 def frame(differences: np.ndarray) -> pd.DataFrame:
@@ -35,7 +35,7 @@ def frame(differences: np.ndarray) -> pd.DataFrame:
 def accuracy(effect: float, hotter: float = 0.0, rivals: int = 1) -> Make:
     """Greedy accuracy is higher by `effect` than each rival's, at temperature 1 by `hotter` more."""
 
-    def make(rng: Rng, seeds: int) -> Finding:
+    def make(rng: Rng, seeds: int) -> ClaimData:
         own, rest = (
             rng.normal(size=seeds),
             rng.normal(size=(rivals, seeds)),
@@ -47,7 +47,7 @@ def accuracy(effect: float, hotter: float = 0.0, rivals: int = 1) -> Make:
     return make
 
 
-def collapse(rng: Rng, seeds: int) -> Finding:
+def collapse(rng: Rng, seeds: int) -> ClaimData:
     """Mean effect 0: a tenth of the treatment's runs loses 27 points, the others gain 3."""
     differences = frame(np.where(rng.random(seeds) < 0.1, -0.27, 0.03) + 0.002 * rng.normal(size=seeds))
     return greedy_finding({"": differences}, {"": differences}, 0.05)
@@ -59,12 +59,12 @@ def sharpness(effect: float, fewer: float = 0.0, unit: str = "unit") -> Make:
     `unit="rise"` tests the rise itself, as version 0.2 did.
     """
 
-    def make(rng: Rng, seeds: int) -> Finding:
+    def make(rng: Rng, seeds: int) -> ClaimData:
         units = 0.15 * np.exp(LOG / math.sqrt(2) * rng.normal(size=(2, seeds)) - np.array([[0.0], [effect]]))
         rises = units * np.array([[0.4], [0.4 * (1 - fewer)]])
         columns = {"rise_baseline": rises[0], "rise_treatment": rises[1]}
         columns |= {"unit_baseline": units[0], "unit_treatment": units[1]}
-        return Finding(parts={"": ratios(pd.DataFrame({"seed": range(seeds)} | columns), unit)})
+        return ClaimData(parts={"": ratios(pd.DataFrame({"seed": range(seeds)} | columns), unit)})
 
     return make
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.claims import CLAIMS, Finding
+from sharpscope.analysis.claims import CLAIMS, ClaimData
 from sharpscope.analysis.claims.accuracy import greedy_finding
 from sharpscope.analysis.claims.base import decide
 from sharpscope.analysis.statistics import mean_interval
@@ -136,7 +136,7 @@ class Numbers:
             {name[a]: self.differences(k, "sg", a).rename("difference").reset_index() for a in rivals}
             for k in (key, "T=1")
         )
-        finding = greedy_finding(frames, sampled, 0.05) if key == "greedy" else Finding(parts=frames)
+        finding = greedy_finding(frames, sampled, 0.05) if key == "greedy" else ClaimData(parts=frames)
         found = decide(
             CLAIMS[claim], finding, ClaimsSpec(treatment="mass 4", margins={claim: 0.1 if claim == "C4" else 0.02})
         )

@@ -4,6 +4,6 @@
 `tests/analysis/claims/test_null.py` counts how often studies without any effect are called `supported`.
 """
 
-from sharpscope.analysis.claims.base import Finding, Verdict
+from sharpscope.analysis.claims.base import ClaimData, Verdict
 from sharpscope.analysis.claims.registry import CLAIMS, REDUCERS, claim_names, judge, study_of, test_claims
 from sharpscope.analysis.claims.writers import claim_sections, write_claims

@@ -15,7 +15,7 @@ import pandas as pd
 
 from sharpscope.analysis.claims import one_update
 from sharpscope.analysis.claims.base import (
-    Finding,
+    ClaimData,
     PairedClaim,
     mean_estimate,
     pairing_notes,
@@ -76,7 +76,7 @@ def _trained(run: Run, step: int) -> float | None:
     return None if found is None else found[0]
 
 
-def compare_accuracy(study: Study, pairings: Mapping[str, Pairing], required: Collection[str]) -> Finding:
+def compare_accuracy(study: Study, pairings: Mapping[str, Pairing], required: Collection[str]) -> ClaimData:
     """Greedy held-out accuracy of each pairing as parts; those that are not `required`, T = 1 and pass@k are further numbers."""
     greedy = {name: study.differences(pairing, evaluated(GREEDY)) for name, pairing in pairings.items()}
     sampled = {name: study.differences(pairing, evaluated(SAMPLED)) for name, pairing in pairings.items()}
@@ -106,11 +106,11 @@ def compare_accuracy(study: Study, pairings: Mapping[str, Pairing], required: Co
     )
 
 
-def greedy_finding(greedy: Mapping[str, pd.DataFrame], sampled: Mapping[str, pd.DataFrame], level: float) -> Finding:
+def greedy_finding(greedy: Mapping[str, pd.DataFrame], sampled: Mapping[str, pd.DataFrame], level: float) -> ClaimData:
     """Differences of greedy accuracy as parts; undecided where an effect is shown at temperature 1 alone."""
     found = [temperature_effect(greedy[name], sampled[name], level, name) for name in greedy]
     undecided, notes = ("; ".join(text for kind, text in filter(None, found) if kind == w) for w in (True, False))
-    return Finding(parts=greedy, undecided=undecided, notes=(notes,) if notes else ())
+    return ClaimData(parts=greedy, undecided=undecided, notes=(notes,) if notes else ())
 
 
 def temperature_effect(
@@ -140,11 +140,11 @@ def repeats(run: Run) -> float | None:
     return float(len(run.steps) * per_step / (size * (len(people) if isinstance(people, list | tuple) else 1)))
 
 
-def generalization(study: Study) -> Finding:
+def generalization(study: Study) -> ClaimData:
     """Difference of held-out accuracy at the last shared evaluation."""
     pairing = study.pairing()
     if pairing.missing:
-        return Finding(missing=pairing.missing)
+        return ClaimData(missing=pairing.missing)
     finding = compare_accuracy(study, {"": pairing}, [""])
     passes = [r for r in (repeats(study.finished[name]) for name in pairing.names) if r is not None]
     if passes and min(passes) < 1:
@@ -188,7 +188,7 @@ def _rotation(study: Study, method: str) -> float | None:
     return dose_of(study.alike(method).values(), method).rotation
 
 
-def alignment(study: Study) -> Finding:
+def alignment(study: Study) -> ClaimData:
     """Held-out accuracy of the treatment minus that with its weights reversed, and with its weights shuffled."""
     required = [control(study, suffix) for suffix in RIVALS]
     pairings = {name: study.pairing(baseline=name) for name in required}
@@ -235,15 +235,17 @@ def rate_pairings(study: Study) -> dict[float, Pairing]:
     return {value: Pairing(tuple(pairs.values())) for value, pairs in sorted(result.items())}
 
 
-def rates(study: Study) -> Finding:
+def rates(study: Study) -> ClaimData:
     """Held-out accuracy of the treatment minus that of the baseline at each learning rate; it must beat every one."""
     pairings = rate_pairings(study)
     treated = study.of(study.treatment)
     if not pairings:
-        return Finding(missing=f"no run of {study.baseline if treated else study.treatment} to compare")
+        return ClaimData(missing=f"no run of {study.baseline if treated else study.treatment} to compare")
     own = grid_settings(study.finished[next(iter(pairings.values())).pairs[0].treatment]).get("learning rate")
     if own is None:
-        return Finding(missing=f"the learning rate of {study.treatment} is not recorded (optimizer.lr in config.yaml)")
+        return ClaimData(
+            missing=f"the learning rate of {study.treatment} is not recorded (optimizer.lr in config.yaml)"
+        )
     named = {f"{study.baseline} at lr {rate:g}": pairing for rate, pairing in pairings.items()}
     enough = {rate: len(pairing.pairs) >= RATE_SEEDS for rate, pairing in pairings.items()}
     finding = compare_accuracy(study, named, [f"{study.baseline} at lr {rate:g}" for rate in pairings if enough[rate]])

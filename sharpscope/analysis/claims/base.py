@@ -53,7 +53,7 @@ def margin_text(margin: float, scale: Scale) -> str:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Statistic:
     """A number with its interval; on the scale `log` the logarithm of a ratio, shown as a change in per cent.
 
     Attributes:
@@ -106,16 +106,16 @@ class Estimate:
         return dict(_json(asdict(self))) | {"shown": self.line}
 
 
-def mean_estimate(name: str, values: Any, unit: str, note: str = "", scale: Scale = "plain") -> Estimate | None:
+def mean_estimate(name: str, values: Any, unit: str, note: str = "", scale: Scale = "plain") -> Statistic | None:
     """Mean over clusters, of numbers (n,) or a frame's column `difference`, with intervals and sign-flip p; None for no values."""
     data = np.asarray(values["difference"] if isinstance(values, pd.DataFrame) else values, dtype=np.float64)
     if not len(data):
         return None
     interval, t = contrast_interval(data), mean_interval(data)
-    return Estimate(name, float(np.mean(data)), unit, interval, sign_flip_p(data), len(data), note, scale, t)
+    return Statistic(name, float(np.mean(data)), unit, interval, sign_flip_p(data), len(data), note, scale, t)
 
 
-def present(*estimates: Estimate | None) -> tuple[Estimate, ...]:
+def present(*estimates: Statistic | None) -> tuple[Statistic, ...]:
     """The estimates that could be computed."""
     return tuple(estimate for estimate in estimates if estimate is not None)
 
@@ -172,7 +172,7 @@ def log_margin(margin: float, direction: Direction) -> float:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ClaimData:
     """What a claim's measure found.
 
     Attributes:
@@ -190,12 +190,12 @@ class Finding:
 
     parts: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     evidence: tuple[Evidence, ...] = ()
-    effect: Estimate | None = None
+    effect: Statistic | None = None
     n: int = 0
     missing: str = ""
     undecided: str = ""
     conditions: tuple[tuple[str, bool], ...] = ()
-    others: tuple[Estimate, ...] = ()
+    others: tuple[Statistic, ...] = ()
     notes: tuple[str, ...] = ()
     frames: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     dose: Dose | None = None
@@ -210,7 +210,7 @@ class Claim:
         title: the claim in a few words; `{treatment}` and `{baseline}` are filled in.
         source: the publication.
         rule: when the verdict is `supported` and when `refuted`; `{margin}` stands for the margin in its unit.
-        measure: Study → Finding.
+        measure: Study → ClaimData.
         margin: the smallest effect that matters, in the effect's unit; an effect shown to be smaller refutes.
         scale: of margin and effect. On the scale `log` the margin is a relative change (0.1: 10 %).
         unit: of n.
@@ -226,7 +226,7 @@ class Claim:
     title: str
     source: str
     rule: str
-    measure: Callable[[Study], Finding]
+    measure: Callable[[Study], ClaimData]
     margin: float
     scale: Scale = "plain"
     unit: str = "pairs of runs with one seed"
@@ -250,7 +250,7 @@ class Claim:
         """The rule with the declared margin."""
         return self.rule.replace("{margin}", margin_text(terms.margin(self.key, self.margin), self.scale))
 
-    def test(self, finding: Finding, terms: ClaimsSpec) -> tuple[Estimate | None, Evidence, int]:
+    def test(self, finding: ClaimData, terms: ClaimsSpec) -> tuple[Statistic | None, Evidence, int]:
         """Effect, evidence and sample size."""
         return finding.effect, every(finding.evidence), finding.n
 
@@ -277,7 +277,7 @@ class PairedClaim(Claim):
         margin = terms.margin(self.key, self.margin)
         return log_margin(margin, self.direction) if self.scale == "log" else margin
 
-    def test(self, finding: Finding, terms: ClaimsSpec) -> tuple[Estimate | None, Evidence, int]:
+    def test(self, finding: ClaimData, terms: ClaimsSpec) -> tuple[Statistic | None, Evidence, int]:
         """Effect, evidence and sample size, from the parts."""
         if not finding.parts or not all(map(len, finding.parts.values())):
             return None, Evidence(), 0
@@ -323,11 +323,11 @@ class Verdict:
     """
 
     claim: Claim
-    finding: Finding
+    finding: ClaimData
     terms: ClaimsSpec
     verdict: Outcome
     reason: str
-    effect: Estimate | None
+    effect: Statistic | None
     evidence: Evidence
     n: int
     confirmatory: bool = False
@@ -427,7 +427,7 @@ class Verdict:
         }
 
 
-def decide(claim: Claim, finding: Finding, terms: ClaimsSpec) -> Verdict:
+def decide(claim: Claim, finding: ClaimData, terms: ClaimsSpec) -> Verdict:
     """The verdict that the rule gives.
 
     Untestable: something is missing, n is below the minimum, n cannot give a p at the level for `supported` or for
@@ -441,7 +441,7 @@ def decide(claim: Claim, finding: Finding, terms: ClaimsSpec) -> Verdict:
 
 
 def _outcome(
-    claim: Claim, finding: Finding, effect: Estimate | None, evidence: Evidence, n: int, terms: ClaimsSpec
+    claim: Claim, finding: ClaimData, effect: Statistic | None, evidence: Evidence, n: int, terms: ClaimsSpec
 ) -> tuple[Outcome, str]:
     dose = finding.dose
     if finding.missing:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sharpscope.analysis.claims import one_update
 from sharpscope.analysis.claims.base import (
-    Finding,
+    ClaimData,
     PairedClaim,
     directional,
     mean_estimate,
@@ -99,7 +99,7 @@ def _drifts(study: Study, treatment: str) -> pd.DataFrame:
     return study.differences(study.pairing(treatment), lambda first, second: (drift(first), drift(second)))
 
 
-def measure(study: Study) -> Finding:
+def measure(study: Study) -> ClaimData:
     """Drift of entropy under covariance-aware weights, and the correlation of predicted and measured change within a run."""
     frame, drifts = prediction_frame(study), _drifts(study, STABLE)
     found = [
@@ -114,13 +114,13 @@ def measure(study: Study) -> Finding:
         mean_estimate(f"drift of entropy of {study.treatment}", own, DRIFT, "", "log"),
     )
     if not len(by_seed):
-        return Finding(missing=_unmeasured(study), others=others)
+        return ClaimData(missing=_unmeasured(study), others=others)
     if not len(drifts):
         why = f"no pair of {STABLE} and {study.baseline} with {QUANTITY} at fixed tokens: half of the claim cannot be tested"
-        return Finding(missing=why, others=others)
+        return ClaimData(missing=why, others=others)
     means = drifts[["baseline", "treatment"]].mean().abs()
     closer = bool(means["treatment"] < means["baseline"])
-    return Finding(
+    return ClaimData(
         parts={"": drifts},
         evidence=(directional(by_seed, "higher", CORRELATION),),
         n=len(by_seed),

@@ -12,7 +12,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
-from sharpscope.analysis.claims.base import Estimate, Finding, PairedClaim, mean_estimate, present, unfinished
+from sharpscope.analysis.claims.base import ClaimData, PairedClaim, Statistic, mean_estimate, present, unfinished
 from sharpscope.analysis.measures import (
     FUNCTIONAL,
     answer_noise,
@@ -141,12 +141,12 @@ def _unreliable(result: float, values: NDArray[np.floating], noise: NDArray[np.f
     return text + f"; {math.ceil(10 * more) / 10:g} times as many answers would do"
 
 
-def measure(study: Study) -> Finding:
+def measure(study: Study) -> ClaimData:
     """τ of adaptive sharpness and gap over group size and weight decay, at fixed learning rate, method and seed."""
     frame = grid_frame(study)
     if not len(frame):
         why = f"no run has a gap and sam and asam sharpness of {FUNCTIONAL}, at a radius and on a probe set that all share"
-        return Finding(missing=why)
+        return ClaimData(missing=why)
     varied = [axis for axis in GRID if axis in frame and frame[axis].nunique() > 1]
     axes, why = [axis for axis in varied if axis != HELD], ""
     shrunk = max((shrinkage(study.finished[name]) for name in frame["run"]), default=0.0)
@@ -156,31 +156,31 @@ def measure(study: Study) -> Finding:
     if not axes:
         names = ", ".join(varied) or "no setting"
         missing = f"no grid: the runs vary {names}{why}; group size or weight decay must vary at a fixed learning rate"
-        return Finding(missing=missing)
+        return ClaimData(missing=missing)
     stratum = ["method", "seed", *(name for name in varied if name not in axes)]
     # Runs that no other run can be compared with (more seeds of one setting, other learning rates) are not in the grid.
     frame = frame[frame.groupby(stratum)["run"].transform("size") > 1].reset_index(drop=True)
     main, plain = (agreement(frame, quantity, axes, stratum) for quantity in ("asam", "sam"))
     if not len(main):
-        return Finding(missing="no two runs of the grid differ in one setting alone")
+        return ClaimData(missing="no two runs of the grid differ in one setting alone")
     noise = [gap_noise(study.finished[row["run"]], int(row["step"])) for _, row in frame.iterrows()]
     if any(value is None for value in noise):
         why = "the sampling noise of the gap is not known, so neither is its reliability: no training answers to count"
-        return Finding(missing=why, frames={"grid": frame})
+        return ClaimData(missing=why, frames={"grid": frame})
     known, gaps = np.array(noise, dtype=float), frame["gap"].to_numpy()
     reliable = reliability(gaps, known, list(frame[stratum].itertuples(index=False, name=None)))
     if reliable < FLOOR:
-        return Finding(missing=_unreliable(reliable, gaps, known) + why, frames={"grid": frame})
+        return ClaimData(missing=_unreliable(reliable, gaps, known) + why, frames={"grid": frame})
     whole = float(kendalltau(frame["asam"], gaps).statistic)
     common = "includes any common cause"
-    return Finding(
+    return ClaimData(
         parts={"": main},
         conditions=tuple((f"{TAU} over {axis} alone is not negative", bool(main[axis].mean() >= 0)) for axis in axes),
         others=present(
             mean_estimate(f"{TAU} of sam and gap", plain, TAU),
             *(mean_estimate(f"{TAU} over {axis} alone", main[axis].dropna(), TAU) for axis in axes),
-            Estimate("plain Kendall τ over all runs", whole, TAU, n=len(frame), note=common),
-            Estimate("reliability of the gap within strata", reliable, "1"),
+            Statistic("plain Kendall τ over all runs", whole, TAU, n=len(frame), note=common),
+            Statistic("reliability of the gap within strata", reliable, "1"),
         ),
         notes=(
             f"{main['pairs'].sum()} compared pairs of {len(frame)} runs; axes: {', '.join(axes)}{why}",

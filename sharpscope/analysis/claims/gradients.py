@@ -10,7 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from sharpscope.analysis.claims.base import (
-    Finding,
+    ClaimData,
     PairedClaim,
     log_margin,
     mean_estimate,
@@ -77,19 +77,19 @@ def noise_share(run: Run) -> float | None:
     return float(1 - unbiased[both].sum() / total) if total > 0 else None
 
 
-def smoothness(study: Study) -> Finding:
+def smoothness(study: Study) -> ClaimData:
     """Log ratio of the roughness of ln‖g‖, treatment over baseline."""
     pairing = study.pairing()
     if pairing.missing:
-        return Finding(missing=pairing.missing)
+        return ClaimData(missing=pairing.missing)
     rough = log_ratios(study.differences(pairing, _of_norms(roughness)))
     if not len(rough):
-        return Finding(missing=f"no pair has {FEWEST} steps with a gradient norm")
+        return ClaimData(missing=f"no pair has {FEWEST} steps with a gradient norm")
     spikes = study.differences(pairing, _of_norms(spike_rate))
     noise = study.differences(pairing, lambda a, b: (noise_share(a), noise_share(b)))
     more = len(spikes) and sign_flip_p(spikes["difference"].to_numpy(), "greater") <= study.terms.level
     note = "probe set, plain surrogate"
-    return Finding(
+    return ClaimData(
         parts={"": rough},
         conditions=(("spikes are not shown to be more frequent", not more),),
         others=present(
@@ -162,19 +162,19 @@ def _between(shares: pd.DataFrame, pairing: Pairing, column: str) -> pd.DataFram
     return log_ratios(pd.DataFrame(rows, columns=["seed", "baseline", "treatment"]))
 
 
-def lucky_spikes(study: Study) -> Finding:
+def lucky_spikes(study: Study) -> ClaimData:
     """Log ratio of the lucky tokens' gradient share, treatment over baseline, paired by seed."""
     pairing = study.pairing()
     if pairing.missing:
-        return Finding(missing=pairing.missing)
+        return ClaimData(missing=pairing.missing)
     shares = share_frame(study, study.baseline, study.treatment)
     lucky, sure = (_between(shares, pairing, column) for column in ("lucky", "confident"))
     if not len(lucky):
-        return Finding(missing="no pair has score_norm_local at one step")
+        return ClaimData(missing="no pair has score_norm_local at one step")
     margin = study.terms.margin(C13.key, C13.margin)
     values = sure["difference"].to_numpy()
     kept = len(values) and sign_flip_p(values, "greater", shift=-log_margin(margin, "lower")) <= study.terms.level
-    return Finding(
+    return ClaimData(
         parts={"": lucky},
         conditions=((f"confident tokens are shown to lose less than {margin:.0%} of their share", bool(kept)),),
         others=present(mean_estimate("confident tokens' gradient share", sure, LOG, "", "log")),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.claims.base import Finding, PairedClaim
+from sharpscope.analysis.claims.base import ClaimData, PairedClaim
 from sharpscope.analysis.forks import NAMES
 from sharpscope.analysis.measures import Dose
 from sharpscope.analysis.study import Study
@@ -77,18 +77,18 @@ def dose(study: Study, arm: str) -> Dose:
     return Dose(arm, float(values.mean()) if len(values) else None)
 
 
-def _finding(study: Study, parts: dict[str, pd.DataFrame], arm: str, notes: Sequence[str] = ()) -> Finding:
+def _finding(study: Study, parts: dict[str, pd.DataFrame], arm: str, notes: Sequence[str] = ()) -> ClaimData:
     by_state = "batch" not in next(iter(parts.values()))
     about = "clusters: " + ("states" if by_state else "batches; the verdict is about these states")
-    return Finding(parts=parts, notes=(about, *notes), dose=dose(study, arm))
+    return ClaimData(parts=parts, notes=(about, *notes), dose=dose(study, arm))
 
 
-def _nothing(study: Study, outcome: str, arm: str, rival: str, arms: Sequence[str]) -> Finding:
+def _nothing(study: Study, outcome: str, arm: str, rival: str, arms: Sequence[str]) -> ClaimData:
     command = f"{COMMAND} {','.join(dict.fromkeys([study.baseline, *arms]))}"
-    return Finding(missing=f"no counterfactual update measures {outcome} of {arm} and {rival} ({command})")
+    return ClaimData(missing=f"no counterfactual update measures {outcome} of {arm} and {rival} ({command})")
 
 
-def _changes(study: Study, pairs: Sequence[tuple[str, str]], outcome: str) -> Finding:
+def _changes(study: Study, pairs: Sequence[tuple[str, str]], outcome: str) -> ClaimData:
     """Differences between arms of an outcome's change, as shares of the reference's change."""
     parts = {}
     for arm, rival in pairs:
@@ -100,7 +100,7 @@ def _changes(study: Study, pairs: Sequence[tuple[str, str]], outcome: str) -> Fi
     return _finding(study, parts, pairs[0][0])
 
 
-def _sharpness(study: Study) -> Finding:
+def _sharpness(study: Study) -> ClaimData:
     """Log ratio of SAM sharpness per unit of 1 − loss after the update; saturated batches are left out."""
     arm, rival = study.treatment, study.baseline
     frame = paired(study, arm, rival, "sam_sharpness")
@@ -115,26 +115,26 @@ def _sharpness(study: Study) -> Finding:
         why = (
             f"sharpness is saturated: {most.median():.2f} of the largest possible rise, the limit is {MAX_SATURATION:g}"
         )
-        return Finding(missing=f"{why}; fork with a smaller radius", dose=dose(study, arm))
+        return ClaimData(missing=f"{why}; fork with a smaller radius", dose=dose(study, arm))
     parts = {"": clusters(frame.assign(ratio=np.log((units[0] / units[1])[fit].astype(float))), "ratio")}
     notes = [f"{(~fit).sum()} of {len(frame)} batches are saturated and left out"] if not fit.all() else []
     return _finding(study, parts, arm, notes)
 
 
-def _accuracy(study: Study) -> Finding:
+def _accuracy(study: Study) -> ClaimData:
     return _changes(study, [(study.treatment, study.baseline)], "heldout_failure")
 
 
-def _alignment(study: Study) -> Finding:
+def _alignment(study: Study) -> ClaimData:
     rivals = [control_label(study.treatment, control) for control in ("reverse", "shuffled")]
     return _changes(study, [(study.treatment, rival) for rival in rivals], "heldout_failure")
 
 
-def _entropy(study: Study) -> Finding:
+def _entropy(study: Study) -> ClaimData:
     return _changes(study, [("cov-grpo", study.baseline)], "entropy")
 
 
-def _unlikely(study: Study) -> Finding:
+def _unlikely(study: Study) -> ClaimData:
     """Change of held-out failure by an update with the unlikely tokens alone, in units of the reference's change."""
     name = f"{study.baseline}+tokens.kind=probability"
     arms = sorted(outcomes(study, "heldout_failure")["arm"].unique())
@@ -148,11 +148,11 @@ def _unlikely(study: Study) -> Finding:
     parts = {name: clusters(frame.assign(share=values), "share") for name, values in (("the start", own), (high, more))}
     if not len(parts["the start"]):
         arms_text = f"{study.baseline},low={name},high={name}+tokens.side=high"
-        return Finding(missing=f"no counterfactual update with the unlikely tokens alone ({COMMAND} {arms_text})")
+        return ClaimData(missing=f"no counterfactual update with the unlikely tokens alone ({COMMAND} {arms_text})")
     return replace(_finding(study, parts, low, [f"arms {low} and {high}"]), dose=None)
 
 
-def _claim(name: str, title: str, rule: str, measure: Callable[[Study], Finding], **changes: Any) -> PairedClaim:
+def _claim(name: str, title: str, rule: str, measure: Callable[[Study], ClaimData], **changes: Any) -> PairedClaim:
     """A claim about one update at matched KL; by default about the change of held-out failure, as a share of the reference's."""
     given: dict[str, Any] = {
         "source": "this project: counterfactual updates",

@@ -14,7 +14,7 @@ import pandas as pd
 
 from sharpscope.analysis.claims import one_update
 from sharpscope.analysis.claims.base import (
-    Finding,
+    ClaimData,
     PairedClaim,
     mean_estimate,
     pairing_notes,
@@ -90,17 +90,17 @@ def ratios(frame: pd.DataFrame, what: str = "unit") -> pd.DataFrame:
     return log_ratios(values.loc[fit | (what == "rise"), ["seed", "baseline", "treatment"]])
 
 
-def measure(study: Study) -> Finding:
+def measure(study: Study) -> ClaimData:
     """Log ratio of SAM sharpness per unit of 1 − loss at the last probed step of both."""
     pairing = study.pairing()
     if pairing.missing:
-        return Finding(missing=pairing.missing)
+        return ClaimData(missing=pairing.missing)
     found = study.finished
     pairs = [p for p in pairing.pairs if all(len(probe_rows(found[n], "sam")) for n in (p.baseline, p.treatment))]
     frames = {(q, name): compared(study, pairs, q, matching) for q in MEASURES for name, matching in MATCHED.items()}
     frame, radius = frames["sam", "step"]
     if radius is None or not len(frame):
-        return Finding(missing=f"no pair has sam sharpness of {FUNCTIONAL} at one step, radius and probe set")
+        return ClaimData(missing=f"no pair has sam sharpness of {FUNCTIONAL} at one step, radius and probe set")
     main = ratios(frame)
     others, conditions = [], []
     for (q, name), (rows, _) in frames.items():
@@ -130,7 +130,7 @@ def measure(study: Study) -> Finding:
         )
     if len(pairs) < len(pairing.pairs):
         notes.append(f"{len(pairing.pairs) - len(pairs)} pairs were not probed")
-    return Finding(
+    return ClaimData(
         parts={"": main},
         missing=missing,
         conditions=tuple(conditions),

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from sharpscope.analysis.claims import one_update
 from sharpscope.analysis.claims.base import (
     Claim,
-    Estimate,
+    ClaimData,
     Evidence,
-    Finding,
     PairedClaim,
+    Statistic,
     margin_text,
     mean_estimate,
     present,
@@ -97,11 +97,11 @@ def _clustered(results: Sequence[Reduced], key: str, by: str) -> ClusterSlope:
     return ClusterSlope(np.array(list(sums.values())))
 
 
-def _slope_estimate(name: str, slope: ClusterSlope, note: str) -> Estimate:
-    return Estimate(name, slope.value, "1", slope.interval(), slope.p(0.0), slope.clusters, note)
+def _slope_estimate(name: str, slope: ClusterSlope, note: str) -> Statistic:
+    return Statistic(name, slope.value, "1", slope.interval(), slope.p(0.0), slope.clusters, note)
 
 
-def score_norm(study: Study) -> Finding:
+def score_norm(study: Study) -> ClaimData:
     """Slope of ln score_norm on ln(1 − π) with controls, and its equivalence to 1."""
     alike = study.alike(study.baseline, study.treatment)
     results, local = study.results(FULL.name, alike), study.results(LOCAL.name, alike)
@@ -110,7 +110,7 @@ def score_norm(study: Study) -> Finding:
         note = "all tokens, credit through other positions left out; p of slope 0"
         others = [_slope_estimate("slope with the local norm", _clustered(local, "moments", "step"), note)]
     if not results:
-        return Finding(missing="no token has an exact score_norm", others=tuple(others))
+        return ClaimData(missing="no token has an exact score_norm", others=tuple(others))
     slope, ranks = _clustered(results, "moments", "step"), _clustered(results, "ranks", "step")
     seeds = _clustered(results, "moments", "seed")
     margin = study.terms.margin(C2.key, C2.margin)
@@ -119,8 +119,8 @@ def score_norm(study: Study) -> Finding:
     positive = ranks.value > 0 and ranks.p(0.0) <= study.terms.level
     holds = interval is None or interval.low <= 1 <= interval.high
     sample = np.concatenate([r.values["sample"] for r in results])
-    return Finding(
-        effect=Estimate("slope of ln ‖∇ log π‖ on ln(1 − π)", slope.value, "1", interval),
+    return ClaimData(
+        effect=Statistic("slope of ln ‖∇ log π‖ on ln(1 − π)", slope.value, "1", interval),
         n=slope.clusters,
         evidence=(
             Evidence(
@@ -208,11 +208,11 @@ def top_share(values: NDArray[np.floating], weights: NDArray[np.floating]) -> fl
 CURVES = Reducer("C3", ("logp", "loss_coef", "score_norm_local", INCLUSION), _concentration, needs="score_norm_local")
 
 
-def dominance(study: Study) -> Finding:
+def dominance(study: Study) -> ClaimData:
     """Share of Σ|c|·‖∇ log π‖ held by the top hundredth of the tokens, beyond that of a null with norm = 1 − π."""
     results = study.results(CURVES.name, study.alike(study.baseline))
     if not results:
-        return Finding(missing=f"no step of {study.baseline} has score_norm_local on enough tokens")
+        return ClaimData(missing=f"no step of {study.baseline} has score_norm_local on enough tokens")
 
     rows = [(r.seed, r.step, r.values["top_null"], r.values["top"]) for r in results]
     frame = pd.DataFrame(rows, columns=["seed", "step", "baseline", "treatment"])
@@ -234,9 +234,9 @@ def dominance(study: Study) -> Finding:
             f"the null's top hundredth holds {1 - room:.1%}, which leaves no room for {margin_text(margin, 'points')} more: whatever "
             "the norms are, the margin cannot be reached"
         )
-        return Finding(missing=missing, others=others, notes=notes)
+        return ClaimData(missing=missing, others=others, notes=notes)
     half = sign_flip_p(means["treatment"].to_numpy(), "greater", shift=HALF) <= study.terms.level
-    return Finding(
+    return ClaimData(
         parts={"": means},
         conditions=(("the top hundredth of the tokens is shown to hold more than half", half),),
         others=others,
@@ -291,17 +291,17 @@ INFLUENCE = Reducer("C9", ("logp", "advantage", "heldout_influence", INCLUSION),
 HURTS = "step's mean |influence|; negative hurts"
 
 
-def influence(study: Study) -> Finding:
+def influence(study: Study) -> ClaimData:
     """Mean first-order influence of the lowest tenth by probability, in units of the step's mean |influence|."""
     results = study.results(INFLUENCE.name, study.alike(study.baseline))
     if not results:
-        return Finding(missing=f"no step of {study.baseline} has heldout_influence on enough tokens")
+        return ClaimData(missing=f"no step of {study.baseline} has heldout_influence on enough tokens")
     names = ("low", "rest", "low_positive", "low_negative")
     frame = pd.DataFrame([{"seed": r.seed, "step": r.step, **{k: r.values[k] for k in names}} for r in results])
     means = frame.groupby(["seed", "step"], as_index=False).mean()
     worse = sign_flip_p((means["low"] - means["rest"]).to_numpy(), "less") <= study.terms.level
     cells = pd.concat([pd.DataFrame(r.values["cells"]).assign(seed=r.seed, step=r.step) for r in results])
-    return Finding(
+    return ClaimData(
         parts={"": means.assign(difference=means["low"])},
         conditions=(("the lowest tenth is shown to do worse than the other tokens", worse),),
         others=present(

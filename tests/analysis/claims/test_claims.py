@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from sharpscope.analysis import claims
-from sharpscope.analysis.claims.base import Finding, decide
+from sharpscope.analysis.claims.base import ClaimData, decide
 from sharpscope.config import ClaimsSpec
 from sharpscope.errors import UserError
 from tests.analysis.claims.frames import frame_run, paired_study, study, tokens_frame
@@ -137,7 +137,7 @@ def test_a_sample_that_can_give_only_one_verdict_gives_none():
 
     def decided(n):
         parts = {str(k): pd.DataFrame({"seed": range(n), "difference": -1.0}) for k in range(8)}
-        return decide(claims.CLAIMS["C10"], Finding(parts=parts), ClaimsSpec())
+        return decide(claims.CLAIMS["C10"], ClaimData(parts=parts), ClaimsSpec())
 
     assert decided(7).verdict == "untestable"
     assert "no p below 0.0625 for refuted" in decided(7).reason and "1 more" in decided(7).reason

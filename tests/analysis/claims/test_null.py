@@ -9,7 +9,7 @@ import scipy.stats
 
 from experiments.studies.levels import DESIGNS, outcomes
 from sharpscope.analysis.claims import CLAIMS, study_of
-from sharpscope.analysis.claims.base import Finding, decide, directional
+from sharpscope.analysis.claims.base import ClaimData, decide, directional
 from sharpscope.config import ClaimsSpec
 from tests.analysis.claims.frames import frame_run, study, tokens_frame
 from tests.analysis.claims.planted import MAKERS, SEEDS
@@ -32,7 +32,7 @@ def test_paired_claims_keep_their_level(tails):
         pairs = rng.standard_t(2, (10, 2)) if tails == "heavy" else rng.normal(size=(10, 2))
         pairs = pairs + (5 * rng.normal(size=(10, 1)) if tails == "correlated" else 0.0)  # the luck of a seed
         difference = 0.05 * (pairs[:, 1] - pairs[:, 0])
-        finding = Finding(parts={"": pd.DataFrame({"seed": range(10), "difference": difference})})
+        finding = ClaimData(parts={"": pd.DataFrame({"seed": range(10), "difference": difference})})
         hits += decide(CLAIMS["C7"], finding, ClaimsSpec()).verdict == "supported"
     assert not_above(hits, STUDIES, LEVEL / 2)  # two-sided at 5 %: half of it on the claimed side
 

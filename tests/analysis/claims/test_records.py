@@ -108,15 +108,15 @@ def test_text_from_files_is_not_markup():
 
 def test_a_claim_is_one_object_with_its_measure():
     """The worked example of CONTRIBUTING: median completion length, treatment over baseline."""
-    from sharpscope.analysis.claims.base import Finding, PairedClaim, decide, pairing_notes
+    from sharpscope.analysis.claims.base import ClaimData, PairedClaim, decide, pairing_notes
     from sharpscope.analysis.measures import log_ratios
 
     def shorter(laid_out):
         pairing = laid_out.pairing()
         if pairing.missing:
-            return Finding(missing=pairing.missing)
+            return ClaimData(missing=pairing.missing)
         lengths = laid_out.differences(pairing, lambda a, b: tuple(r.steps["lr"].median() for r in (a, b)))
-        return Finding(parts={"": log_ratios(lengths)}, notes=pairing_notes(laid_out, pairing))
+        return ClaimData(parts={"": log_ratios(lengths)}, notes=pairing_notes(laid_out, pairing))
 
     claim = PairedClaim(
         name="C15",
