@@ -25,7 +25,7 @@ NAMES = {
 """Outcome -> its name in the table, in its order."""
 LAYERS = ("layer_gradient:", "layer_update:")
 DID = 0.5
-"""Share of the effect on the policy, by its KL, from which the tokens are said to have made it."""
+"""Share of the gradient's norm, or of the KL of the step, from which the tokens are said to have made it."""
 
 
 def without_sections(run: Run, name: str, layers: int = 4) -> list[Section]:
@@ -87,18 +87,32 @@ def without_sections(run: Run, name: str, layers: int = 4) -> list[Section]:
 
 
 def verdict(values: pd.DataFrame, arms: list[str], top: int) -> str:
-    """Whether the leading tokens made the step what it is, in two sentences. `values`: outcome by arm."""
-    whole, without, others = (float(values.loc["kl", arm]) for arm in arms)
-    removed, control = (1 - value / whole if whole > 0 else math.nan for value in (without, others))
-    if not math.isfinite(removed):
-        return "The step does not move the policy, with or without these tokens."
-    did = removed >= DID and removed > 2 * max(control, 0.0)
-    said = (
-        f"{'These tokens did it' if did else 'These tokens alone did not do it'}: without them the step moves the policy by "
-        f"KL {number(without)} nats a token in place of {number(whole)} ({percent(-removed, sign=True)}); without {top} others, drawn at "
-        f"random, by {number(others)} ({percent(-control, sign=True)})."
-    )
+    """Whether the leading tokens made the gradient and the move of the policy what they are. `values`: outcome by arm."""
+
+    def removed(outcome: str) -> tuple[float, float]:
+        """Share of an outcome that is gone without the leading tokens, and without the others."""
+        whole, *rest = (float(values.loc[outcome, arm]) for arm in arms)
+        without, others = (1 - value / whole if whole > 0 else math.nan for value in rest)
+        return without, others
+
+    effects = {name: removed(name) for name in ("grad_norm", "kl")}
+    gradient, move = (own >= DID and own > 2 * max(other, 0.0) for own, other in effects.values())
+    if move:
+        head = "These tokens did it."
+    elif gradient:
+        head = (
+            "These tokens made the gradient what it is, but not the move of the policy: clipping and the optimizer's moments bound "
+            "the step whatever the gradient's size."
+        )
+    else:
+        head = "These tokens alone did not do it."
+    parts = []
+    for name, what in (("grad_norm", "the gradient's norm is"), ("kl", "the KL of the step is")):
+        (without, others), unit = effects[name], " nats a token" if name == "kl" else ""
+        after, before = (number(values.loc[name, arm]) for arm in (arms[1], arms[0]))
+        change = f"{percent(-without, sign=True)}; without {top} random others {percent(-others, sign=True)}"
+        parts.append(f"{what} {after}{unit} in place of {before} ({change})")
     if "accuracy_greedy" in values.index:
-        accuracy = [percent(values.loc["accuracy_greedy", arm], 1) for arm in arms[:2]]
-        said += f" Greedy held-out accuracy after it: {accuracy[1]} in place of {accuracy[0]}."
-    return said
+        after, before = (percent(values.loc["accuracy_greedy", arm], 1) for arm in (arms[1], arms[0]))
+        parts.append(f"greedy held-out accuracy after it is {after} in place of {before}")
+    return f"{head} Without them {', '.join(parts[:-1])} and {parts[-1]}."

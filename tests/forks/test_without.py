@@ -7,11 +7,13 @@ import shutil
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 import sharpscope
 from sharpscope.analysis.layers import layer_tokens
+from sharpscope.analysis.without import verdict
 from sharpscope.cli.app import main
 from sharpscope.config import ForkSpec, build_config
 from sharpscope.errors import UserError
@@ -168,3 +170,17 @@ def test_the_command_takes_a_checkpoint_of_another_trainer(trl_run, capsys):
     )
     with pytest.raises(UserError, match=r"has no optimizer\.pt"):
         without_tokens(run.path, 2, 3, model=str(bare))
+
+
+@pytest.mark.parametrize(
+    ("gradient", "kl", "said"),
+    [
+        ((10, 1, 10), (1, 0.1, 1), "These tokens did it"),
+        ((10, 1, 10), (1, 1.2, 1), "made the gradient what it is, but not the move"),
+        ((10, 9, 10), (1, 0.9, 1), "alone did not do it"),
+        ((10, 1, 1), (1, 0.1, 0.2), "alone did not do it"),  # nor are they more than any others
+    ],
+)
+def test_the_verdict_follows_gradient_move_and_control(gradient, kl, said):
+    arms = ["all", "without", "others"]
+    assert said in verdict(pd.DataFrame([gradient, kl], index=["grad_norm", "kl"], columns=arms), arms, 12)
