@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -153,27 +154,26 @@ class Recorder(Guard):
         }
         check_keys(RunConfig, data)
         config: RunConfig = validate(RunConfig, data)
-        for name, missing in (
-            ("heldout_influence_every", "has no probe set of held-out prompts"),
-            ("probe_entropy_every", "has no probe set"),
-        ):
+        for name in ("heldout_influence_every", "probe_entropy_every"):
             if getattr(config.recording, name, 0):
-                raise UserError(f"recording.{name}: a recorded trainer {missing}; set it to 0")
+                raise UserError(f"recording.{name}: a recorded trainer has no probe set; set it to 0")
         if config.recording.rotation_every and self.rotate is None:
             raise UserError("recording.rotation_every: say by which token weights, as record(..., rotation='grpo-sg')")
         return config
 
+    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Entries of run.json: method, notes and trainer."""
-        raise NotImplementedError
 
     def whole_batches(self) -> bool:
         """Whether the updates made so far have used whole batches, so that the step is complete."""
         return True
 
+    @abstractmethod
     def observe_update(self, observer: StepObserver) -> None:
-        """Hook before the optimizer's step, with the gradient clipped, for what needs the update's loss."""
+        """Measure what needs the update's loss, before the optimizer's step and with the gradient clipped."""
 
+    @abstractmethod
     def unhook(self) -> None:
         """Remove what the recorder has put into the trainer."""
 
@@ -205,7 +205,7 @@ class Recorder(Guard):
         if is_sharded(self.model):  # FSDP2 requires that its first forward pass is of the whole model
             distributed.gather(
                 None
-            )  # before each exchange of weights, in which a process that has failed takes no part
+            )  # a process that has failed takes no part in the exchanges of weights that follow one
             with guarded(self.model, weights=False), torch.no_grad():
                 self.model(input_ids=torch.full((1, 2), self.policy.pad_id, device=self.policy.device), use_cache=False)
             reshard(self.model)

@@ -12,6 +12,7 @@ import copy
 import json
 import math
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -81,9 +82,9 @@ class TrainerRecorder(Recorder):
         """Number of steps in so many updates."""
         return updates
 
+    @abstractmethod
     def label(self) -> str:
         """The method's name in the trace."""
-        raise NotImplementedError
 
     def notes(self) -> list[str]:
         """Notes for run.json."""

@@ -141,16 +141,17 @@ def check_engine(config: Any, fused: bool) -> None:
         UserError: an engine or option is not supported; the message names it.
     """
     _check_strategy(config.strategy)
-    if fused:
-        raise UserError("verl: use_fused_kernels = True gives no log-probabilities to hook; set it to False")
-    if config.ulysses_sequence_parallel_size > 1:
-        raise UserError(
-            f"verl: ulysses_sequence_parallel_size = {config.ulysses_sequence_parallel_size} divides sequences; set it to 1"
-        )
-    if str((config.mixed_precision or {}).get("param_dtype", "")) in ("fp16", "float16", "16", "16-mixed"):
-        raise UserError(
-            "verl: mixed_precision.param_dtype = fp16 scales the loss by a changing factor; use bf16 or fp32"
-        )
+    parts, dtype = config.ulysses_sequence_parallel_size, str((config.mixed_precision or {}).get("param_dtype", ""))
+    for wrong, message in (
+        (fused, "use_fused_kernels = True gives no log-probabilities to hook; set it to False"),
+        (parts > 1, f"ulysses_sequence_parallel_size = {parts} divides sequences; set it to 1"),
+        (
+            dtype in ("fp16", "float16", "16", "16-mixed"),
+            "mixed_precision.param_dtype = fp16 scales the loss by a changing factor; use bf16 or fp32",
+        ),
+    ):
+        if wrong:
+            raise UserError(f"verl: {message}")
 
 
 def _check_strategy(strategy: str) -> None:
@@ -435,8 +436,9 @@ class VerlRecorder(Guard):
         """Take what the loss is about to do with a micro-batch's tokens, and hook the log-probabilities."""
         logp, index = output["log_probs"], len(rows.updates)
         mine = torch.as_tensor(data[ROW]).cpu().long()
-        lengths = [int(length) for length in _lengths(data)]
-        ends = np.cumsum([prompt + length for prompt, length in zip(_prompt_lengths(data), lengths, strict=True)])
+        prompts, replies = _parts(data)
+        lengths = [len(reply) for reply in replies]
+        ends = np.cumsum([len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True)])
         width = rows.mask.shape[1]
 
         def responses(values: Tensor) -> Tensor:
@@ -562,7 +564,7 @@ def _completions(rows: _Rows) -> list[Completion]:
     """This process's rows, without those that verl added to fill the batch."""
     data = rows.data
     uids = [str(uid) for uid in data["uid"]] if "uid" in data else None
-    ids, prompts, lengths = _sequences(data), _prompt_lengths(data), _lengths(data)
+    prompts, replies = _parts(data)
     advantage = _dense(data["advantages"]).double()
     sampler = _dense(data["rollout_log_probs"]).double() if "rollout_log_probs" in data else None
     name = next((name for name in _REWARDS if name in data), None)
@@ -582,7 +584,7 @@ def _completions(rows: _Rows) -> list[Completion]:
             "update": [
                 u if known else None for u, known in zip(rows.update[row, at].tolist(), used.tolist(), strict=True)
             ],
-            "token_id": [ids[row][prompts[row] + position] for position in at.tolist()],
+            "token_id": [replies[row][position] for position in at.tolist()],
             "logp": rows.old[row, at].tolist(),
             "entropy": taken(rows.entropy),
             "advantage": taken(advantage),
@@ -603,14 +605,14 @@ def _completions(rows: _Rows) -> list[Completion]:
         reward = None if rewards is None else float(rewards[row])
         completions.append(
             Completion(
-                ids=ids[row],
-                prompt_length=prompts[row],
+                ids=prompts[row] + replies[row],
+                prompt_length=len(prompts[row]),
                 tokens=tokens,
                 again=again,
                 group=None if uids is None else uids[row],
                 reward=reward,
                 parts={} if reward is None else {"total": reward},
-                length=lengths[row],
+                length=len(replies[row]),
             )
         )
     return completions
@@ -628,28 +630,15 @@ def _dense(values: Any) -> Tensor:
     return tensor.detach().cpu()
 
 
-def _rows_of(values: Any, present: Tensor | None, left: bool) -> list[list[int]]:
-    """Token IDs of prompts or responses, nested or padded."""
-    if values.is_nested:
-        return [row.tolist() for row in values.unbind()]
-    assert present is not None
-    width = values.shape[1]
-    kept = present[:, :width] if left else present[:, -width:]
-    return [row[keep.bool()].tolist() for row, keep in zip(values, kept, strict=True)]
-
-
 def _parts(data: Any) -> tuple[list[list[int]], list[list[int]]]:
-    present = None if data["prompts"].is_nested else data["attention_mask"]
-    return _rows_of(data["prompts"], present, True), _rows_of(data["responses"], present, False)
-
-
-def _sequences(data: Any) -> list[list[int]]:
-    return [prompt + response for prompt, response in zip(*_parts(data), strict=True)]
-
-
-def _prompt_lengths(data: Any) -> list[int]:
-    return [len(prompt) for prompt in _parts(data)[0]]
-
-
-def _lengths(data: Any) -> list[int]:
-    return [len(response) for response in _parts(data)[1]]
+    """Token IDs of prompts (padded on the left) and responses (on the right), nested or padded."""
+    result = []
+    for name, left in (("prompts", True), ("responses", False)):
+        values = data[name]
+        if values.is_nested:
+            result.append([row.tolist() for row in values.unbind()])
+            continue
+        width = values.shape[1]
+        kept = data["attention_mask"][:, :width] if left else data["attention_mask"][:, -width:]
+        result.append([row[keep.bool()].tolist() for row, keep in zip(values, kept, strict=True)])
+    return result[0], result[1]
