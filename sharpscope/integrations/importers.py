@@ -364,7 +364,7 @@ def _lines(
 def nemo_rl(source: Path, notes: list[str], _: Options) -> Iterator[tuple[int, list[Completion]]]:
     """NeMo-RL's train_data_step{N}.jsonl (written by default): rows padded to one width, each value in a list of length 1."""
     used = {"token_ids", "token_loss_mask", "sample_loss_mask", "input_lengths", "advantages", "prev_logprobs", "idx"}
-    used |= {"generation_logprobs", "rewards", "content"}
+    used |= {"generation_logprobs", "rewards", "filtered_rewards", "content"}
     dropped: set[str] = set()
     missing = "has no file train_data_stepN.jsonl; give NeMo-RL's log_dir (logger.log_dir)"
     for step, path in _numbered(source, r"train_data_step(\d+)\.jsonl", missing, notes):
@@ -382,7 +382,8 @@ def nemo_rl(source: Path, notes: list[str], _: Options) -> Iterator[tuple[int, l
             own = {"advantage": "advantages", "behavior_logp": "generation_logprobs", "logp": "prev_logprobs"}
             values = {ours: row[name] for ours, name in own.items() if row.get(name) is not None}
             values = {ours: v[:length] if isinstance(v, list) else v for ours, v in values.items()}
-            values |= {"token_id": ids, "prompt_length": start, "reward": row.get("rewards"), "group": ids[:start]}
+            reward = row.get("filtered_rewards", row.get("rewards"))  # of the rows that are left by dynamic sampling
+            values |= {"token_id": ids, "prompt_length": start, "reward": reward, "group": ids[:start]}
             values["mask"] = [keep if row.get("sample_loss_mask", 1) else 0 for keep in mask]
             made.append(completion_of(values, where))
         yield step, made

@@ -91,7 +91,18 @@ GRPO: dict[str, dict[str, Any]] = {
     "one reward": {"rewards": [shortness]},
     "subclass with a factor": {"kind": Doubled},
 }
-SUPERVISED: dict[str, tuple[Any, dict[str, Any]]] = {
+
+
+def frozen(folder: Path, **arguments: Any) -> Any:
+    """GRPO that trains the last layer and the norms alone."""
+    one = trainer(folder, **arguments)
+    for name, parameter in one.model.named_parameters():
+        parameter.requires_grad_("layers.1." in name or "norm" in name)
+    return one
+
+
+OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "GRPO, frozen layers": (frozen, {}),
     "Trainer": (plain_trainer, {}),
     "Trainer, no accumulation": (plain_trainer, {"gradient_accumulation_steps": 1}),
     "Trainer, bf16": (plain_trainer, {"bf16": True}),
@@ -130,9 +141,19 @@ def test_grpo(name: str, tmp_path: Path):
     check(trainer, GRPO[name], tmp_path)
 
 
-@pytest.mark.parametrize("name", SUPERVISED)
-def test_supervised(name: str, tmp_path: Path):
-    check(*SUPERVISED[name], tmp_path)
+@pytest.mark.parametrize("name", OTHERS)
+def test_others(name: str, tmp_path: Path):
+    check(*OTHERS[name], tmp_path)
+
+
+def test_a_trainer_that_trains_twice_goes_on_in_its_trace(tmp_path: Path):
+    one = sft_trainer(tmp_path / "t", max_steps=2)
+    record(one, out=tmp_path / "run", recording=ALL)
+    one.train()
+    one.train()
+    run = sharpscope.load_run(tmp_path / "run")
+    assert run.steps["step"].tolist() == [1, 2, 3, 4] and run.status == "finished"
+    np.testing.assert_allclose(sums(run), 1, atol=2e-3)
 
 
 def check(make: Any, arguments: dict[str, Any], folder: Path) -> None:
