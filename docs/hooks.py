@@ -28,8 +28,8 @@ _EXAMPLES = re.compile(r"Examples:\n((?:  ?\S.*\n|\s*\n(?=  ))+)")
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages, and the studies' main figures."""
     pages = {
-        "changelog.md": (ROOT / "CHANGELOG.md").read_text("utf-8"),
-        "contributing.md": (ROOT / "CONTRIBUTING.md").read_text("utf-8"),
+        "changelog.md": _of_root("CHANGELOG.md"),
+        "contributing.md": _of_root("CONTRIBUTING.md"),
         "reference/commands.md": _commands(),
         "reference/configuration.md": _configuration(),
         "reference/methods.md": _methods(),
@@ -58,6 +58,12 @@ def on_page_content(content: str, page: Page, **_: Any) -> str:
         return latex2mathml.converter.convert(html.unescape(match[3]), display=display)
 
     return _FORMULA.sub(formula, content)
+
+
+def _of_root(name: str) -> str:
+    """A page of the repository's root, with links as they are in docs/; those to files that the site lacks become text."""
+    text = (ROOT / name).read_text("utf-8").replace("](docs/", "](")
+    return re.sub(r"\[([^]]+)\]\((?:experiments|sharpscope|tests|data|figures)/[^)]*\)", r"\1", text)
 
 
 def _commands() -> str:
