@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import re
 from pathlib import Path
@@ -44,7 +45,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_post_build(config: MkDocsConfig, **_: Any) -> None:
     """Write the report of the example run beside the pages, as example/report.html."""
-    analyze(ROOT / "data" / "example", out=Path(config.site_dir) / "example")
+    site = Path(config.site_dir).absolute()
+    with contextlib.chdir(ROOT):  # the page names the folder as it is given
+        analyze("data/example", out=site / "example")
 
 
 def on_page_content(content: str, page: Page, **_: Any) -> str:
