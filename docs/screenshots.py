@@ -48,9 +48,8 @@ def photograph(page: Path, to: Path) -> None:
         tab = browser.new_page(viewport={"width": 1180, "height": 610}, device_scale_factor=1.5)
         tab.goto(page.as_uri())
         tab.locator("a.spot").first.click()
-        tab.locator("#tip:visible").wait_for()
-        tab.locator("#tokens-title").scroll_into_view_if_needed()
-        tab.evaluate("document.getElementById('tokens-title').scrollIntoView({block: 'start'})")
+        tab.locator("#tip dl").wait_for()
+        tab.evaluate("document.getElementById('legend').scrollIntoView({block: 'start'})")
         tab.screenshot(path=to)
         browser.close()
 
