@@ -168,7 +168,10 @@ def _read_table(file: Path) -> pd.DataFrame:
     if file.is_dir():
         return _events(file)
     if file.suffix in (".csv", ".tsv"):
-        return _unwrap_wandb(_parsed(file, lambda: pd.read_csv(file, sep="\t" if file.suffix == ".tsv" else ",")))
+        separator = "\t" if file.suffix == ".tsv" else ","
+        # as text, since a value "nan" was logged and an empty one was not
+        text = _parsed(file, lambda: pd.read_csv(file, sep=separator, dtype=str, keep_default_na=False))
+        return _unwrap_wandb(pd.DataFrame([_flat(row) for row in text.to_dict("records")]))
     text = _parsed(file, lambda: file.read_text("utf-8"))
     if file.suffix in (".jsonl", ".ndjson"):
         rows = [_parsed(f"{file} line {n}", lambda line=line: json.loads(line)) for n, line in _lines(text)]
@@ -197,7 +200,7 @@ def _lines(text: str) -> list[tuple[int, str]]:
 def _parsed(place: object, read: Any) -> Any:
     try:
         return read()
-    except (ValueError, UnicodeDecodeError, pd.errors.ParserError) as error:
+    except (ValueError, OSError) as error:
         raise UserError(f"{place}: cannot be read ({str(error).splitlines()[0][:120]}); give {READS}") from error
 
 

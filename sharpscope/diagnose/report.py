@@ -15,10 +15,13 @@ from sharpscope.diagnose.changes import Change, changes
 from sharpscope.diagnose.findings import Finding, find, order_of
 from sharpscope.diagnose.logs import Log, read_log
 from sharpscope.diagnose.quantities import BY_NAME
+from sharpscope.errors import UserError
 from sharpscope.rules import advise
 
 MOST = 5
 """Findings that are shown."""
+FEWEST = 5
+"""Steps without a finding from which on a log is said to show none."""
 
 _BARS = "▁▂▃▄▅▆▇█"
 _NAMES = {"TRL": "trl", "unsloth": "trl", "HF Trainer": "trl", "verl": "verl", "sharpscope": "sharpscope"}
@@ -150,11 +153,13 @@ def diagnose(path: str | Path, mapping: Mapping[str, str] | None = None, group_s
         group_size: completions of a prompt, to estimate groups without an advantage where they are not logged.
 
     Raises:
-        UserError: The log cannot be read, or has no known quantity.
+        UserError: The log cannot be read, has no known quantity, or is too short to say that nothing is wrong.
     """
     log = read_log(path, mapping, group_size)
     found = changes(log)
     findings = find(log, found)
+    if not findings and len(log.frame) < FEWEST:
+        raise UserError(f"{path}: {len(log.frame)} step{'s'[: len(log.frame) > 1]}; a judgement needs {FEWEST} or more")
     return Diagnosis(log, findings, order_of(findings, found))
 
 

@@ -227,12 +227,22 @@ def test_an_interrupted_last_line_is_left_out(tmp_path):
         ('{"a": 1}', "trainer_state.json", "log_history"),
         ('{"reward": 1}\n', "log.jsonl", "no column is the step"),
         ('{"step": 1, "speed": 2}\n', "log.jsonl", "none of its keys is known"),
+        ("hello", "notes.txt", "cannot be read"),
+        ("[1, 2]", "list.json", "holds no rows"),
+        ("step,reward\n1,0.5\n", "log.csv", "1 step; a judgement needs 5 or more"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(content, name, message, tmp_path):
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=message):
-        read_log(tmp_path / name)
+        diagnose(tmp_path / name)
+
+
+def test_a_nan_in_a_csv_was_logged_and_an_empty_cell_was_not(tmp_path):
+    file = tmp_path / "log.csv"
+    file.write_text("step,reward,loss\n1,0.5,\n2,0.4,nan\n3,,0.1\n")
+    (finding,) = diagnose(file).findings
+    assert (finding.rule.name, finding.step, finding.began.quantity) == ("non_finite", 2, "loss")
 
 
 def test_a_mapped_key_counts_and_an_unknown_one_is_an_error(tmp_path):
@@ -269,3 +279,38 @@ def test_the_committed_page_of_symptoms_is_that_of_the_table():
     from sharpscope.diagnose.page import symptoms_markdown
 
     assert (Path(__file__).parents[2] / "docs" / "symptoms.md").read_text("utf-8") == symptoms_markdown()
+
+
+LOGS = Path(__file__).parent / "logs"
+SICK = {  # log made on purpose -> its fault's first step, symptoms that name it, what changes in which order
+    "learning_rate": (
+        26,
+        {"update_spike", "reward_collapse"},
+        [("update_norm", "up"), ("reward", "down"), ("entropy", "up")],
+    ),
+    "kl_k1": (1, {"kl_drift", "reward_collapse"}, [("reward", "down"), ("kl", "up"), ("entropy", "up")]),
+    "zero_advantage": (26, {"reward_collapse", "zero_gradient", "dead_groups"}, [("reward", "down")]),
+    "broken_sampler": (26, {"ratio_tail"}, [("mismatch", "up")]),
+    "poisoned_reward": (26, {"reward_gap"}, [("reward", "up"), ("grad_norm", "down")]),
+    "truncation": (26, {"truncation"}, [("truncated", "up")]),
+}
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_a_fault_is_found_within_ten_steps_of_its_start(name):
+    """Runs of the embedded policy with a fault from a known step on (experiments/diagnosis/make_logs.py)."""
+    at, symptoms_of_it, order = SICK[name]
+    found = diagnose(LOGS / f"{name}.csv")
+    steps = {finding.rule.name: finding.step for finding in found.findings if finding.severity != "info"}
+    assert symptoms_of_it <= set(steps)
+    assert all(at - 1 <= steps[symptom] <= at + 10 for symptom in symptoms_of_it)
+    assert at - 1 <= found.findings[0].step <= at + 10
+    changed = {(change.quantity, change.direction): change.step for change in reversed(found.order)}
+    seen = [changed[key] for key in order]
+    assert seen == sorted(seen) and at - 1 <= seen[0] <= at + 10
+
+
+@pytest.mark.parametrize("file", sorted(LOGS.glob("**/healthy-*.csv")), ids=lambda file: file.stem)
+def test_nothing_critical_is_said_of_a_healthy_run(file):
+    found = diagnose(file)
+    assert [f.rule.name for f in found.findings if f.severity == "critical"] == []
