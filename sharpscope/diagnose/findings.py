@@ -66,7 +66,7 @@ def false_alarms() -> dict[str, dict[str, list[int]]]:
 
 def find(log: Log, changes: Sequence[Change]) -> list[Finding]:
     """The rules that apply in a log, most severe first, then by the step at which they began."""
-    history: dict[str, np.ndarray] = {name: log.frame[name].to_numpy(float) for name in log.frame}
+    history: dict[str, np.ndarray] = {str(name): log.frame[name].to_numpy(float) for name in log.frame}
     steps = log.frame.index.to_numpy()
     found: dict[str, tuple[_Stretch, np.ndarray]] = {}
     for rule in RULES.values():
