@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -275,23 +275,39 @@ def without_tokens(
         last = int(loaded.steps["step"].max()) if len(loaded.steps) else 0
         raise UserError(f"--step {step}: the run has steps 1 to {last}")
     spec: ForkSpec = validate(ForkSpec, {**settings, "warm_up": 0, "batches": 1})
+    kept = {
+        "step": step,
+        "top": top,
+        "model": model,
+        "task": task,
+        **spec.model_dump(mode="json", include={"prompts", "samples"}),
+    }
+    name = hashlib.sha256(json.dumps(["without", kept, list(overrides)]).encode()).hexdigest()[:8]
+    if name in (loaded.info.get("forks") or {}):
+        tell(f"step {step}: measured before")
+        return loaded, name
+    if model is None and not (Path(run) / "config.yaml").is_file():
+        raise UserError(
+            f"run {run}: was recorded in another trainer; give its checkpoint before step {step} with --model"
+        )
     if model is not None:
         config = None if task is None else resolve("fork", None, model, task, None, overrides)
         set_threads(threads, model)
         other = TrainerStep(loaded, step, model, config, spec, tell)
-        return _write(loaded, other, top, other.rows.temperature, int(loaded.seed or 0), spec, tell)
+        _write(loaded, other, name, kept, other.rows.temperature, int(loaded.seed or 0), tell)
+        return load_run(run), name
     config = resolve("fork", run, None, task, None, overrides)
     set_threads(config.threads if threads is None else threads, config.policy.model)
     own = OwnStep(config, Path(run), step, spec, tell)
-    return _write(loaded, own, top, config.rollout.temperature, config.seed, spec, tell)
+    _write(loaded, own, name, kept, config.rollout.temperature, config.seed, tell)
+    return load_run(run), name
 
 
 def _write(
-    run: Run, own: StepAgain, top: int, temperature: float, seed: int, spec: ForkSpec, tell: Tell
-) -> tuple[Run, str]:
-    """Make the arms and write their rows; returns the run and the name of the fork."""
-    settings = {"step": own.step, "top": top, **spec.model_dump(mode="json", include={"prompts", "samples"})}
-    name = hashlib.sha256(json.dumps(["without", settings]).encode()).hexdigest()[:8]
+    run: Run, own: StepAgain, name: str, settings: Mapping[str, Any], temperature: float, seed: int, tell: Tell
+) -> None:
+    """Make the arms of the fork `name` and write their rows, and the settings and leading tokens into run.json."""
+    top = settings["top"]
     own.restore()
     start = own.outcomes.measure()
     tell("leading tokens")
@@ -323,7 +339,6 @@ def _write(
                     "std_error": reading.std_error if math.isfinite(reading.std_error) else None,
                     "valid": finite and sound and not (saturated and outcome == "sam_sharpness"),
                     "scale": 1.0,
-                    "seconds": 0.0,
                 }
             )
         tell(f"{arm}: measured")
@@ -333,12 +348,10 @@ def _write(
         for (row, position), share in zip(leading.tokens, leading.shares, strict=True)
     ]
     with RunLock(run.path):
+        with TraceWriter(run.path) as writer:
+            writer.append("forks", {key: [row[key] for row in rows] for key in rows[0]})
         forks = dict(load_run(run.path).info.get("forks") or {})
-        if name not in forks:
-            with TraceWriter(run.path) as writer:
-                writer.append("forks", {key: [row.get(key) for row in rows] for key in rows[0]})
-            update_run_info(run.path, forks=forks | {name: settings | {"tokens": tokens}})
-    return load_run(run.path), name
+        update_run_info(run.path, forks=forks | {name: {**settings, "tokens": tokens}})
 
 
 def update_readings(updates: Sequence[UpdateResult]) -> dict[str, Reading]:
