@@ -48,7 +48,9 @@ def largest_eigenvalue(policy: Policy, rows: Rollouts) -> float:
         logits = model(input_ids=rows.input_ids[:, rows.input_ids.shape[1] - int(rows.attention_mask.sum()) :]).logits
         start = int(rows.prompt_lengths[0])
         length = int(rows.lengths[0])
-        logp = logits[0, start - 1 : start - 1 + length].log_softmax(-1).gather(1, rows.completion_ids[0, :length, None])
+        logp = (
+            logits[0, start - 1 : start - 1 + length].log_softmax(-1).gather(1, rows.completion_ids[0, :length, None])
+        )
         gradient = torch.autograd.grad(logp.sum(), parameters, create_graph=True)
         g = torch.Generator().manual_seed(0)
         vector = [torch.randn(p.shape, generator=g) for p in parameters]
@@ -127,7 +129,9 @@ def main() -> None:
     config = build_config(values={**values, **rollout, "task": task_values})
     policy, task = load_policy(config.policy), make_task(config.task)
     scorer = Scorer(policy.model, 1.0, 4096, share_prompt=True)
-    print("| success | tokens | gap | G | L | η of the theory | η_c measured | measured / theory | success at η | at η_c/2 |")
+    print(
+        "| success | tokens | gap | G | L | η of the theory | η_c measured | measured / theory | success at η | at η_c/2 |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|")
     shown = 0
     for number, example in enumerate(task.splits()["train"]):

@@ -176,14 +176,11 @@ class StareWeight(Weighting):
         """[M, W]."""
         return self.M, self.W
 
-    @property
-    def moves(self) -> bool:
-        """Whether the adaptive form is on."""
-        return self.step > 0
-
     def moved(self, entropy: float) -> Self:
         """W and M of a step with this mean entropy [nats], after those of the step before."""
-        sign = math.copysign(self.step, self.target - entropy) if entropy != self.target else 0.0
+        if self.step == 0 or entropy == self.target:
+            return self
+        sign = math.copysign(self.step, self.target - entropy)
         return self.replace(W=min(max(self.W + sign, 1.0), 1.5), M=min(max(self.M - sign, 0.5), 1.0))
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
@@ -333,14 +330,10 @@ class Control(Weighting):
         """See `Weighting`."""
         return self.model_copy(update={"of": self.inner.with_preset(old, new)})
 
-    @property
-    def moves(self) -> bool:
-        """See `Weighting`."""
-        return self.inner.moves
-
     def moved(self, entropy: float) -> Self:
         """See `Weighting`."""
-        return self.model_copy(update={"of": self.inner.moved(entropy)})
+        inner = self.inner.moved(entropy)
+        return self if inner is self.inner else self.model_copy(update={"of": inner})
 
     def calibrated(self, step: Any, xp: Any) -> Self:
         """The control around the calibrated weighting."""

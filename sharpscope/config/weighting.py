@@ -162,13 +162,8 @@ class Weighting(Part):
         """The same weighting, also inside controls, with preset `new` where it has preset `old`."""
         return self
 
-    @property
-    def moves(self) -> bool:
-        """Whether the weighting changes from step to step by `moved`."""
-        return False
-
     def moved(self, entropy: float) -> Self:
-        """The weighting of a step with this mean entropy [nats], after that of the step before."""
+        """The weighting of a step with this mean entropy [nats], after that of the step before; itself if it stays the same."""
         return self
 
     def at_statistic(self, u: Any, xp: Any) -> Any:

@@ -145,11 +145,9 @@ class MethodState:
 
     def moved(self, weight: TokenWeight, entropy: Tensor) -> TokenWeight:
         """The token weight of a step whose loss tokens have this entropy (M,) [nats]; remembered if it moves."""
-        if not weight.moves:
-            return weight
-        last = self.weight if self.weight.get("kind") == weight.kind else weight.model_dump()
-        now = type(weight).model_validate(last).moved(float(entropy.double().mean()))
-        self.weight = now.model_dump()
+        last = type(weight).model_validate(self.weight) if self.weight.get("kind") == weight.kind else weight
+        now = last.moved(float(entropy.double().mean()))
+        self.weight = {} if now is weight else now.model_dump()
         return now
 
     def applied(self, spec: EntropyBonus | None) -> float:
