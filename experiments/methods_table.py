@@ -32,7 +32,7 @@ SUMS = [
 POLICIES: dict[str, dict[str, Any]] = {
     "knights_knaves": {"model": "embedded:knights_knaves"},
     "math": {"model": "embedded:math", "task": "math"},
-    "tool_qa": {"model": "embedded:tool_qa", "task": "tool_qa"},
+    "tool_qa": {"model": "embedded:tool_qa", "task": "tool_qa", "overrides": ["rollout.prompts_per_step=12"]},
     "SmolLM2": {"task": "custom", "overrides": SUMS},
 }
 TEXT = """# What every method does to a gradient

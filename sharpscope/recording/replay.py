@@ -177,7 +177,7 @@ def replay(rows: StepRows, method: Method, check: Check = "off") -> Replayed:
         one = one.model_copy(update={"weight": calibrate(one.weight, tensors)})
         plan = prepare(one, tensors)
         logp = stats.logp.detach().clone().requires_grad_()
-        normalizer = token_normalizer(one, mask, mask.shape[1], keep=plan.keep, dtype=logp.dtype)
+        normalizer = token_normalizer(one, mask, mask.shape[1], keep=plan.keep, group=rollouts.group, dtype=logp.dtype)
         out = policy_loss(one, plan, logp, normalizer, reference_logp=reference, proximal_logp=stats.logp)
         kl = torch.zeros_like(logp)
         if out.divergence is not None:
@@ -230,10 +230,11 @@ def _check_method(rows: StepRows, method: Method) -> None:
         or method.entropy is not None
         or method.pass_count > 1
         or method.proxy_min_p is not None
+        or getattr(method.tokens, "kind", "") == "curvature"
     ):
         raise UserError(
             f"--method {name}: its update is not Σ c ∇ log π of one pass over the tokens; give a method without SAM, entropy bonus, "
-            "Lopti's passes and Lp-Reg"
+            "Lopti's passes, Lp-Reg and CAPO"
         )
     for needed, column, what in (
         (method.needs_reference, "ref_logp", "log-probabilities of the reference policy"),
