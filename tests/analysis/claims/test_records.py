@@ -18,7 +18,6 @@ from sharpscope.config import ClaimsSpec
 from sharpscope.errors import UserError
 from sharpscope.traces import load_runs
 from tests.analysis.claims.frames import frame_run, study
-from tests.analysis.claims.planted import made
 from tests.traces.synthetic import Effects, Shape, write_study
 
 
@@ -104,35 +103,3 @@ def test_text_from_files_is_not_markup():
     claim = dataclasses.replace(result.claim, title="a | b <script> {treatment}")
     text = claims_markdown([dataclasses.replace(result, claim=claim)])
     assert not re.search(r"(?<!\\)<(img|script)", text) and "a \\| b" in text
-
-
-def test_a_claim_is_one_object_with_its_measure():
-    """The worked example of CONTRIBUTING: median completion length, treatment over baseline."""
-    from sharpscope.analysis.claims.base import ClaimData, PairedClaim, decide, pairing_notes
-    from sharpscope.analysis.measures import log_ratios
-
-    def shorter(laid_out):
-        pairing = laid_out.pairing()
-        if pairing.missing:
-            return ClaimData(missing=pairing.missing)
-        lengths = laid_out.differences(pairing, lambda a, b: tuple(r.steps["lr"].median() for r in (a, b)))
-        return ClaimData(parts={"": log_ratios(lengths)}, notes=pairing_notes(laid_out, pairing))
-
-    claim = PairedClaim(
-        name="C15",
-        title="{treatment} writes shorter completions",
-        source="an example",
-        rule="supported: the median length is lower; refuted: it is shown to be lower by less than {margin}",
-        measure=shorter,
-        margin=0.1,
-        scale="log",
-        direction="lower",
-        effect="median completion length",
-        effect_unit="ln(treatment / baseline)",
-    )
-    runs = made("C8", "effect", seeds=8)
-    for run in runs.by_name.values():
-        run.steps["lr"] = 0.8 if run.method == "grpo-sg" else 1.0
-    laid_out = claims.study_of(runs)
-    found = decide(claim, claim.measure(laid_out), laid_out.terms)
-    assert found.verdict == "supported" and found.effect.text == "-20 %" and "grpo-sg writes" in found.title
