@@ -126,7 +126,7 @@ class Numbers:
         values = self.differences(key, a, b)
         interval, factor = mean_interval(values), 1 if key == "entropy" else 100
         assert interval is not None
-        return f"{factor * values.mean():+.1f} ± {factor * (interval.high - interval.low) / 2:.1f}"
+        return f"{factor * values.mean():+.1f} ± {factor * (interval.high - interval.low) / 2:.1f}".replace("-", "−")
 
     def verdict(self, claim: str) -> str:
         """A row of the table of verdicts: the claim's rule on the corrected numbers."""
