@@ -176,29 +176,44 @@ def sparkline(values: np.ndarray, width: int, log: bool = False) -> str:
     return "".join(_BARS[round((value - low) / (high - low) * (len(_BARS) - 1))] for value in values)
 
 
+_DUMPS = {
+    "NeMo-RL": "sharpscope probe CHECKPOINT --rollouts LOG_DIR/train_data_step{step}.jsonl --method grpo --out runs/again",
+    "slime": "--save-debug-train-data FILE from {start}, then sharpscope probe CHECKPOINT --rollouts FILE --method grpo --out runs/again",
+    "open-instruct": "--save_traces from {start}, then sharpscope probe CHECKPOINT --rollouts FILE --method grpo --out runs/again",
+    "prime-rl": "enable_token_export = true from {start}, then sharpscope import prime-rl outputs --out runs/again",
+}
+"""Trainer -> what gives the tokens of a step, where they can be read from its files."""
+
+
 def _next(log: Log, finding: Finding) -> str:
-    step, path = finding.step, log.path
+    step, checkpoint = finding.step, _checkpoint_before(log.path, finding.step)
     if log.framework == "sharpscope":
-        return "sharpscope " + finding.rule.look.format(run=shlex.quote(str(path)), step=step)
+        return "sharpscope " + finding.rule.look.format(run=shlex.quote(str(log.path)), step=step)
+    none = "" if checkpoint else "  (no checkpoint before it was found: from the start)"
     if log.framework in ("TRL", "unsloth", "HF Trainer"):
-        checkpoint = _checkpoint_before(path, step)
-        start = "" if checkpoint is None else f"resume_from_checkpoint={str(checkpoint)!r}"
-        from_where = "" if checkpoint else " (no checkpoint before it was found; from the start)"
-        return f'sharpscope.record(trainer, out="runs/again"); trainer.train({start}){from_where}'
+        start = f"resume_from_checkpoint={str(checkpoint)!r}" if checkpoint else ""
+        return f'sharpscope.record(trainer, out="runs/again"); trainer.train({start}){none}'
     if log.framework == "verl":
-        return "SHARPSCOPE_VERL=runs/again python -m verl.trainer.main_ppo …  (resume from the checkpoint before this step)"
-    return 'rec = sharpscope.record(model, optimizer, tokenizer=tokenizer, out="runs/again")  (docs: any training loop)'
+        resume = (
+            f"trainer.resume_mode=resume_path trainer.resume_from_path={shlex.quote(str(checkpoint))}"
+            if checkpoint
+            else ""
+        )
+        return f"SHARPSCOPE_VERL=runs/again python -m verl.trainer.main_ppo ... {resume}".rstrip() + none
+    if log.framework in _DUMPS:
+        return _DUMPS[log.framework].format(step=step, start=checkpoint or f"a checkpoint before step {step}")
+    return f'rec = sharpscope.record(model, optimizer, tokenizer=tokenizer, out="runs/again")  (from a checkpoint before step {step})'
 
 
 def _checkpoint_before(path: Path, step: int) -> Path | None:
-    """The newest checkpoint-N with N < step near a log of transformers' trainers."""
+    """The newest checkpoint-N (transformers) or global_step_N (verl) with N < step near a log, or step-N of a run."""
     folder = path if path.is_dir() else path.parent
-    places = [folder, folder.parent] if folder.name.startswith("checkpoint-") else [folder]
+    places = [folder, folder / "checkpoints", *([folder.parent] if folder.name.startswith("checkpoint-") else [])]
     found = {
         int(match[1]): child
         for place in places
         if place.is_dir()
         for child in place.iterdir()
-        if (match := re.fullmatch(r"checkpoint-(\d+)", child.name)) and int(match[1]) < step
+        if (match := re.fullmatch(r"(?:checkpoint-|global_step_|step-)(\d+)", child.name)) and int(match[1]) < step
     }
     return found[max(found)] if found else None

@@ -67,6 +67,7 @@ class Rule:
 
 
 _MEAN = f"mean of {WINDOW} steps"
+_PROOF = "tokens {run} --step {step} && sharpscope fork {run} --step {step} --without-tokens top:12"
 _OF_EARLY = f"relative to its median in the first {EARLY} steps"
 
 RULES: Mapping[str, Rule] = {
@@ -115,7 +116,7 @@ RULES: Mapping[str, Rule] = {
             "as for gradient_spike",
             MIXED,
             known="after",
-            look="tokens {run} --step {step}",
+            look=_PROOF,
         ),
         Rule(
             "gradient_spike",
@@ -129,7 +130,7 @@ RULES: Mapping[str, Rule] = {
             "rldoctor asks for 3 spikes of 3 times the median at z > 8, rlprobe for 3 of 10 times; one is enough to look at its tokens",
             MIXED,
             known="after",
-            look="tokens {run} --step {step}",
+            look=_PROOF,
         ),
         Rule(
             "gradient_growth",

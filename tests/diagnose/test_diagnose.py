@@ -263,6 +263,13 @@ def test_the_next_command_names_the_checkpoint_before_the_symptom(tmp_path):
     write(frame, tmp_path / "checkpoint-80")
     found = diagnose(tmp_path / "checkpoint-80")
     assert "checkpoint-40" in found.next_command(found.findings[0])
+    verl = TRAINERS["verl"]
+    file = verl.write(verl.rows(run()), tmp_path)
+    for step in (20, 60, 80):
+        (tmp_path / f"global_step_{step}").mkdir()
+    found = diagnose(file)
+    assert f"trainer.resume_from_path={tmp_path / 'global_step_60'}" in found.next_command(found.findings[0])
+    assert "go back to global_step_60" in found.advice(found.findings[0])[1]
 
 
 def test_json_has_the_documented_shape(tmp_path):
