@@ -13,6 +13,8 @@ REMOVED: dict[str, str] = {
     "method.advantage.epsilon": "it is the published constant",
     "method.advantage.tail": "a token without another at its place has A = R",
     "method.penalty.estimator": "it is |ln r|",
+    "checkpoint.keep_best": "set checkpoint.keep_last, and compare checkpoints by the table eval",
+    "checkpoint.keep_every": "set checkpoint.keep_last",
     "health.no_variance": "the rule is health.dead_groups",
     "probes.average_samples": "it is 2",
     "probes.backend": "use `sharpscope probe --backend pyhessian`",

@@ -88,12 +88,6 @@ class RunConfig(Spec):
                 f"update.mini_batches = {batches} must be at most rollout.prompts_per_step = {prompts}, since groups are not "
                 "split; set update.mini_batches to 1 or more prompts"
             )
-        every, of = self.checkpoint.every, self.evaluation.every
-        if self.checkpoint.keep_best and (not of or not every or every % of):
-            raise ValueError(
-                f"checkpoint.keep_best = {self.checkpoint.keep_best}: needs an evaluation of every checkpoint; make "
-                f"checkpoint.every = {every} a multiple of evaluation.every = {of}, both above 0"
-            )
         warmup = self.optimizer.warmup_steps
         if warmup >= self.steps:
             raise ValueError(f"optimizer.warmup_steps = {warmup} must be less than steps = {self.steps}")

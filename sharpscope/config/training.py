@@ -145,16 +145,6 @@ class CheckpointSpec(Spec):
         50, ge=0, description="Interval between checkpoints, also at the end of the run; 0: only at the end [steps]."
     )
     keep_last: int = Field(1, ge=1, description="Number of newest checkpoints to keep.")
-    keep_every: int = Field(
-        0, ge=0, description="Also keep every checkpoint whose step is a multiple of this; 0: none."
-    )
-    keep_best: int = Field(
-        0,
-        ge=0,
-        description="Also keep this many checkpoints with the highest accuracy at their step, on the first of evaluation.splits at the "
-        "first of evaluation.temperatures (mean over levels, weighted by prompts); 0: none. Requires checkpoint.every to be "
-        "a multiple of evaluation.every.",
-    )
 
 
 class Limit(Spec):

@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sharpscope import distributed
-from sharpscope.config.training import CheckpointSpec
 from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.policy import Policy
 from sharpscope.policy.sharding import gathered_copy, is_sharded, shard_state
@@ -47,7 +46,6 @@ class Progress:
     rows: Sequence[Mapping[str, Any]]  # canonical quantities of the steps, for the health rules
     method: dict[str, Any]  # the method with calibrated constants filled in
     said: Sequence[str] = ()  # warnings of the method that were reported, which a resumed run does not repeat
-    score: float | None = None  # held-out accuracy at this step; None if it was not evaluated
     entropy_control: Mapping[str, Any] = field(default_factory=dict)  # the method's state (`MethodState`)
     measuring: Mapping[str, Any] = field(default_factory=dict)  # time spent on recording and training
 
@@ -123,7 +121,7 @@ def save(
 
     def write() -> None:
         save_checkpoint(config.run_dir, model, policy.tokenizer, optimizer, progress, proximal, vectors)
-        prune(config.run_dir, config.checkpoint)
+        prune(config.run_dir, config.checkpoint.keep_last)
 
     distributed.rank_zero_call(write)
 
@@ -215,6 +213,7 @@ def load_checkpoint(
         with torch.no_grad():
             for name, parameter in proximal.named_parameters():
                 parameter.copy_(weights[name])
+    state.pop("score", None)  # of version 0.2
     return Progress(**state)
 
 
@@ -224,32 +223,13 @@ def load_vectors(folder: Path) -> torch.Tensor | None:
     return load_file(path)["vectors"] if path.exists() else None
 
 
-def prune(run_dir: Path, spec: CheckpointSpec) -> list[Path]:
-    """Remove the checkpoints that `spec` does not keep; returns them.
-
-    Kept are the newest `keep_last`, those whose step is a multiple of `keep_every`, and the `keep_best` with the highest
-    held-out accuracy (`Progress.score`; the earlier of equals).
-    """
-    saved = checkpoints(run_dir)
-    kept = set(saved[-spec.keep_last :])
-    if spec.keep_every:
-        kept |= {p for p in saved if step_of(p) % spec.keep_every == 0}
-    if spec.keep_best:
-        scores = {p: _score(p) for p in saved}
-        rated = [p for p in saved if scores[p] is not None]
-        kept |= set(sorted(rated, key=lambda p: -(scores[p] or 0.0))[: spec.keep_best])
-    removed = [p for p in saved if p not in kept]
+def prune(run_dir: Path, keep_last: int) -> list[Path]:
+    """Remove all but the newest checkpoints of a run; returns those removed."""
+    removed = checkpoints(run_dir)[:-keep_last]
     for path in removed:
         (path / STATE).unlink(missing_ok=True)  # first: what a crash leaves of it must not look like a checkpoint
         shutil.rmtree(path)
     return removed
-
-
-def _score(folder: Path) -> float | None:
-    try:
-        return json.loads((folder / STATE).read_bytes()).get("score")
-    except (OSError, ValueError):
-        return None
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -128,12 +128,6 @@ def check_splits(task: Task, splits: Sequence[str]) -> None:
         )
 
 
-def heldout_score(rows: Sequence[dict[str, Any]]) -> float:
-    """Accuracy that ranks checkpoints: the first split of `rows` at its first temperature, over all levels."""
-    chosen = [r for r in rows if (r["split"], r["temperature"]) == (rows[0]["split"], rows[0]["temperature"])]
-    return sum(r["accuracy"] * r["n"] for r in chosen) / sum(r["n"] for r in chosen)
-
-
 def evaluate_model(
     model: str,
     *,

@@ -38,7 +38,7 @@ from sharpscope.traces import RunLock, create_run_dir, read_run_info
 from sharpscope.traces.files import RUN_FILE
 from sharpscope.training.checkpoint import Progress, fingerprint, load_vectors, newest_valid, restore, save, step_of
 from sharpscope.training.display import Display
-from sharpscope.training.evaluate import check_splits, evaluate, heldout_score
+from sharpscope.training.evaluate import check_splits, evaluate
 from sharpscope.training.rollouts import DataOrder, draw_rollouts
 from sharpscope.training.setup import (
     build_optimizer,
@@ -162,7 +162,6 @@ class _Run:
         # Whether the weights are not finite: they are not measured then, and no checkpoint replaces a good one.
         self.broken = False
         self.shown: set[str] = set()  # warnings of the method that were reported
-        self.scores: dict[int, float] = {}  # held-out accuracy by step
         self.learner = make_learner(config, policy, self.optimizer, reference=self.reference, proximal=self.proximal)
         self.observers = Observers(config, policy, self.learner.view, Drawer(config, policy, task))
 
@@ -437,7 +436,6 @@ class _Run:
             on_progress=lambda text: self.display.status(f"step {step}: evaluating {text}"),
         )
         if rows:
-            self.scores[step] = heldout_score(rows)
             losses = solution_losses(
                 self.policy,
                 self.observers.probe_set,
@@ -462,7 +460,6 @@ class _Run:
             self.rows,
             self.method.model_dump(mode="json"),
             sorted(self.shown),
-            self.scores.get(step),
             vars(self.learner.state),
             self.observers.state(),
         )

@@ -25,7 +25,6 @@ _COMMON: dict[str, Any] = {
     "optimizer.lr": 0.01,
     "checkpoint.every": 2,
     "checkpoint.keep_last": 2,
-    "checkpoint.keep_best": 1,
     "health.memory.action": "off",  # it speaks of the machine, not of the run
     "recording.token_gradients_every": 2,
     "recording.group_share": 1.0,

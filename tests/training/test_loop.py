@@ -254,9 +254,9 @@ def test_mistakes_are_found_before_the_folder_is_made(toy_config):
 
 
 def test_checkpoints_load_with_transformers_and_are_pruned(toy_config):
-    config = toy_config(steps=6, checkpoint__every=1, checkpoint__keep_last=2, checkpoint__keep_every=3)
+    config = toy_config(steps=6, checkpoint__every=1, checkpoint__keep_last=2)
     train(config)
-    assert [p.name for p in checkpoints(config.run_dir)] == ["step-000003", "step-000005", "step-000006"]
+    assert [p.name for p in checkpoints(config.run_dir)] == ["step-000005", "step-000006"]
     model = AutoModelForCausalLM.from_pretrained(checkpoints(config.run_dir)[-1])
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
