@@ -15,8 +15,7 @@ import torch
 from experiments.benchmarks import analysis, gpu, measures, memory, training
 from experiments.benchmarks.common import SHAPES, Row, table
 
-Given = argparse.Namespace
-BENCHMARKS: dict[str, Callable[[Given], list[Row]]] = {
+BENCHMARKS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "step": lambda o: training.step(o.model, o.steps, o.size),
     "trl": lambda o: training.recorded_trl(o.model, o.steps, o.size),
     "recording": lambda o: training.recording(o.model, o.steps, o.size),

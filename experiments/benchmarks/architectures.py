@@ -18,7 +18,6 @@ import os
 import sys
 import traceback
 import warnings
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -289,7 +288,6 @@ def main() -> int:
         print(name, found[name], file=sys.stderr, flush=True)
     if options.out:
         options.out.write_text(table(found), encoding="utf-8")
-    print(Counter(cells.get(check, "–") for cells in found.values() for check in CHECKS).most_common(3))
     return int(any("**" in value for cells in found.values() for value in cells.values()))
 
 

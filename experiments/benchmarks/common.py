@@ -26,6 +26,14 @@ SHAPES: dict[str, dict[str, int]] = {
     "3b": {"layers": 36, "width": 2048, "heads": 16, "key_heads": 2, "feed_forward": 11_008, "vocabulary": 151_936},
 }
 """Sizes of the embedded policy (0.9m) and of Qwen2.5 models, with tied embeddings; `tiny` is for tests."""
+FIELDS = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "key_heads": "num_key_value_heads",
+    "feed_forward": "intermediate_size",
+    "vocabulary": "vocab_size",
+}
 
 
 @dataclass(frozen=True)
@@ -96,32 +104,13 @@ def costs(works: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, 
     }
 
 
-def random_model(
-    layers: int = 4,
-    width: int = 128,
-    heads: int = 4,
-    key_heads: int = 4,
-    feed_forward: int = 384,
-    vocabulary: int = 624,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-) -> nn.Module:
-    """A randomly initialized Qwen2 in eval mode, its embeddings tied."""
+def random_model(shape: Mapping[str, int], dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Module:
+    """A randomly initialized Qwen2 in eval mode, its embeddings tied; what `shape` leaves out is as in the embedded policy."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=feed_forward,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        tie_word_embeddings=True,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=1,
-    )
+    fields = {name: (SHAPES["0.9m"] | dict(shape))[short] for short, name in FIELDS.items()}
+    special = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
+    config = Qwen2Config(**fields, **special, tie_word_embeddings=True, max_position_embeddings=4096)
     torch.manual_seed(0)
     with torch.device(device):
         model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype)
@@ -131,7 +120,7 @@ def random_model(
 def model_of(name: str) -> nn.Module:
     """A model by name: a shape of `SHAPES` with random weights, `embedded:NAME`, or a folder; float32, in eval mode."""
     if name in SHAPES:
-        return random_model(**SHAPES[name])
+        return random_model(SHAPES[name])
     return load_policy(build_config(None, [f"policy.model={name}"]).policy).model.eval()
 
 

@@ -62,7 +62,7 @@ def _shape(shape: str, rows: int, length: int, steps: int) -> list[Row]:
                 continue
             share = 100 * (one.wall / seconds["off"] - 1)
             extra = (one.extra - base.extra) / 2**30
-            equal = _equal(ended["off"], weights)
+            equal = all(map(torch.equal, ended["off"], weights))
             note = f"{extra:.2f} GiB more memory; weights {'equal' if equal else 'NOT equal'} bit for bit"
             required = "≤ 3" if mode == "coefficients" else ""
             found.append(Row(f"{shape}: {mode}, beyond not recorded", share, "%", required, "", note))
@@ -81,7 +81,7 @@ def _train(
 ) -> tuple[Any, list[torch.Tensor]]:
     """The cost of a training, and its final weights on the CPU."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = random_model(**SHAPES[shape], dtype=dtype, device=device)
+    model = random_model(SHAPES[shape], dtype, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     recorder = None
     if recording is not None:
@@ -118,14 +118,10 @@ def _train(
     return found, [p.detach().cpu() for p in model.parameters()]
 
 
-def _equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 def _norms(shape: str, device: str, length: int) -> list[Row]:
     """Local norms in the training's precision against exact ones in float32, on 100 tokens."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = random_model(**SHAPES[shape], dtype=dtype, device=device)
+    model = random_model(SHAPES[shape], dtype, device)
     ids, _ = random_rows(model, 4, min(length, 128))
     mask = torch.zeros_like(ids)
     mask[:, torch.linspace(1, ids.shape[1] - 1, 25).long()] = 1

@@ -126,7 +126,7 @@ def growth(repeats: int, axes: list[str], out: Path | None, small: bool = False)
     for axis in axes:
         for size in AXES[axis][0][: 3 if small else None]:
             shape = {axis: size} if axis in ("width", "vocabulary", "layers") else {}
-            model = random_model(**shape, **({"feed_forward": 3 * size} if axis == "width" else {}))  # type: ignore[arg-type]
+            model = random_model(shape | ({"feed_forward": 3 * size} if axis == "width" else {}))
             rows, length = (size if axis == name else usual for name, usual in (("batch", 2), ("length", 128)))
             for name, work in _works(model, rows, length).items():
                 work()

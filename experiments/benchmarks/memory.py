@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
-import sys
 import tempfile
 from typing import Any
 
@@ -33,17 +32,15 @@ def sizes(shape: str) -> tuple[float, float]:
     return s["layers"] * layer + tables, layer
 
 
-def needed(measure: str, shape: str, bytes_each: int = 4) -> float:
-    """Bytes on each process above the training's own."""
-    whole, layer = sizes(shape)
-    return bytes_each * (whole * WHOLE[measure] if measure in WHOLE else 2 * layer)
-
-
 def fsdp(shapes: tuple[str, ...] = ("1.5b", "3b", "7b"), check: bool = True) -> list[Row]:
     """The table by formula, and one measured copy against its formula."""
     rows = []
     for measure in (*LAYERWISE, *WHOLE):
-        gib = {shape: needed(measure, shape) / 2**30 for shape in shapes}
+        copies = {shape: sizes(shape) for shape in shapes}  # whole copies, or two gathered layers; float32
+        gib = {
+            s: 4 * (WHOLE[measure] * whole if measure in WHOLE else 2 * one) / 2**30
+            for s, (whole, one) in copies.items()
+        }
         note = "; ".join(f"{shape}: {value:.3g} GiB" for shape, value in gib.items())
         rows.append(Row(f"FSDP2, {measure}, on each process, float32", gib[shapes[-1]], "GiB", "", "", note))
     if check:
@@ -71,7 +68,7 @@ def _checked() -> tuple[float, float]:
         for process in started:
             process.join()
         if any(process.exitcode for process in started):
-            sys.exit("fsdp: a process failed")
+            raise RuntimeError("fsdp: a process failed")
         parameters, found = torch.load(f"{folder}/0")
     return found, 8.0 * parameters
 
@@ -82,7 +79,7 @@ def _rank(rank: int, port: str, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    model = random_model(**CHECKED)
+    model = random_model(CHECKED)
     parameters = sum(p.numel() for p in model.parameters())
     shard(model)
     optimizer = torch.optim.AdamW(model.parameters())

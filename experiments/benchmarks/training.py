@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -297,12 +297,3 @@ def rotation(model: str, size: int, methods: Sequence[str] = TEN) -> list[Row]:
     once = time.process_time() - began
     note = f"{seconds:.3g} s a method, {once:.3g} s a gradient of {tuple(ids.shape)} tokens; {described(policy.model)}"
     return [Row("rotation, a method, in gradients", seconds / once, "gradients", "≤ 1.3", "≤ 1.05", note)]
-
-
-BENCHMARKS: dict[str, Callable[..., list[Row]]] = {
-    "step": step,
-    "recording": recording,
-    "trl": recorded_trl,
-    "startup": startup,
-    "rotation": rotation,
-}
