@@ -543,6 +543,7 @@ def prime_rl(source: Path, notes: list[str], options: Options) -> Iterator[tuple
     ]
     if options.adv_tau is not None:
         notes.append(f"loss_coef: of the default loss with adv_tau = {options.adv_tau:g}, kl_tau = {options.kl_tau:g}")
+    dropped: set[str] = set()
     for step, path in _from_one(steps, notes):
         records = [
             (record, where)
@@ -552,8 +553,21 @@ def prime_rl(source: Path, notes: list[str], options: Options) -> Iterator[tuple
         total = 0
         for record, where in records:
             _check_export(record, where)
+            dropped |= set(record) - _EXPORTED
             total += sum(weight is not None for weight in _weights(record))
         yield step, [one for record, where in records for one in _samples(record, options, total, where)]
+    _left_out(dropped, notes)
+
+
+_EXPORTED = frozenset(
+    re.findall(
+        r"\w+",
+        "schema_version step export_step rank micro_step micro_sequence_idx export_sequence_idx run_id env_name position_ids "
+        "token_ids loss_mask advantages losses rewards rl_weights ce_weights ref_kl_weights inference_logprobs "
+        "trainer_logprobs entropy importance_ratio temperatures is_masked is_masked_high is_masked_low",
+    )
+)
+"""What is read of a record, and what says where it comes from."""
 
 
 def _check_export(record: dict[str, Any], where: str) -> None:
