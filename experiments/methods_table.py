@@ -23,7 +23,6 @@ from sharpscope.forks.rotating import BINS
 PAGE = Path("docs/explanations/what-methods-do.md")
 SEED, WARM_UP = 3, 3
 SUMS = [
-    "task.factory=experiments.smollm2.sums:sums",
     "policy.prompt_format=plain",
     "rollout.prompts_per_step=12",
     "rollout.max_new_tokens=6",
@@ -33,7 +32,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "knights_knaves": {"model": "embedded:knights_knaves"},
     "math": {"model": "embedded:math", "task": "math"},
     "tool_qa": {"model": "embedded:tool_qa", "task": "tool_qa", "overrides": ["rollout.prompts_per_step=12"]},
-    "SmolLM2": {"task": "custom", "overrides": SUMS},
+    "SmolLM2": {"task": "experiments.smollm2.sums:sums", "overrides": SUMS},
 }
 TEXT = """# What every method does to a gradient
 
