@@ -46,7 +46,7 @@ def without_sections(run: Run, name: str, layers: int = 4) -> list[Section]:
 
     def cell(outcome: str, arm: str) -> str:
         """A value with its standard error; `saturated` where it measures its ceiling."""
-        value, error = values.loc[outcome, arm], errors.loc[outcome, arm]
+        value, error = float(values.at[outcome, arm]), float(errors.at[outcome, arm])  # type: ignore[arg-type]
         if not math.isfinite(value):
             return "–"
         text = percent(value, 1) if outcome.startswith(("accuracy", "saturation")) else number(value)
@@ -80,7 +80,7 @@ def without_sections(run: Run, name: str, layers: int = 4) -> list[Section]:
     joined = tokens.merge(known, on=["rollout", "position"], how="left")
     cells = {"share of the update": [percent(value, 1, sign=True) for value in joined["share"]]}
     if len(known) and joined["logp"].notna().all():
-        cells = {"token": sentences(run, step, joined)} | cells | {"π": [number(v) for v in np.exp(joined["logp"])]}  # type: ignore[dict-item]
+        cells = {"token": sentences(run, step, joined)} | cells | {"π": [number(v) for v in np.exp(joined["logp"])]}
     places = {"completion": joined["rollout"].astype(str), "position": joined["position"].astype(str)}
     parts.append(Section("The leading tokens", pd.DataFrame(places | cells)))
     return parts
@@ -91,7 +91,7 @@ def verdict(values: pd.DataFrame, arms: list[str], top: int) -> str:
 
     def removed(outcome: str) -> tuple[float, float]:
         """Share of an outcome that is gone without the leading tokens, and without the others."""
-        whole, *rest = (float(values.loc[outcome, arm]) for arm in arms)
+        whole, *rest = values.loc[outcome, arms].to_list()
         without, others = (1 - value / whole if whole > 0 else math.nan for value in rest)
         return without, others
 

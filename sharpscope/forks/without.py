@@ -167,7 +167,8 @@ class OwnStep:
         draw = drawn_by(config, start.policy, start.task, examples, spec.samples, seed)
         fixed, temperature = start.fixed("heldout", 0), config.rollout.temperature
         self.outcomes = Outcomes(self.scorer, fixed, config.probes, temperature, draw, start.run_radius)
-        texts = [row["completion"] for row in recorded_rows(run, step)]
+        rows = load_run(run).rollouts
+        texts = list(rows[rows["step"] == step].sort_values("rollout")["completion"])
         if texts and texts != list(self.rollouts.texts):
             tell(
                 f"the completions of step {step} are not those that the run recorded: it ran on another machine or version"
@@ -180,12 +181,6 @@ class OwnStep:
     def update(self, without: Tensor | None, observe: Callable[[PendingUpdate], None] | None) -> Sequence[UpdateResult]:
         """Restore the state and make the step; the model keeps its weights."""
         return self.start.update("own", 0, without=without, before_step=observe).result.updates
-
-
-def recorded_rows(run: Path, step: int) -> list[dict[str, Any]]:
-    """The rows of the rollouts table of a step, in order."""
-    rows = load_run(run).rollouts
-    return list(rows[rows["step"] == step].sort_values("rollout").to_dict("records"))
 
 
 def leading_tokens(step: StepAgain, top: int, temperature: float, seed: int) -> tuple[Leading, Sequence[UpdateResult]]:

@@ -141,7 +141,7 @@ def step_rows(run: Run, step: int, tokens: pa.Table, policy: Policy) -> StepRows
     if (group < 0).any():
         group = np.arange(len(group))
     whole = replace(made, group=torch.tensor(group.astype(int), device=policy.device)).with_reward(reward)
-    recorded = frame["temperature"].dropna() if "temperature" in frame else []
+    recorded = frame["temperature"].dropna()
     usual = float((run.config.get("rollout") or {}).get("temperature", 1.0))
     temperature = float(recorded.iloc[0]) if len(recorded) else usual
     at = (torch.tensor(row[known]), torch.tensor(position[known]))
@@ -199,7 +199,7 @@ def _rotation(rows: StepRows, own: Tensor, plain: Tensor, check: Check) -> dict[
         inside = torch.isin(group, half)[:, None]
         halves.append(rows.gradient(torch.where(inside, plain, 0.0), check))
     turned = rotation(rows.gradient(own, check), [a + b for a, b in zip(*halves, strict=True)])
-    noise = noise_rotation(*halves, len(groups[::2]) / len(groups)) if len(groups) > 1 else math.nan
+    noise = noise_rotation(halves[0], halves[1], len(groups[::2]) / len(groups)) if len(groups) > 1 else math.nan
     return {"gradient_rotation": turned.angle, "gradient_scale": turned.scale, "noise_rotation": noise}
 
 

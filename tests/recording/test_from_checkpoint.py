@@ -64,7 +64,13 @@ def test_norms_and_shares_are_autograds(checkpoint: Path, tmp_path: Path):
     assert run.tokens(steps=[1])["attribution"].isna().all() and np.isnan(run.steps["grad_norm"][0])
     assert run.events.empty and "measured afterwards" in run.info["notes"][-1]
     old, new = source.tokens(), run.tokens()
-    measured = ("attribution", "score_norm_local", "score_norm_by_layer", *STATISTICS)
+    measured = (
+        "attribution",
+        "score_norm_local",
+        "score_norm_by_layer",
+        "text",
+        *STATISTICS,
+    )  # text: by the checkpoint's tokenizer
     columns = [name for name in old.columns if name not in measured]
     assert old[columns].equals(new[columns]) and source.rollouts.equals(run.rollouts)
 
