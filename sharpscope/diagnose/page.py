@@ -7,10 +7,10 @@ from sharpscope.diagnose.quantities import BY_NAME
 from sharpscope.rules import FIELDS, RULES, Rule, advise
 
 _KINDS = {
-    "reference": "the reference runs",
-    "study": "the second study's runs of plain GRPO",
-    "embedded": "runs of the embedded policy for this page",
-    "smollm2": "SmolLM2-135M",
+    "reference": "reference runs",
+    "study": "runs of plain GRPO in the second study",
+    "embedded": "short runs of the embedded policy",
+    "smollm2": "runs of SmolLM2-135M",
     "simulated": "simulated logs",
 }
 _TITLES = {"trl": "TRL, unsloth", "verl": "verl", "sharpscope": "sharpscope", "": "here"}
@@ -63,7 +63,7 @@ def _section(rule: Rule) -> list[str]:
     if rule.known != "log":
         lines += [f"*In a running training.* `health.{rule.name}.threshold` and `health.{rule.name}.action`.", ""]
     counts = [
-        f"{alarms} of {runs} of {_KINDS[kind]}"
+        f"{alarms} of {runs} {_KINDS[kind]}"
         for kind, (alarms, runs) in false_alarms().get(rule.name, {}).items()
         if runs
     ]

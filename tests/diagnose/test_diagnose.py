@@ -321,3 +321,14 @@ def test_a_fault_is_found_within_ten_steps_of_its_start(name):
 def test_nothing_critical_is_said_of_a_healthy_run(file):
     found = diagnose(file)
     assert [f.rule.name for f in found.findings if f.severity == "critical"] == []
+
+
+def test_nothing_critical_is_said_of_recorded_runs():
+    """Every fifth of the reference runs: 150 steps each of GRPO and its relatives on three tasks."""
+    from experiments.diagnosis.false_alarms import ROOT, recorded
+
+    frames = list(recorded(ROOT / "data" / "reference"))[::5]
+    for frame in frames:
+        log = Log(ROOT, None, frame)
+        assert [f.rule.name for f in find(log, changes(log)) if f.severity == "critical"] == []
+    assert len(frames) == 21
