@@ -65,15 +65,6 @@ def head_chunks(hidden: Tensor, head: Head, targets: Tensor, temperature: float)
         yield HeadChunk(rows, logp, pull, pull.to(head.weight.dtype) @ head.weight.detach())
 
 
-@torch.no_grad()
-def head_logp(hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> Tensor:
-    """Ln p_y (M,) [nats], as in `head_chunks`."""
-    blocks = [
-        _softmax(head.logits(hidden[rows]), targets[rows, None], temperature)[0] for rows in _blocks(hidden, head)
-    ]
-    return torch.cat(blocks)
-
-
 def _blocks(hidden: Tensor, head: Head) -> Iterator[slice]:
     """Number of tokens whose logits are in memory at once."""
     budget = LOGIT_BYTES.get(hidden.device.type, LOGIT_BYTES["cuda"])
