@@ -66,7 +66,7 @@ def analyze(runs: Path | None = None) -> list[Row]:
     """`analyze` of one run of the example, and of all runs of a folder (data/reference)."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        one = _seconds(["analyze", str(ROOT / "data" / "example" / "grpo-sg-s0"), "--out", "one"], folder)
+        one = _seconds(["analyze", str(ROOT / "data" / "example" / "sums"), "--out", "one"], folder)
         rows.append(Row("`analyze` of one run", one, "s", "≤ 8", "≤ 4"))
         data = runs or ROOT / "data" / "reference"
         many = _seconds(["analyze", str(data.resolve()), "--out", "many"], folder)

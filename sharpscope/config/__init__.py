@@ -20,6 +20,7 @@ from sharpscope.config.methods import (
 from sharpscope.config.policy import RolloutSpec
 from sharpscope.config.reading import merge, parse_override, parse_overrides, read_yaml, to_yaml
 from sharpscope.config.reference import (
+    is_reference,
     method_rotation_bound,
     reference_method,
     rotation_bound,

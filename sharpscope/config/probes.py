@@ -71,7 +71,7 @@ class ProbesSpec(Spec):
     probe_set_seed: int = Field(
         0, ge=0, description="Seed of the probe set's prompts; use the same for all runs of a study."
     )
-    prompts: int = Field(20, ge=1, description="Training prompts in the probe set.")
+    prompts: int = Field(12, ge=1, description="Training prompts in the probe set.")
     heldout_prompts: int = Field(32, ge=0, description="Held-out prompts in the probe set.")
     splits: tuple[Split, ...] = Field(
         ("train",), min_length=1, description="Parts of the probe set whose loss surface is probed."

@@ -45,6 +45,12 @@ def reference_method(method: Method) -> Method:
     return METHODS["grpo"].model_copy(update={"kl": kl})
 
 
+def is_reference(method: Method) -> bool:
+    """Whether a method is its own reference, so that it turns no gradient."""
+    reference = reference_method(method)
+    return reference == method.model_copy(update={"name": reference.name})
+
+
 def same_at_one_update(method: Method) -> str | None:
     """Name of a simpler method that has the same gradient where a step makes a single update; None if there is none.
 

@@ -92,7 +92,7 @@ class RecordingSpec(Spec):
     token_gradients_every: int = Field(
         50,
         ge=0,
-        description="Interval of score norms (local method) and attribution, also at the first and the last step; 0: never [steps].",
+        description="Interval of score norms (local method) and attribution, also at the first step; 0: never [steps].",
     )
     group_share: float = Field(
         0.25,
@@ -109,7 +109,7 @@ class RecordingSpec(Spec):
         "inner epoch is recorded.",
     )
     exact_tokens: int = Field(
-        8,
+        4,
         ge=0,
         description="Number of tokens with the largest local norm, and of random others, whose exact norm is computed as well.",
     )

@@ -47,9 +47,13 @@ def rotation(vector: Gradient, reference: Gradient) -> Rotation:
     Raises:
         ValueError: different numbers of tensors.
     """
-    aa, bb, minus, plus = _sums(
-        vector, reference, lambda a, b: (a @ a, b @ b, (a - b) @ (a - b), (a + b) @ (a + b)), count=4
-    )
+
+    def terms(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        """Squared lengths of both, of their difference and of their sum."""
+        difference, total = a - b, a + b
+        return a @ a, b @ b, difference @ difference, total @ total
+
+    aa, bb, minus, plus = _sums(vector, reference, terms, count=4)
     a, b = math.sqrt(aa), math.sqrt(bb)
     if not (0 < a < math.inf and 0 < b < math.inf):
         return Rotation(math.nan, a / b if b > 0 else math.nan)

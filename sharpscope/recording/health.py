@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sharpscope import distributed
-from sharpscope.config import method_rotation_bound, reference_method, same_at_one_update
+from sharpscope.config import is_reference, method_rotation_bound, same_at_one_update
 from sharpscope.config.training import HealthSpec
 from sharpscope.diagnose.quantities import own_values
 from sharpscope.errors import CheckError, UserError
@@ -38,8 +38,8 @@ def rotation_event(step: int, row: Mapping[str, Any], method: Method, progress: 
 
     None where the rotation was not measured, and for a method that is its own reference.
     """
-    reference, turned = reference_method(method), row["gradient_rotation"]
-    if turned is None or reference == method.model_copy(update={"name": reference.name}):
+    turned = row["gradient_rotation"]
+    if turned is None or is_reference(method):
         return None
     text, bound = f"the gradient is turned by {turned:.2g}°", method_rotation_bound(method.at(progress))
     if bound:

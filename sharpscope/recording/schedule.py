@@ -48,7 +48,7 @@ class MeasurementSchedule:
         if measure in self.at:
             return step in self.at[measure]
         every = self.every[measure]
-        ends = {"rotation": (1,), "influence": (), "surface": (0, self.last)}.get(measure, (1, self.last))
+        ends = {"influence": (), "surface": (0, self.last)}.get(measure, (1,))
         return bool(every) and (step % every == 0 or step in ends)
 
     def spike_allowed(self, step: int) -> bool:

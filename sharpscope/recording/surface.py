@@ -75,8 +75,9 @@ class SurfaceProbes:
         return self.schedule.due("surface", step)
 
     def update_due(self, step: int) -> bool:
-        """Whether the critical sharpness is measured in `step`: where the surface is probed after it, and in step 1."""
-        return self.spec.critical_sharpness and (self.due(step) or (step == 1 and self.due(0)))
+        """Whether the critical sharpness is measured in `step`: in step 1, and at the interval of the probes if one is set."""
+        regular = bool(self.spec.every) and step % self.spec.every == 0
+        return self.spec.critical_sharpness and bool(self.schedule.every["surface"]) and (step == 1 or regular)
 
     def rows(self, step: int) -> tuple[dict[str, dict[str, Any]], list[Event]]:
         """Columns of the tables `probes` and `probe_prompts`, and an event for each estimate that is not reliable.

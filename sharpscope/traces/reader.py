@@ -372,7 +372,7 @@ def load_run(path: str | Path) -> Run:
 
     Examples:
         >>> import sharpscope
-        >>> run = sharpscope.load_run("data/example/grpo-s0")
+        >>> run = sharpscope.load_run("data/example/sums")
         >>> run.method, run.status
         ('grpo', 'finished')
         >>> list(run.tokens(steps=[1], columns=["logp", "advantage"]))
@@ -401,7 +401,7 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> Runs:
         >>> import sharpscope
         >>> runs = sharpscope.load_runs("data/example")
         >>> [run.name for run in runs]
-        ['grpo-s0', 'grpo-sg-s0']
+        ['sums']
         >>> list(runs.steps)[:3]  # one row per run and step
         ['run', 'method', 'seed']
     """

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sharpscope import distributed
-from sharpscope.config import without_none_kinds
+from sharpscope.config import is_reference, without_none_kinds
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
@@ -285,7 +285,7 @@ class _Run:
             before_first_update=health.allows_updates,
             before_step=observer,
             before_optimizer=lambda update: self._before_optimizer(observer, update),
-            rotations=schedule.due("rotation", step),
+            rotations=schedule.due("rotation", step) and not is_reference(method),
         )
         observed = observer.result()
         rotating = sum(u.rotation.seconds for u in result.updates if u.rotation is not None)
