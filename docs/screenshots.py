@@ -16,21 +16,21 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sharpscope.analysis import analyze, token_sections
+from sharpscope.analysis import analyze, spike_sections
 from sharpscope.analysis.sections import to_terminal
 from sharpscope.traces import load_run
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
-RUN = ROOT / "data" / "example" / "grpo-s0"
-COMMAND = "sharpscope tokens data/example/grpo-s0 --top 6"
+RUN = ROOT / "data" / "example" / "spike"
+COMMAND = "sharpscope tokens data/example/spike --spikes --top 6"
 
 
 def terminal() -> str:
     """The output of COMMAND as SVG."""
     console = Console(width=100, record=True, file=io.StringIO(), force_terminal=True)
     console.print(f"$ {COMMAND}")
-    console.print(to_terminal(token_sections(load_run(RUN), top=6)))
+    console.print(to_terminal(spike_sections(load_run(RUN), 4.0, 6)))
     picture = console.export_svg(title=COMMAND, unique_id="tokens")
     return re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)  # they would be loaded from another host
 
@@ -46,6 +46,7 @@ def photograph(page: Path, to: Path) -> None:
         root = hasattr(os, "geteuid") and os.geteuid() == 0
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"] if root else [])
         tab = browser.new_page(viewport={"width": 1180, "height": 610}, device_scale_factor=1.5)
+        tab.set_default_timeout(180_000)  # [ms]; a busy machine takes long to draw the page
         tab.goto(page.as_uri())
         tab.locator("a.spot").first.click()
         tab.locator("#tip dl").wait_for()

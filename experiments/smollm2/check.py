@@ -288,7 +288,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--only", default="tokens,surface")
     given = parser.parse_args()
-    policy = load_policy(PolicySpec(model=given.folder, device="cpu"))
+    policy = load_policy(PolicySpec(model=given.folder, device="cpu", prompt_format="plain"))
     torch.manual_seed(0)
     batch = drawn(policy)
     model = policy.model
