@@ -84,9 +84,7 @@ def table(data: pd.DataFrame) -> pd.DataFrame:
     unit = unit.assign(value=unit["value"] / (1 - unit["loss"]), objective=unit["objective"] + PER_UNIT)
     success = 1 - data[data["objective"] == "expected_failure"].groupby("run")["loss"].mean()
     rows = []
-    for (objective, kind, factor), group in pd.concat([data, unit]).groupby(
-        ["objective", "measure", "factor"], sort=False
-    ):
+    for (objective, kind, _), group in pd.concat([data, unit]).groupby(["objective", "measure", "factor"], sort=False):
         wide = group.pivot(index="run", columns="half", values="value")
         wide = wide[(wide > 0).all(axis=1)]
         arms = wide.index.str.replace(r"-s\d+$", "", regex=True).to_series(index=wide.index)

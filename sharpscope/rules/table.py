@@ -98,8 +98,8 @@ RULES: Mapping[str, Rule] = {
             "the step was far too long for this model: the learning rate suits smaller models or adapters (AdamW's first steps have the "
             "length of the learning rate in every parameter, whatever the gradient is)",
             "lower {lr}{lr_value} tenfold (1e-6 is usual for full fine-tuning, 1e-5 to 1e-4 for LoRA) and warm up; {restart}",
-            "the embedded policy: 1e-4 to 5e-4 nats a step; SmolLM2-135M, first step: 0.31 at 1e-5 (it learns), 0.99 at 3e-5 (it is harmed), 2.4 at "
-            "1e-4 (reward is 0 from step 2 on)",
+            "the embedded policy: 1e-4 to 5e-4 nats a step; SmolLM2-135M, first step: 0.31 at 1e-5 (it learns), 0.99 at 3e-5 (it is harmed), "
+            "2.4 at 1e-4 (reward is 0 from step 2 on)",
             FATAL,
             known="after",
             look="tokens {run} --step {step}",
