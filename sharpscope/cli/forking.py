@@ -102,7 +102,9 @@ def fork(
     settings: dict[str, Any] = parse_overrides(fork_settings).get("fork", {})
     common = {"overrides": [text for text in set_ or [] if text not in fork_settings], "threads": threads}
     listed = {"methods": methods, "outcomes": outcomes}
-    given = {name: [part.strip() for part in text.split(",")] for name, text in listed.items() if text is not None}
+    given: dict[str, Any] = {
+        name: [part.strip() for part in text.split(",")] for name, text in listed.items() if text is not None
+    }
     given |= {} if batches is None else {"batches": batches}
     if without_tokens is None and step is None:
         arms = {
