@@ -112,7 +112,9 @@ class Recorder(Guard):
         self.temperature, self._seed, self._options, self._every = temperature, seed, dict(recording or {}), critical
         with guarded(model, weights=False), own_forward(model):
             source = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
-            self.policy = make_policy(model, tokenizer, source, compute=compute)
+            first_forward(model)
+            with unsharded(model):
+                self.policy = make_policy(model, tokenizer, source, compute=compute)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         kl = {"kl": {"coef": beta}} if beta else {}
         self.method = Method.model_validate(named_method("grpo").model_dump() | kl)
@@ -202,13 +204,7 @@ class Recorder(Guard):
             raise UserError(
                 f"recording.update_attribution: the optimizer is {type(optimizer).__name__}; it works for AdamW without amsgrad"
             )
-        if is_sharded(self.model):  # FSDP2 requires that its first forward pass is of the whole model
-            distributed.gather(
-                None
-            )  # a process that has failed takes no part in the exchanges of weights that follow one
-            with guarded(self.model, weights=False), torch.no_grad():
-                self.model(input_ids=torch.full((1, 2), self.policy.pad_id, device=self.policy.device), use_cache=False)
-            reshard(self.model)
+        first_forward(self.model)
         self.run_dir, self.step_number = distributed.rank_zero_call(lambda: self._open_folder(done_updates))
         self._opened = True
         if distributed.is_rank_zero():
@@ -655,6 +651,17 @@ def own_forward(model: Any) -> Iterator[None]:
     finally:
         if replaced is not None:
             model.forward = replaced
+
+
+def first_forward(model: Any) -> None:
+    """Run a sharded model once: FSDP2 requires that its first forward pass is of the whole model."""
+    if is_sharded(model):
+        distributed.gather(None)  # a process that has failed takes no part in the exchanges of weights that follow one
+        with guarded(model, weights=False), torch.no_grad():
+            model(
+                input_ids=torch.zeros((1, 2), dtype=torch.long, device=next(model.parameters()).device), use_cache=False
+            )
+        reshard(model)
 
 
 def dropout_of(model: nn.Module) -> str:

@@ -15,7 +15,17 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from sharpscope import distributed
 from sharpscope.integrations.record import record
-from tests.integrations.trainers import Weights, dpo_trainer, search_finely, sft_trainer, trainer, whole_weights
+from tests.integrations.test_loop import drawn, logps, surrogate
+from tests.integrations.trainers import (
+    Weights,
+    dpo_trainer,
+    search_finely,
+    sft_trainer,
+    small_model,
+    tokenizer,
+    trainer,
+    whole_weights,
+)
 
 #: 6 rows of each process, so that the second of three groups of 4 is in both; used for two updates.
 GRPO = {
@@ -141,3 +151,56 @@ def _failing(work: Any, at: int) -> Any:
         return work(*args, **named)
 
     return fail
+
+
+def loop_of_two(folder: Path) -> None:
+    """A loop of one's own with DDP and with FSDP2, with and without the recorder; each process has its own 16 completions."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.distributed.init_process_group("gloo")
+    kept = {}
+    for kind in ("ddp", "fsdp2"):
+        for recorded in (False, True):
+            model = small_model(model={"tie": False})
+            if kind == "ddp":
+                wrapped: Any = DistributedDataParallel(model)
+            else:
+                for part in (*model.model.layers, model):
+                    fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
+                wrapped = model
+            optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
+            rec: Any = None
+            if recorded:
+                options: dict[str, Any] = {
+                    "recording": {"token_gradients_every": 1},
+                    "critical_sharpness": 1,
+                    "steps": 2,
+                }
+                rec = record(wrapped, optimizer, tokenizer=tokenizer(), out=folder / kind, **options)
+            for step in range(2):
+                b = drawn(wrapped, 2 * step + distributed.rank())
+                total = float(b["mask"].sum())
+                logp = logps(wrapped, b["ids"], b["attention"])
+                loss = surrogate(logp, b, slice(0, 16), total)
+                if rec is not None:
+                    given = {name: b[name] for name in ("advantages", "rewards")} | {"old_logp": b["old"]}
+                    groups = [(distributed.rank(), int(group)) for group in b["groups"]]
+                    rec.tokens(logp, b["ids"], b["mask"], attention_mask=b["attention"], groups=groups, **given)
+                loss.backward()
+                if rec is not None:
+
+                    def again(b: Any = b, total: float = total, model: Any = model) -> torch.Tensor:
+                        return surrogate(logps(model, b["ids"], b["attention"]), b, slice(0, 16), total)
+
+                    rec.step(loss, loss_fn=again)
+                optimizer.step()
+                optimizer.zero_grad()
+            if rec is not None:
+                rec.close()
+            kept[kind, recorded] = whole_weights(model)
+    every = distributed.gather(kept)
+    if distributed.is_rank_zero():
+        torch.save(every, folder / "loop.pt")
+    torch.distributed.barrier()

@@ -23,6 +23,7 @@ pytest.importorskip("trl", reason="TRL is not installed (test extra)")
 from transformers import Trainer
 
 from sharpscope.integrations.record import record
+from tests.integrations.test_loop import drawn, logps, surrogate
 from tests.integrations.trainers import (
     Weights,
     dpo_trainer,
@@ -33,7 +34,7 @@ from tests.integrations.trainers import (
     small_model,
     tokenizer,
 )
-from tests.integrations.two_processes import fail_in_one, train_all
+from tests.integrations.two_processes import fail_in_one, loop_of_two, train_all
 from tests.launched import run_ranks
 
 ALL = {"token_gradients_every": 1, "exact_tokens": 2, "group_share": 1.0}
@@ -309,6 +310,32 @@ def test_two_processes_share_one_plan_of_weights(two_processes):
     assert tokens["weight"].nunique() > 10 and run.info["calibration"]["kind"] == "sigmoid"
     expected = -tokens["weight"] * tokens["advantage"] / len(tokens)
     np.testing.assert_allclose(tokens["loss_coef"], expected, rtol=1e-5, atol=1e-8)
+
+
+def test_a_loop_in_two_processes_makes_one_trace(tmp_path: Path):
+    """DDP and FSDP2: equal weights; norm, shares and coefficients are those of the mean of both processes' losses."""
+    run_ranks(tmp_path, loop_of_two, tmp_path)
+    for kept in torch.load(tmp_path / "loop.pt", weights_only=True):
+        for kind in ("ddp", "fsdp2"):
+            plain, recorded = kept[kind, False], kept[kind, True]
+            assert all(torch.equal(plain[key], recorded[key]) for key in plain), kind
+    model = small_model(model={"tie": False})
+    coefs = []
+    for b in (drawn(model, rank) for rank in range(2)):
+        logp = logps(model, b["ids"], b["attention"])
+        logp.retain_grad()
+        (surrogate(logp, b, slice(0, 16), float(b["mask"].sum())) / 2).backward()
+        coefs.append(logp.grad[b["mask"][:, 1:].bool()])
+    norm = float(sum(p.grad.double().square().sum() for p in model.parameters())) ** 0.5
+    for kind in ("ddp", "fsdp2"):
+        run = sharpscope.load_run(tmp_path / kind)
+        assert run.status == "finished" and run.info["processes"] == 2 and run.info["sharded"] == (kind == "fsdp2")
+        tokens = run.tokens(steps=[1])
+        np.testing.assert_allclose(tokens["loss_coef"], torch.cat(coefs), rtol=1e-4, atol=1e-8)
+        assert run.updates["grad_norm"][0] == pytest.approx(norm, rel=1e-5)
+        np.testing.assert_allclose(run.tokens().groupby("step")["attribution"].sum(), 1, atol=1e-3)
+        assert run.rollouts.groupby("step")["group"].nunique().tolist() == [8, 8]
+        assert (run.probes["quantity"] == "critical_sharpness").sum() == 2
 
 
 @pytest.mark.may_stop
