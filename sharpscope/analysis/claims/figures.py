@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from textwrap import fill
 
 import numpy as np
 import pandas as pd
@@ -52,7 +53,7 @@ def paired_dots(verdict: Verdict) -> Figure:
                 axis.plot(scaled([interval.low, interval.high]), [row, row], color=BLUE)
             axis.plot(scaled(data.mean()), row, "o", color=BLUE, markersize=5)
         axis.set_yticks(range(len(parts)), [plain(name) for name in parts])
-        axis.set(xlabel=plain(f"{claim.effect} [{unit}]"), ylim=(-0.6, len(parts) - 0.4))
+        axis.set(xlabel=fill(plain(f"{claim.effect} [{unit}]", 160), 60), ylim=(-0.6, len(parts) - 0.4))
         finish(figure, [axis])
     return figure
 
