@@ -138,11 +138,11 @@ def _spread(steps: list[int]) -> list[int]:
 
 def largest_rollouts(run: Run, steps: list[int]) -> dict[int, int]:
     """Step → completion that holds its largest token: the largest |share|, or else the largest pull |c|·(1 − π)."""
-    found = {}
+    found: dict[int, int] = {}
     tokens = run.tokens(steps=steps, columns=["step", "rollout", "attribution", "loss_coef", "logp"])
-    pull = tokens["loss_coef"].astype(float).abs() * -np.expm1(tokens["logp"].astype(float))
+    pull = tokens["loss_coef"].astype(float).abs() * -pd.Series(np.expm1(tokens["logp"].astype(float)))
     for step, rows in tokens.assign(share=tokens["attribution"].abs(), pull=pull).groupby("step"):
         size = rows["share"] if rows["share"].notna().any() else rows["pull"]
         if size.notna().any():
-            found[int(str(step))] = int(rows.loc[size.idxmax(), "rollout"])
+            found[int(str(step))] = int(rows["rollout"].to_numpy()[size.argmax()])
     return {step: found[step] for step in steps if step in found}

@@ -132,11 +132,11 @@ def _events(study: Study) -> list[tuple[int, str]]:
     several = len(study.each()) > 1
     for label, seed, run in study.each():
         who = f" ({method_label(label)}, seed {seed})" if several else ""
-        for row in run.events[run.events["severity"] != "info"].itertuples():
-            loud.setdefault((who, str(row.rule)), []).append(int(row.step))
-        for row in find_spikes(run.steps).itertuples():
-            text = f"gradient spike, {row.grad_norm / row.typical:.1f} × typical{who}"
-            spikes.append((float(row.z), int(row.step), text))
+        for row in run.events[run.events["severity"] != "info"].to_dict("records"):
+            loud.setdefault((who, str(row["rule"])), []).append(int(row["step"]))
+        for row in find_spikes(run.steps).to_dict("records"):
+            text = f"gradient spike, {row['grad_norm'] / row['typical']:.1f} × typical{who}"
+            spikes.append((float(row["z"]), int(row["step"]), text))
     found: dict[int, list[str]] = {}
     for rule in dict.fromkeys(rule for _, rule in loud):
         runs = {who: steps for (who, other), steps in loud.items() if other == rule}

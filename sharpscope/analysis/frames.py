@@ -91,9 +91,9 @@ def step_values(study: Study, columns: Sequence[str]) -> pd.DataFrame:
                 place = {"setting": label, "seed": seed, "quantity": column}
                 pieces.append(pd.DataFrame({"step": steps["step"], "value": values}).assign(**place))
     frame = pd.concat(pieces, ignore_index=True) if pieces else pd.DataFrame(columns=["quantity", "step", "value"])
-    values = frame.groupby("quantity")["value"]
+    grouped = frame.groupby("quantity")["value"]
     there = frame.dropna(subset=["value"]).groupby("quantity")["step"].nunique()
-    low, high = values.transform("min"), values.transform("max")
+    low, high = grouped.transform("min"), grouped.transform("max")
     varies = (high - low > ROUNDED * high.abs()) & (frame["quantity"].map(there).fillna(0) > 1)
     return frame[varies].reset_index(drop=True)
 

@@ -135,10 +135,17 @@ def moved_records(tokens: Sequence[Moved]) -> list[dict[str, object]]:
     """The tokens of `moved_table` as numbers."""
     names = ("run", "step", "rollout", "position")
     return [
-        {"before": one.sentence.before, "token": one.sentence.token, "after": one.sentence.after}
-        | {"direction": one.sentence.direction, "correct": one.correct, "share": one.share, "count": one.count}
-        | {"probability": one.probability}
-        | dict(zip(names, one.sentence.place or (None,) * 4, strict=True))
+        {
+            "before": one.sentence.before,
+            "token": one.sentence.token,
+            "after": one.sentence.after,
+            "direction": one.sentence.direction,
+            "correct": one.correct,
+            "share": one.share,
+            "count": one.count,
+            "probability": one.probability,
+            **dict(zip(names, one.sentence.place or (None,) * 4, strict=True)),
+        }
         for one in tokens
     ]
 

@@ -71,13 +71,19 @@ def analyze(
         tell("comparing the runs" + (" and testing the claims" if claims else ""))
         source = " ".join(shlex.quote(str(path)) for path in given)
         content = page_of(runs, source, claims)
-        pictures = {s.name: s.content for s in content.sections if not isinstance(s.content, str | pd.DataFrame)}
+        pictures = {
+            s.name: s.content
+            for s in content.sections
+            if s.content is not None and not isinstance(s.content, str | pd.DataFrame)
+        }
         saved = {}
         if pictures or figures:
             from sharpscope.analysis.figures.plots import run_pictures
             from sharpscope.analysis.figures.style import save
 
-            drawn = {picture.name: picture.figure for picture in run_pictures(runs)} if figures else {}
+            drawn = (
+                {picture.name: picture.figure for picture in run_pictures(runs) if picture.figure} if figures else {}
+            )
             for name, figure in (pictures | drawn).items():
                 tell(f"{name}.png")
                 saved[name] = save(figure, output_folder(folder / "figures"), name)

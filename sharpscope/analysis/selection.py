@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
@@ -38,7 +39,7 @@ def left_out(run: Run) -> pd.DataFrame:
             gone = out.loc[group.index]
             row = {"step": int(step), "out": float(gone.mean())}
             for name in values:
-                row |= {f"{name}_out": group.loc[gone, name].mean(), f"{name}_kept": group.loc[~gone, name].mean()}
+                row |= {f"{name}_out": group[name][gone].mean(), f"{name}_kept": group[name][~gone].mean()}
             rows.append(row)
     return pd.DataFrame(rows)
 
@@ -54,7 +55,7 @@ def selection_section(run: Run) -> Section | None:
     cells = []
     for name, index in named.items():
         row = found.loc[index]
-        pairs = {
+        pairs: dict[str, tuple[str, Callable[[float], str]]] = {
             "mean π": ("probability", number),
             "mean H [nats]": ("entropy", number),
             "A < 0": ("negative", percent),

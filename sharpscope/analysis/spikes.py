@@ -171,8 +171,8 @@ def explain_step(run: Run, step: int, top: int = 8, z: float = math.nan, typical
     own = run.updates[run.updates["step"] == step].set_index("update")["grad_norm"]
     norms, named = run.steps.loc[run.steps["step"] == step, "grad_norm"], ""
     if len(own) > 1:
-        chosen = own.idxmax() if tokens.empty else tokens["update"].iloc[0]
-        norms, named = own[[chosen]], f"update {chosen + 1} of {len(own)}"
+        chosen = int(own.index[int(own.argmax())] if tokens.empty else tokens["update"].iloc[0])
+        norms, named = own[own.index == chosen], f"update {chosen + 1} of {len(own)}"
     head = (step, float(norms.iloc[0]) if len(norms) else math.nan, z, typical)
     if tokens.empty:
         how = recorded_by(run, "recording.token_gradients_every")

@@ -91,7 +91,7 @@ def verdict(values: pd.DataFrame, arms: list[str], top: int) -> str:
 
     def removed(outcome: str) -> tuple[float, float]:
         """Share of an outcome that is gone without the leading tokens, and without the others."""
-        whole, *rest = values.loc[outcome, arms].to_list()
+        whole, *rest = (float(values[arm].loc[outcome]) for arm in arms)
         without, others = (1 - value / whole if whole > 0 else math.nan for value in rest)
         return without, others
 

@@ -10,7 +10,7 @@ import typer
 from sharpscope.cli.console import print_json, printable
 
 if TYPE_CHECKING:
-    from sharpscope.diagnose import Diagnosis
+    from sharpscope.diagnose.report import Diagnosis
 
 
 def register(app: typer.Typer) -> None:

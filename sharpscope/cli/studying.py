@@ -11,6 +11,7 @@ import typer
 from sharpscope.cli.console import print_json, printable
 
 if TYPE_CHECKING:
+    from sharpscope.analysis.power import Power
     from sharpscope.analysis.study import Study
     from sharpscope.config import ClaimsSpec, RunConfig
 
@@ -65,7 +66,9 @@ def plan(
 
     if not runs and file is None and baseline_accuracy is None:
         raise UserError("study plan: give runs, a planned study with --study, or --baseline-accuracy and --answers")
-    names, terms, lines, powers = claim_names(claim), _terms(file, baseline, treatment), [], []
+    names, terms = claim_names(claim), _terms(file, baseline, treatment)
+    lines: list[str] = []
+    powers: list[Power] = []
     if file is not None:
         lines += planned(_configs(file), terms)
     if runs:

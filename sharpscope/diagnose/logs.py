@@ -157,10 +157,10 @@ def _own_run(folder: Path) -> pd.DataFrame:
     if len(events):
         broken = events.loc[events["rule"] == "non_finite", "step"]
         steps.loc[steps["step"].isin(broken), "grad_norm"] = NOT_FINITE
-        for name, found in events[events["rule"].isin(RULES)].groupby("rule"):  # values that only the rules saw
+        for name, rows in events[events["rule"].isin(RULES)].groupby("rule"):  # values that only the rules saw
             quantity = RULES[str(name)].quantities[0]
             if not keys_of(BY_NAME[quantity], "sharpscope", steps.columns)[1]:
-                steps[quantity] = found.groupby("step")["value"].last().reindex(steps["step"]).to_numpy()
+                steps[quantity] = rows.groupby("step")["value"].last().reindex(steps["step"]).to_numpy()
     return steps.select_dtypes("number").astype(float)
 
 

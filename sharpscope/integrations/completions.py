@@ -167,7 +167,9 @@ def step_tables(
     groups = {name: index for index, name in enumerate(dict.fromkeys(one.group for one in rows))}
     grouped = None not in groups
     rollouts: dict[str, list[Any]] = {column.name: [] for column in TABLES["rollouts"].columns}
-    tokens, uses = ({column.name: [] for column in TABLES[table].columns} for table in ("tokens", "uses"))
+    tokens, uses = (
+        dict[str, list[Any]]({column.name: [] for column in TABLES[table].columns}) for table in ("tokens", "uses")
+    )
     for index, one in enumerate(rows):
         count = len(one.tokens["position"]) if one.tokens else 0
         values = [value for value in one.tokens.get("advantage", ()) if value is not None]

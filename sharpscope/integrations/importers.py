@@ -483,7 +483,8 @@ def _branches(
         path = [leaf]
         while (parent := nodes[path[0]].get("parent")) is not None:
             path.insert(0, parent)
-        ids, mask = [], []
+        ids: list[int] = []
+        mask: list[int] = []
         streams: dict[str, list[Any]] = {
             name: [] for name in ("logprobs", "trainer_logprobs", "entropies", "advantages")
         }
@@ -506,15 +507,15 @@ def _branches(
         if not theta and SAMPLERS not in notes:
             notes.append(SAMPLERS)
         rewards = {name: float(value) for name, value in (trace.get("rewards") or {}).items()}
-        values = {"token_id": ids, "mask": mask, "prompt_length": start, "reward_parts": rewards}
-        values |= {"logp": streams["trainer_logprobs" if theta else "logprobs"], "advantage": streams["advantages"]}
-        values |= {"behavior_logp": streams["logprobs"]} if theta else {}
-        values |= {"entropy": streams["entropies"], "ref_logp": streams["reference_logprobs"]}
-        values = {name: v for name, v in values.items() if name in ("mask", "token_id") or v != [None] * len(ids)}
+        entries: dict[str, Any] = {"token_id": ids, "mask": mask, "prompt_length": start, "reward_parts": rewards}
+        entries |= {"logp": streams["trainer_logprobs" if theta else "logprobs"], "advantage": streams["advantages"]}
+        entries |= {"behavior_logp": streams["logprobs"]} if theta else {}
+        entries |= {"entropy": streams["entropies"], "ref_logp": streams["reference_logprobs"]}
+        entries = {name: v for name, v in entries.items() if name in ("mask", "token_id") or v != [None] * len(ids)}
         task, env = episode.get("group") or episode.get("task"), episode.get("env")
         group = json.dumps(task, sort_keys=True) if isinstance(task, dict) else task
-        values |= {"group": group, "env": env.get("id") if isinstance(env, dict) else env}
-        yield completion_of(values | {"reward": sum(rewards.values()) if rewards else None}, where)
+        entries |= {"group": group, "env": env.get("id") if isinstance(env, dict) else env}
+        yield completion_of(entries | {"reward": sum(rewards.values()) if rewards else None}, where)
 
 
 # -- prime-rl's token export --------------------------------------------------------------------------------------------------
@@ -643,10 +644,11 @@ def _samples(record: dict[str, Any], options: Options, total: int, where: str) -
 def _coefficient(record: Mapping[str, Any], i: int, weight: float | None, options: Options, total: int) -> float | None:
     """∂L/∂ln π of token i; None outside pure RL and where the export lacks a value."""
     names = ("advantages", "importance_ratio", "is_masked", "trainer_logprobs", "inference_logprobs")
-    values = [None if record.get(name) is None else record[name][i] for name in names]
-    if weight is None or any(value is None for value in values):
+    values = [record[name][i] for name in names if record.get(name) is not None]
+    known = [float(value) for value in values if value is not None]
+    if weight is None or options.adv_tau is None or options.kl_tau is None or len(known) < len(names):
         return None
-    advantage, ratio, masked, logp, sampler = values
+    advantage, ratio, masked, logp, sampler = known
     policy = 0.0 if masked else options.adv_tau * advantage * ratio
     return float(weight * (2 * options.kl_tau * (logp - sampler) - policy) / total)
 

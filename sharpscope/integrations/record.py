@@ -120,8 +120,8 @@ def record(
     check_grpo(model)
     if shaping is not None and weights is None:
         raise UserError(f"shaping = {shaping!r}: belongs to weights, which are not given; add weights='grpo-sg'")
-    method = None if weights is None else token_weights_of(model, weights, shaping)
-    return GrpoRecorder(model, out, weights=method, task=task or "trl", **options)
+    multiplied = None if weights is None else token_weights_of(model, weights, shaping)
+    return GrpoRecorder(model, out, weights=multiplied, task=task or "trl", **options)
 
 
 def _judge(correct: float | Callable[[float], bool] | None) -> Callable[[float], bool] | None:

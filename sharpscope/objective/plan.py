@@ -181,11 +181,11 @@ def _kept(
     if isinstance(tokens, ClipCovTokens):
         if generator is None:
             raise ValueError("Clip-Cov's draw needs a generator")
-        count = _share_count("clip_cov", tokens.share, mask, warnings)
+        size = _share_count("clip_cov", tokens.share, mask, warnings)
         covariance = step.covariance
         band = mask & (covariance > tokens.low) & (covariance < tokens.high)
         places = band.nonzero()  # (candidates, 2)
-        order = torch.randperm(len(places), generator=generator, device=generator.device)[:count].to(mask.device)
+        order = torch.randperm(len(places), generator=generator, device=generator.device)[:size].to(mask.device)
         keep = mask.clone()
         keep[tuple(places[order].T)] = False
         return keep

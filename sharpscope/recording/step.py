@@ -220,7 +220,9 @@ class PendingUpdate:
     first_use: Tensor  # (n, T) bool, on the CPU: loss tokens that this update is the first of the step to use
     loss_coef: Tensor  # (n, T), ∂L/∂log π_t
     grad_norm: float
-    clip_factors: list[float]  # what clipping multiplies each parameter's gradient by if the method does not reshape it
+    clip_factors: (
+        float | list[float]
+    )  # what clipping multiplies each parameter's gradient by if the method does not reshape it
 
 
 def loss_mask(rollouts: Rollouts, method: Method) -> Tensor:

@@ -76,7 +76,7 @@ class SurfaceProbes:
 
     def update_due(self, step: int) -> bool:
         """Whether the critical sharpness is measured in `step`: in step 1, and at the interval of the probes if one is set."""
-        regular = bool(self.spec.every) and step % self.spec.every == 0
+        regular = self.spec.every is not None and self.spec.every > 0 and step % self.spec.every == 0
         return self.spec.critical_sharpness and bool(self.schedule.every["surface"]) and (step == 1 or regular)
 
     def rows(self, step: int) -> tuple[dict[str, dict[str, Any]], list[Event]]:

@@ -384,7 +384,7 @@ def study_pictures(study: Study) -> Iterator[Picture]:
         rank = {quantity: n for n, quantity in enumerate(quantities)}
         own = steps[steps["quantity"].isin(quantities)] if len(steps) else steps
         if len(own) and not (name == "rotation" and set(own["quantity"]) == {"noise_rotation"}):
-            own = own.sort_values("quantity", key=lambda names, rank=rank: names.map(rank), kind="stable")
+            own = own.assign(rank=own["quantity"].map(rank)).sort_values("rank", kind="stable").drop(columns="rank")
             yield Picture(name, f"{caption} {INTERVALS}", curves(own, styles))
     for name, own, what in (
         ("accuracy", accuracy, "Accuracy at each evaluation"),

@@ -176,11 +176,15 @@ def _body(row: Any, tokens: pd.DataFrame, maker: Pieces | None, pieces: Pool) ->
 
 def _tells(name: str, tokens: pd.DataFrame) -> bool:
     """Whether a column of the page says something of these tokens: recorded, no rounding, and not as good as not there."""
-    values = pd.to_numeric(tokens[COLUMNS[name]], errors="coerce").dropna() if COLUMNS[name] in tokens else ()
+    values = (
+        pd.to_numeric(tokens[COLUMNS[name]], errors="coerce").dropna()
+        if COLUMNS[name] in tokens
+        else pd.Series(dtype=float)
+    )
     if not len(values) or (name in ROUNDED and not (values.abs() > ROUNDING).any()):
         return False
     if name == "adv":  # one number of the completion, if it is not each token's own
-        return values.nunique() > 1
+        return bool(values.nunique() > 1)
     return name not in CONSTANT or bool(((values - CONSTANT[name]).abs() > ROUNDING).any())
 
 
