@@ -165,7 +165,7 @@ def drift(history: History) -> Values:
 def policy_change(history: History) -> Values:
     """KL(π_old‖π) of the step [nats/token].
 
-    Where no step has it: the relative change of entropy in a step from which on the mean reward of three steps is at most 5 % of the
+    Where no step has it: three times the relative change of entropy in a step from which on the mean reward of three steps is at most 5 % of the
     mean before, which is known three steps later.
     """
 
@@ -175,7 +175,7 @@ def policy_change(history: History) -> Values:
         for at in range(3, len(reward)):
             before, now = means[at - 3], float(reward[at - 2 : at + 1].mean())
             if before > 0 and now <= 0.05 * before and entropy[at - 3] > 0:
-                out[at - 3] = abs(entropy[at - 2] - entropy[at - 3]) / entropy[at - 3]  # that step's updates did it
+                out[at - 3] = 3 * abs(entropy[at - 2] / entropy[at - 3] - 1)  # that step's updates did it
         return out
 
     kl = history.get("kl_step")

@@ -93,8 +93,8 @@ RULES: Mapping[str, Rule] = {
             ("kl_step", "reward", "entropy"),
             measures.policy_change,
             1.5,
-            "KL(π_old‖π) of the step in nats / token; where it is not logged, the relative change of entropy in the step from which on "
-            "reward is below 5 % of its mean before",
+            "KL(π_old‖π) of the step in nats / token; where it is not logged, three times the relative change of entropy in the step from which "
+            "on reward is below 5 % of its mean before",
             "the step was far too long for this model: the learning rate suits smaller models or adapters (AdamW's first steps have the "
             "length of the learning rate in every parameter, whatever the gradient is)",
             "lower {lr}{lr_value} tenfold (1e-6 is usual for full fine-tuning, 1e-5 to 1e-4 for LoRA) and warm up; {restart}",
