@@ -278,7 +278,11 @@ def accuracy_texts(settings: Sequence[Setting]) -> list[str]:
 
 def accuracy_ends(run: Run, split: str) -> tuple[float, float, float, int] | None:
     """(temperature, accuracy at the first evaluation, at the last, prompts) over all levels; greedy if that was evaluated."""
-    rows = run.eval[(run.eval["task"] == run.task) & (run.eval["split"] == split)]
+    tasks = run.eval["task"]
+    own = (
+        run.task if (tasks == run.task).any() or tasks.empty else tasks.iloc[0]
+    )  # a task of the user's has its own name
+    rows = run.eval[(tasks == own) & (run.eval["split"] == split)]
     if rows.empty or rows["step"].nunique() < 2:
         return None
     temperature = float(rows["temperature"].min())

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Copy a run's traces with their text and its tokenizer, without checkpoints, to data/example/NAME: one part a table.
-# With steps, only their tokens are kept.
-#   experiments/smollm2/keep_example.sh runs/sums
-#   experiments/smollm2/keep_example.sh runs/spike 1,50,68,69,70,71,72
+# Copy a run's traces with their text and its tokenizer, without checkpoints, to TARGET: one part a table. With steps, only their
+# tokens are kept.
+#   experiments/keep_traces.sh runs/sums data/example/sums
+#   experiments/keep_traces.sh runs/spike data/example/spike 1,50,68,69,70,71,72
+#   experiments/keep_traces.sh runs/example/grpo-s0 tests/data/pair/grpo-s0
 set -euo pipefail
-cd "$(dirname "$0")/../.."
 run=$1
-target=data/example/$(basename "$run")
+target=$2
 rm -rf "$target"
 mkdir -p "$target"
 cp "$run/run.json" "$run/config.yaml" "$target/"
@@ -22,6 +22,6 @@ with TraceWriter(sys.argv[2]) as writer:
         if table == "tokens" and steps:
             rows = rows.filter(pc.is_in(rows["step"], pc.cast(steps, rows["step"].type)))
         if len(rows):
-            writer.append_table(table, rows)' "$run" "$target" "${2:-}"
+            writer.append_table(table, rows)' "$run" "$target" "${3:-}"
 find "$target" -type d -empty -delete
 du -sh "$target"
