@@ -262,7 +262,7 @@ def startup(repeats: int) -> list[Row]:
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as folder:
             first.append(float(_child(["-c", FIRST_TOKEN, str(time.time())], folder)[1].split()[-1]))
-            mistake.append(_child(["-m", "sharpscope", "run", "--method", "grop"], folder)[0])
+            mistake.append(_child(["-m", "sharpscope", "run", "--method", "grpo-sq"], folder)[0])
     return [
         Row("`run` to the first token, embedded policy", min(first), "s", "≤ 4", "≤ 3"),
         Row("a mistake in an option", min(mistake), "s CPU", "≤ 0.5"),

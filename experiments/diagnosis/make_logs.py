@@ -55,7 +55,7 @@ def scored(change: Callable[[Any], float], drawn: Drawn) -> Drawn:
     return rollouts.with_reward(torch.tensor([reward.total for reward in new])), new
 
 
-def unparseable(*given: Any) -> Drawn:
+def unparsable(*given: Any) -> Drawn:
     """The data's answers fit no completion: every reward is 0."""
     return scored(lambda reward: 0.0, draw_group(*given))
 
@@ -77,7 +77,7 @@ def broken_sampler(*given: Any) -> Drawn:
 
 
 FAULTS: dict[str, Callable[..., Drawn]] = {
-    "zero_advantage": unparseable,
+    "zero_advantage": unparsable,
     "poisoned_reward": poisoned,
     "truncation": cut,
     "broken_sampler": broken_sampler,
