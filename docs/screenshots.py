@@ -1,7 +1,7 @@
 """Make the pictures of README and the first page from the example runs: `python docs/screenshots.py`.
 
 The report is photographed in headless Chromium (Debian's package `chromium`, and the Python package `playwright`); terminal output is
-saved by rich as SVG. `tests/test_docs.py` checks that the terminal output is current.
+saved by rich as SVG. `tests/test_examples.py` checks that the terminal output is current.
 """
 
 from __future__ import annotations

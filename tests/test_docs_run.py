@@ -43,7 +43,7 @@ ELSEWHERE = {  # page -> the test that runs its Python
     "CONTRIBUTING.md": "tests/test_extending.py",
     "docs/guides/methods.md": "tests/test_extending.py",
     "docs/guides/model-and-task.md": "tests/tasks/test_custom.py",
-    "docs/guides/probes.md": "tests/test_docs.py",
+    "docs/guides/probes.md": "tests/test_examples.py",
     "docs/trainers/recipes.md": "tests/integrations/test_recipes.py",
 }
 
@@ -54,7 +54,8 @@ def folder(tmp_path, monkeypatch):
     for name in ("x", "grpo-s0"):
         shutil.copytree(PAIR / "grpo-s0", tmp_path / "runs" / name)
     shutil.copytree(PAIR / "grpo-sg-s0", tmp_path / "runs" / "grpo-sg-s0")
-    shutil.copy(ROOT / "data" / "example" / "completions.jsonl", tmp_path)
+    texts = (ROOT / "data" / "example" / "completions.jsonl").read_text("utf-8").splitlines(keepends=True)
+    (tmp_path / "completions.jsonl").write_text("".join(texts[:4]))
     questions = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(40)]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     log = [{"step": n, "loss": 0.1, "grad_norm": 0.3, "reward": 0.5, "entropy": 0.4} for n in range(1, 30)]
@@ -113,9 +114,9 @@ def test_the_lines_for_trainers_record_a_run(page, tmp_path, monkeypatch):
 
 def test_the_guide_to_the_report_reads_a_run(folder):
     (folder / "runs" / "x").rename(folder / "runs" / "grpo-sg-knights_knaves-s0")
-    (code,) = blocks(ROOT / "docs" / "guides" / "report.md", "python")
     names: dict = {}
-    exec(code, names)
+    for code in blocks(ROOT / "docs" / "guides" / "report.md", "python"):
+        exec(code, names)
     assert len(names["run"].tokens(steps=[10]))
 
 

@@ -75,7 +75,9 @@ class SurfaceProbes:
         return self.schedule.due("surface", step)
 
     def update_due(self, step: int) -> bool:
-        """Whether the critical sharpness is measured in `step`: in step 1, and at the interval of the probes if one is set."""
+        """Whether the critical sharpness is measured in `step`: at the planned places, else in step 1 and at an interval that is set."""
+        if "surface" in self.schedule.at:
+            return self.spec.critical_sharpness and self.schedule.due("surface", step)
         regular = self.spec.every is not None and self.spec.every > 0 and step % self.spec.every == 0
         return self.spec.critical_sharpness and bool(self.schedule.every["surface"]) and (step == 1 or regular)
 

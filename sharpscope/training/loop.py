@@ -192,6 +192,8 @@ class _Run:
         if checkpoint is not None:
             notes.append(f"resumed after step {done}, from {checkpoint.name}")
         info = distributed.rank_zero_call(lambda: read_run_info(run_dir))
+        if checkpoint is None:
+            info.pop("probe_radius", None)  # it is searched again, so that step 0 is recorded as it was
         run_folder.note(run_dir, status="running", steps_done=done, notes=[*info.get("notes", []), *notes])
         status, reason = "failed", ""
         title = f"{method_label(config.method)} · {config.task.kind} · seed {config.seed}"

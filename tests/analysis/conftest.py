@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+
 import pytest
 
 from sharpscope.analysis.claims import REDUCERS
@@ -34,3 +37,18 @@ def two_runs(tmp_path_factory):
     a = write_run(root / "a", shape=PAIR_SHAPE, tokens=False, probes=False)
     b = write_run(root / "b", method="grpo-sg", seed=1, shape=PAIR_SHAPE, tokens=False, probes=False)
     return load_run(a), load_run(b)
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """A headless browser."""
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("no `chromium` on the PATH (Debian's package chromium)")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
+
+    with sync_api.sync_playwright() as driver:
+        root = hasattr(os, "geteuid") and os.geteuid() == 0
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"] if root else [])
+        yield browser
+        browser.close()

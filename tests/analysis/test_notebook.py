@@ -13,7 +13,6 @@ from sharpscope.analysis.headline import moved_tokens
 from sharpscope.analysis.text import percent
 from sharpscope.errors import UserError
 from sharpscope.traces import load_run, load_runs
-from tests.analysis.html.conftest import chromium  # noqa: F401
 from tests.analysis.html.runs import SPIKE, STEPS, WORDS, ids_of, write_report_run
 
 
@@ -52,7 +51,7 @@ def test_what_cannot_be_shown_is_said(run, tmp_path):
         write_card(run, tmp_path / "card.jpg")
 
 
-def _frame(chromium, run_or_runs, html):  # noqa: F811
+def _frame(chromium, run_or_runs, html):
     page = chromium.new_context(viewport={"width": 1200, "height": 900}).new_page()
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
@@ -62,7 +61,7 @@ def _frame(chromium, run_or_runs, html):  # noqa: F811
     return page, frame, asked
 
 
-def test_the_frame_shows_a_steps_tokens_and_stays_itself(chromium, run):  # noqa: F811
+def test_the_frame_shows_a_steps_tokens_and_stays_itself(chromium, run):
     page, frame, asked = _frame(chromium, run, run.show_tokens(step=STEPS))
     titles = frame.locator("#completions h4").all_text_contents()
     assert titles and all(title.startswith(f"step {STEPS} ·") for title in titles)
@@ -72,7 +71,7 @@ def test_the_frame_shows_a_steps_tokens_and_stays_itself(chromium, run):  # noqa
     page.context.close()
 
 
-def test_links_and_curves_work_within_the_frame_and_hostile_text_is_inert(chromium, run):  # noqa: F811
+def test_links_and_curves_work_within_the_frame_and_hostile_text_is_inert(chromium, run):
     page, frame, asked = _frame(chromium, run, load_runs(run.path).show())
     frame.locator('nav a:has-text("Tokens")').click()
     frame.locator("a.spot").first.click()

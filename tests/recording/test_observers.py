@@ -150,7 +150,7 @@ def test_a_sample_of_the_groups_is_measured_with_its_probability(toy_config):
 
 def test_the_share_of_recording_is_in_run_json(recorded):
     info = sharpscope.load_run(recorded[0]).info["measuring"]
-    assert {"norms", "shares", "surface", "tables", "influence", "rotation"} <= set(info["seconds"])
+    assert {"norms", "shares", "surface", "tables", "influence"} <= set(info["seconds"])
     run = sharpscope.load_run(recorded[0])
     training = float((run.steps["generation_s"] + run.steps["training_s"]).sum())
     total = sum(info["seconds"].values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,22 +38,6 @@ def made(tmp_path_factory) -> Made:
     for method in ("grpo", "grpo-sg"):
         write_report_run(folder / "runs" / f"{method}-s0", method, spike=method == "grpo")
     return Made(analyze(folder / "runs", folder / "out"), folder / "runs")
-
-
-@pytest.fixture(scope="session")
-def chromium():
-    """A headless browser."""
-    path = shutil.which("chromium")
-    if path is None:
-        pytest.skip("no `chromium` on the PATH (Debian's package chromium)")
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
-    import os
-
-    with sync_api.sync_playwright() as driver:
-        root = hasattr(os, "geteuid") and os.geteuid() == 0
-        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"] if root else [])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -336,7 +336,7 @@ def test_it_says_where_trls_log_probabilities_are_not_ours(tmp_path: Path):
         record(one, out=tmp_path / f"{name}-run")
         one.train()
     events = sharpscope.load_run(tmp_path / "gpt2-run").events.set_index("rule")
-    assert events.loc["trl_statistics", "value"] > events.loc["trl_statistics", "threshold"] == 0.05
+    assert events.loc["trl_statistics", "value"] > events.loc["trl_statistics", "threshold"] == 0.1
     assert "trl_statistics" not in set(sharpscope.load_run(tmp_path / "qwen2-run").events["rule"])
 
 
