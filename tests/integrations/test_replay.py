@@ -68,7 +68,29 @@ def write_table(folder: Path, rows: list[dict[str, Any]]) -> None:
     write_lines(folder / "batch.jsonl", lines)
 
 
-@pytest.mark.parametrize("dump", [write_table, write_nemo_rl, write_slime, write_verifiers, write_open_instruct])
+def write_prime_rl(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """A packed sequence a step, in which the positions begin anew with each sample."""
+    for step in (1, 2):
+        record: dict[str, Any] = {"schema_version": 1, "step": step, "rank": 0}
+        for row in (row for row in rows if row["step"] == step):
+            before, n = len(row["prompt"]), len(row["ids"])
+            ratio = np.exp(np.subtract(row["theta"], row["mu"])).tolist()
+            sample = {"token_ids": row["prompt"] + row["ids"], "position_ids": [*range(before + n)]}
+            sample |= {"loss_mask": [False] * before + [True] * n, "advantages": [row["advantage"]] * (before + n)}
+            for name, values in (("trainer_logprobs", row["theta"]), ("inference_logprobs", row["mu"])):
+                sample[name] = [0.0] * before + values
+            sample |= {"importance_ratio": [1.0] * before + ratio, "entropy": [0.0] * before + row["entropy"]}
+            for name, values in sample.items():
+                record[name] = record.get(name, []) + values
+        place = folder / "token_exports" / f"step_{step}"
+        write_lines(place / "rank_0.jsonl", [record])
+        (place / "STABLE").touch()
+
+
+WRITERS = [write_table, write_nemo_rl, write_slime, write_verifiers, write_open_instruct, write_prime_rl]
+
+
+@pytest.mark.parametrize("dump", WRITERS)
 def test_a_replayed_batch_has_the_numbers_of_the_recorded_step(recorded, tiny_policy, tmp_path, dump):
     run, rows = recorded
     dump(tmp_path / "dump", rows)
