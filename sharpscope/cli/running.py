@@ -48,7 +48,7 @@ def demo(
     measured = {
         "evaluation.every": steps,
         "evaluation.prompts": 100,
-        "evaluation.temperatures": [1.0],
+        "evaluation.temperatures": [0.0],
         "recording.rotation_every": max(1, steps // 5),
         "probes.every": max(1, steps // 4),
     }
