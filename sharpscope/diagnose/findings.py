@@ -27,20 +27,27 @@ class Finding:
         rule: row of the table.
         severity: how bad it is, by what the reward does afterwards.
         began: the change of the quantity that shows it best, with which it began.
-        text: the numbers, in a sentence.
+        change: how the quantity changed, and what the reward did afterwards.
+        measured: what the rule measured, with its threshold.
         certainty: where it applies, and how often it does in healthy runs.
     """
 
     rule: Rule
     severity: Severity
     began: Change
-    text: str
+    change: str
+    measured: str
     certainty: str
 
     @property
     def step(self) -> int:
         """The step at which it began."""
         return self.began.step
+
+    @property
+    def text(self) -> str:
+        """The numbers on one line."""
+        return f"{self.change}; {self.measured}" if self.measured else self.change
 
 
 @dataclass(frozen=True)
@@ -148,29 +155,32 @@ def _finding(
     passed = rule.window > 1 and stretch.last < len(steps) - max(WINDOW, len(steps) // 10)
     if passed and severity != "info":
         severity = SEVERITIES[SEVERITIES.index(severity) + 1]
-    text = _evidence(rule, stretch, measured, history, steps)
+    change, value = _evidence(rule, stretch, measured, history, steps)
     if harmed and rule.name != "reward_collapse":
-        text += f"; reward falls from step {fallen}"
+        change += f"; reward falls from step {fallen}"
     elif outcome == 2 and rule.severity[2] != rule.severity[1]:
-        text += "; reward rose"
-    return Finding(rule, severity, stretch.began, text, _certainty(rule, stretch, measured, passed))
+        change += "; reward rose"
+    return Finding(rule, severity, stretch.began, change, value, _certainty(rule, stretch, measured, passed))
 
 
-def _evidence(rule: Rule, stretch: _Stretch, measured: np.ndarray, history: History, steps: np.ndarray) -> str:
-    """The numbers of a finding."""
+def _evidence(
+    rule: Rule, stretch: _Stretch, measured: np.ndarray, history: History, steps: np.ndarray
+) -> tuple[str, str]:
+    """How the quantity of a finding changed, and what the rule measured."""
     began = stretch.began
     quantity, values = BY_NAME[began.quantity], history[began.quantity]
     if rule.name == "non_finite":
-        return f"{quantity.title} is not a finite number"
+        return f"{quantity.title} is not a finite number", ""
     known = np.isfinite(values)
     inside = values[known & (steps >= began.step) & (steps <= steps[stretch.last])]
     unit = f" {quantity.unit}" if quantity.unit else ""
-    now = f"{quantity.title} {_number(inside[0] if rule.window == 1 else inside[-WINDOW:].mean())}{unit}"
+    now = f"{_number(inside[0] if rule.window == 1 else inside[-WINDOW:].mean())}{unit}"
     if np.isfinite(began.before) and (steps < began.step).any():
-        now += f" after {_number(began.before)}"
+        now = f"{_number(began.before)} → {now}"
     worst = measured[stretch.first : stretch.last + 1]
     value = float(np.nanmin(worst) if rule.below else np.nanmax(worst))
-    return f"{now}; {_number(value)} {rule.statistic} (reported {'to' if rule.below else 'from'} {rule.threshold:g})"
+    limit = f"reported {'to' if rule.below else 'from'} {rule.threshold:g}"
+    return f"{quantity.title} {now}", f"measured: {_number(value)} ({rule.statistic}; {limit})"
 
 
 def _certainty(rule: Rule, stretch: _Stretch, measured: np.ndarray, passed: bool) -> str:

@@ -50,7 +50,7 @@ class Diagnosis:
             names = ", ".join(BY_NAME[name].title for name in frame.columns[:6])
             return f"No symptom in {len(frame)} steps; looked at {names}."
         first = self.findings[0]
-        return f"{first.rule.title} from step {first.step}: {first.text}."
+        return f"{first.rule.title} from step {first.step}: {first.change}."
 
     def advice(self, finding: Finding) -> tuple[str, str]:
         """What a finding usually means and what to change, with the trainer's names of the settings."""

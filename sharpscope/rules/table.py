@@ -372,7 +372,8 @@ RULES: Mapping[str, Rule] = {
             ("reward",),
             measures.reward_fall,
             8,
-            "standard errors from the best mean reward of 10 steps down to that of the last 5, where it is 30 % of the range",
+            "standard errors by which the mean reward of the last 5 steps is below the best mean of 10 steps; 0 where that is "
+            "less than 30 % of the range",
             "the policy left the region where it was good: usually after a few very large updates, a drift of entropy, or a reward that "
             "pays for something else; the order of events says which came first",
             "look at the tokens of the steps just before the fall; lower {lr}{lr_value} or repair what came first; {restart}",
