@@ -93,7 +93,6 @@ def test_what_is_not_supported_is_refused_with_the_fix(monkeypatch, changes, dev
     [
         ({"method": "ppo-ewma"}, "average of all weights"),
         ({"policy__lora": {"r": 2}}, "adapters are not sharded"),
-        ({"rollout__backend": {"kind": "server"}}, "backend"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_before_the_folder_is_made(monkeypatch, toy_config, changes, said):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from sharpscope.config.base import Spec
 
@@ -60,42 +60,6 @@ class PolicySpec(Spec):
     trust_remote_code: bool = Field(False, description="whether to run Python code from the model's repository")
 
 
-class ServerBackend(Spec):
-    """Generate with a server that has OpenAI's completions API and accepts and returns token ids, such as `vllm serve`."""
-
-    kind: Literal["server"] = "server"
-    url: str = Field("http://127.0.0.1:8000/v1", pattern=r"^https?://\S+$", description="base URL, including /v1")
-    model: str = Field("", description="name of the model on the server; empty: the only model served")
-    api_key_variable: str = Field(
-        "",
-        description="environment variable with the API key, if the server needs one; the key is never stored",
-    )
-    logprobs: Literal["raw", "processed"] = Field(
-        "raw",
-        description="distribution of the returned log-probabilities (vLLM's --logprobs-mode): raw = before temperature, top-p and "
-        "top-k (vLLM's default), processed = after them",
-    )
-    sync: Literal["none", "vllm", "sglang"] = Field(
-        "none",
-        description="how the server gets the policy's weights: none = it keeps its own (evaluation, or off-policy training with a "
-        "recorded mismatch); otherwise they are saved to `folder` and loaded with vLLM's /collective_rpc "
-        "(VLLM_SERVER_DEV_MODE=1) or SGLang's /update_weights_from_disk",
-    )
-    folder: str = Field("", description="folder that both this process and the server can access, for `sync`")
-    timeout_s: float = Field(600.0, gt=0, le=86_400, description="timeout of a request [s]")
-    retries: int = Field(
-        3, ge=0, le=20, description="retries after a timeout, a connection error or a temporary server error"
-    )
-    concurrency: int = Field(32, ge=1, le=1024, description="concurrent requests; a request is one prompt's group")
-
-    @model_validator(mode="after")
-    def _shared_folder(self) -> ServerBackend:
-        if (self.sync == "none") == bool(self.folder):
-            need = "takes no folder" if self.folder else "needs a folder that the server can read"
-            raise ValueError(f"sync = {self.sync} {need}; set sync and folder together")
-        return self
-
-
 class SamplingSpec(Spec):
     """How completions are sampled."""
 
@@ -110,13 +74,6 @@ class SamplingSpec(Spec):
     decode_batch: int = Field(
         512, ge=1, description="completions decoded at once; limits memory, changes samples at most by rounding"
     )
-    backend: ServerBackend | None = Field(None, description="server that generates the completions; null: this process")
-
-    @field_validator("backend", mode="before")
-    @classmethod
-    def _local(cls, value: Any) -> Any:
-        """Version 0.2 wrote `kind: local` for this process."""
-        return None if value == {"kind": "local"} else value
 
 
 class RolloutSpec(SamplingSpec):
@@ -125,21 +82,3 @@ class RolloutSpec(SamplingSpec):
     temperature: float = Field(1.0, gt=0, le=10, description="divisor of the logits")
     prompts_per_step: int = Field(24, ge=1, description="distinct prompts per step")
     group_size: int = Field(8, ge=2, description="completions per prompt, G; advantages are relative to the group")
-
-    @model_validator(mode="after")
-    def _known_logp(self) -> RolloutSpec:
-        """The sampler's log-probabilities must be those of softmax(z/T) before top-p and top-k."""
-        backend = self.backend
-        if backend is None:
-            return self
-        if backend.logprobs == "raw" and self.temperature != 1:
-            raise ValueError(
-                f"temperature = {self.temperature:g}: the server returns raw log-probabilities, at temperature 1; "
-                "set backend.logprobs=processed (start a server with --logprobs-mode processed_logprobs)"
-            )
-        if backend.logprobs == "processed" and (self.top_p < 1 or self.top_k > 0):
-            raise ValueError(
-                "top_p, top_k: processed log-probabilities of a server include them; turn them off, or use "
-                "temperature 1 with backend.logprobs=raw"
-            )
-        return self

@@ -42,9 +42,7 @@ REMOVED: dict[str, str] = {
     "recording.flush_every": "every step is flushed",
     "recording.heldout_functional": "it is the expected failure",
     "recording.heldout_samples": "set probes.samples",
-    "rollout.backend.dtype": "the in-process vLLM engine is gone; start `vllm serve` and use kind server",
-    "rollout.backend.enforce_eager": "the in-process vLLM engine is gone; start `vllm serve` and use kind server",
-    "rollout.backend.memory": "the in-process vLLM engine is gone; start `vllm serve` and use kind server",
+    "rollout.backend": "completions are generated in this process; to sample with vLLM, train with TRL or verl and record that",
 }
 """Path of a setting -> what to use instead."""
 

@@ -85,10 +85,6 @@ def resolve(
         if not (folder / "config.yaml").is_file():
             raise UserError(f"run {folder}: {_why_not(folder, command)}")
         config = read_recorded(folder, overrides=overrides)
-    if config.rollout.backend is not None:
-        raise UserError(
-            f"rollout.backend: the weights of a server are not restored by a {command}; --set rollout.backend=null"
-        )
     return config
 
 

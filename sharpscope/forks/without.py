@@ -142,7 +142,7 @@ def drawn_by(
 ) -> Callable[[], tuple[Drawn, Tensor]]:
     """Draws of the present policy for `Outcomes.held_out`, with the same random numbers each time."""
     drawer = Drawer(config, policy, task)
-    greedy = config.rollout.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0, "backend": None})
+    greedy = config.rollout.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0})
 
     def draw() -> tuple[Drawn, Tensor]:
         _, rewards = draw_scored(policy, task, examples, 1, greedy, 0)

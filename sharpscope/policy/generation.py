@@ -70,31 +70,17 @@ def generate(
     seed = int(torch.randint(2**62, (), generator=generator))
     count = len(prompts) * group_size
     out = Output.blank(count, spec.max_new_tokens, policy.pad_id)
-    texts: list[str] | None = None
-    if spec.backend is None:
-        # Batch prompts of similar length to reduce padding.
-        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        order = torch.tensor([i * group_size + g for i in by_length for g in range(group_size)])
-        width = -(-max(map(len, prompts)) // group_size) + spec.max_new_tokens
-        for batch in order.split(_batch_size(policy, width, spec.decode_batch)):
-            rows = batch.sort().values  # the rows of a prompt adjacent
-            uniforms = completion_uniforms(seed, first + rows // group_size, rows % group_size, spec.max_new_tokens)
-            # One autocast context per batch, so that weights are cast once and not for every token.
-            with computing(policy.model, policy.compute):
-                if environment is None:
-                    used, row_text = (rows // group_size).unique(return_inverse=True)
-                    decode(policy, [prompts[i] for i in used.tolist()], row_text, rows, uniforms, spec, out)
-                else:
-                    texts = [""] * count if texts is None else texts
-                    _converse(policy, prompts, group_size, rows, uniforms, spec, out, environment, texts)
-    elif environment is not None:
-        raise UserError("rollout.backend: interactive tasks generate in this process; set rollout.backend=null")
-    else:
-        from sharpscope.policy.servers import draw_remotely
-
-        draw_remotely(policy, prompts, group_size, spec, seed, first, out)
-    if texts is None:
-        texts = [as_text(policy, row[:n]) for row, n in zip(out.ids.tolist(), out.length.tolist(), strict=True)]
+    texts = [""] * count
+    # Batch prompts of similar length to reduce padding.
+    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    order = torch.tensor([i * group_size + g for i in by_length for g in range(group_size)])
+    width = -(-max(map(len, prompts)) // group_size) + spec.max_new_tokens
+    for batch in order.split(_batch_size(policy, width, spec.decode_batch)):
+        rows = batch.sort().values  # the rows of a prompt adjacent
+        uniforms = completion_uniforms(seed, first + rows // group_size, rows % group_size, spec.max_new_tokens)
+        # One autocast context per batch, so that weights are cast once and not for every token.
+        with computing(policy.model, policy.compute):
+            _converse(policy, prompts, group_size, rows, uniforms, spec, out, environment, texts)
     return _collect(policy, prompts, group_size, spec, out, texts)
 
 
@@ -133,22 +119,24 @@ def _converse(
     uniforms: Tensor,
     spec: SamplingSpec,
     out: Output,
-    environment: Environment,
+    environment: Environment | None,
     texts: list[str],
 ) -> None:
     """Decode turns and append replies for `rows` (n,) until no row continues; extend `texts` (N) with both."""
-    task = environment.task
+    stop = () if environment is None else tuple(environment.task.stop)
     used, row_text = (rows // group_size).unique(return_inverse=True)
     read = [prompts[i] for i in used.tolist()]  # shared by the rows of a prompt in the first turn
     while True:
         begins = out.length[rows].tolist()
-        decode(policy, read, row_text, rows, uniforms, spec, out, tuple(task.stop))
+        decode(policy, read, row_text, rows, uniforms, spec, out, stop)
         for row, begin in zip(rows.tolist(), begins, strict=True):
             texts[row] += as_text(policy, out.ids[row, begin : int(out.length[row])].tolist())
+        if environment is None:
+            return
         ended = (~out.truncated[rows]).nonzero()[:, 0]
         rows, uniforms = rows[ended], uniforms[ended]
         examples = [environment.examples[row // group_size] for row in rows.tolist()]
-        replies = respond_all(task, examples, [texts[row] for row in rows.tolist()]) if len(rows) else []
+        replies = respond_all(environment.task, examples, [texts[row] for row in rows.tolist()]) if len(rows) else []
         going = [
             i
             for i, (row, reply) in enumerate(zip(rows.tolist(), replies, strict=True))
@@ -232,8 +220,6 @@ def draw_completions(
         first: Index of the first example if `examples` is a part of a longer list; the samples are those of the list.
     """
     part = distributed.local_slice(len(examples))
-    if spec.backend is not None:  # process 0 sends all requests to the server
-        part = slice(0, len(examples) if distributed.is_rank_zero() else 0)
     selected, drawn = examples[part], None
     with unsharded(policy.model):
         if selected:

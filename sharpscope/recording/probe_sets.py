@@ -41,7 +41,7 @@ class Drawer:
 
     def __init__(self, config: RunConfig, policy: Policy, task: Task) -> None:
         self.policy, self.task = policy, task
-        self.sampling = config.rollout.model_copy(update={"top_p": 1.0, "top_k": 0, "backend": None})
+        self.sampling = config.rollout.model_copy(update={"top_p": 1.0, "top_k": 0})
 
     def __call__(self, examples: Sequence[Example], samples: int, seed: int) -> Drawn:
         """`samples` completions per example, rows of an example adjacent, with their success (0 or 1)."""

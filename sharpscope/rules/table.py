@@ -213,7 +213,7 @@ RULES: Mapping[str, Rule] = {
             0.15,
             f"share of ratios π/μ of trainer to sampler outside [0.9, 1.1], {_MEAN}",
             "sampler and trainer disagree on many tokens; bfloat16 alone makes 0.08",
-            "check dtypes, the rollout backend and its temperature, or correct the ratio ({correction})",
+            "check dtypes, the sampler and its temperature, or correct the ratio ({correction})",
             "trl 6789: 0.075 in a healthy bfloat16 run, 0.08 between batches of 1 and of 8 without any sampler",
             HARMFUL,
             window=WINDOW,

@@ -171,8 +171,6 @@ class _Run:
                 f"method.proximal: {method_label(self.method)} keeps an average of all weights, which is not sharded; launch "
                 "without --use_fsdp"
             )
-        if self.config.rollout.backend is not None:
-            raise UserError("rollout.backend: a server gets whole weights; set rollout.backend=null with --use_fsdp")
         for model in (self.policy.model, self.reference):
             if model is not None:
                 shard(model, reshard)

@@ -187,7 +187,6 @@ def test_what_a_stopped_fork_has_measured_is_kept(trained, tmp_path, monkeypatch
         ({"checkpoint": [6], "overrides": ["optimizer.schedule=linear"]}, "learning rate is 0"),
         ({"methods": ["ppo-ewma"]}, "average of past weights"),
         ({"batch": 3}, "batches"),
-        ({"overrides": ["rollout.backend={}"]}, "backend"),
         ({"task": "math"}, "--task"),
         ({"model": "embedded:math"}, "a run's folder, or --model"),
     ],
