@@ -10,12 +10,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -67,7 +67,7 @@ class SweepPart(Spec):
             raise ValueError("has duplicate values; remove them")
         return value
 
-    @field_validator("base", "grid", "settings", "smoke", check_fields=False)
+    @field_validator("base", "grid", "settings")
     @classmethod
     def _check_fields(cls, value: Any) -> Any:
         for path, given in (
@@ -86,9 +86,6 @@ class SweepSpec(SweepPart):
     out: str = Field("runs", description="Folder for the run folders.")
     claims: ClaimsSpec = Field(
         default_factory=ClaimsSpec, description="The rules of the claims; see `sharpscope study declare`."
-    )
-    smoke: dict[str, Any] = Field(
-        default_factory=dict, description="Field paths to values that make every run small, for --smoke."
     )
     parts: dict[str, SweepPart] = Field(
         default_factory=dict,
@@ -161,7 +158,6 @@ def make_sweep(data: Mapping[str, Any]) -> SweepSpec:
 
 def plan_sweep(
     spec: SweepSpec,
-    smoke: bool = False,
     only: Sequence[str] = (),
     changes: Mapping[str, Any] | None = None,
     token_weights: str | None = None,
@@ -170,7 +166,6 @@ def plan_sweep(
 
     Args:
         spec: configuration of the sweep.
-        smoke: apply `spec.smoke` and append `-smoke` to the output folder.
         only: names of the parts to return; empty returns all. All parts are validated.
         changes: nested fields that override those of the file.
         token_weights: token weights of all methods that have some (`parse_methods`).
@@ -183,7 +178,7 @@ def plan_sweep(
         if name not in spec.parts:
             raise UserError(f"part {name!r}: the sweep has no such part{nearest(name, spec.parts)}")
     parts = spec.parts or {"": spec}
-    planned = {name: list(_plan_part(spec, part, smoke, changes or {}, token_weights)) for name, part in parts.items()}
+    planned = {name: list(_plan_part(spec, part, changes or {}, token_weights)) for name, part in parts.items()}
     folders: set[Path] = set()
     for run in itertools.chain.from_iterable(planned.values()):
         if run.run_dir in folders:
@@ -196,27 +191,20 @@ def plan_sweep(
 
 
 def _plan_part(
-    spec: SweepSpec, part: SweepPart, smoke: bool, changes: Mapping[str, Any], token_weights: str | None
+    spec: SweepSpec, part: SweepPart, changes: Mapping[str, Any], token_weights: str | None
 ) -> Iterator[PlannedRun]:
     base = merge(spec.base, part.base) if part is not spec else dict(spec.base)
-    out = Path(f"{Path(spec.out)}-smoke" if smoke else spec.out)
     # Validated here, so that a wrong method is one error and not one for each run.
     methods = list(zip(part.methods, parse_methods(part.methods, token_weights).values(), strict=True))
     points = [dict(zip(part.grid, values, strict=True)) for values in itertools.product(*part.grid.values())]
-    small = [nested(path, value) for path, value in (spec.smoke if smoke else {}).items()]
     for seed, setting, point in itertools.product(part.seeds, part.settings, points):
         settings = {**setting, **point}
         for text, method in methods:
             chosen = {"method": text if token_weights is None else method.model_dump(mode="json")}
             name = run_name(method.label or (text if token_weights is None else method_label(method)), settings, seed)
-            layers: list[Mapping[str, Any]] = [
-                base,
-                chosen,
-                *(nested(p, v) for p, v in settings.items()),
-                changes,
-                *small,
-            ]
-            yield PlannedRun(make_config(merge_all([*layers, {"seed": seed, "out": str(out / name)}])))
+            places = {"seed": seed, "out": str(Path(spec.out) / name)}
+            layers = [base, chosen, *(nested(path, value) for path, value in settings.items()), changes, places]
+            yield PlannedRun(make_config(merge_all(layers)))
 
 
 def _check_existing(run: PlannedRun) -> None:
@@ -259,22 +247,9 @@ def run_name(method: str, settings: Mapping[str, Any], seed: int) -> str:
 
 # -- execution ---------------------------------------------------------------------------------------------------------
 
-
-@dataclass
-class SweepOutcome:
-    """Names of a sweep's runs by how they ended.
-
-    `finished` in this call, `skipped` since they had finished before, `failed` with an error or by a health rule (executed again with
-    `retry`, or without run.json at the next call), `interrupted` (the next call continues them); `held`: run in use by another
-    process -> message; `errors`: run that failed, or was interrupted other than by the user -> reason.
-    """
-
-    finished: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    interrupted: list[str] = field(default_factory=list)
-    held: dict[str, str] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
+Ending = Literal["finished", "skipped", "held", "failed", "interrupted"]
+"""How a run of a sweep ended: `skipped`: it had finished before; `held`: another process writes it; `failed`: with an error or by a health
+rule; `interrupted`: the next call resumes it."""
 
 
 def to_do(runs: Sequence[PlannedRun], retry: bool) -> list[PlannedRun]:
@@ -289,11 +264,11 @@ def execute(
     workers: int,
     threads: int,
     retry: bool = False,
-    on_progress: Callable[[Sequence[PlannedRun]], None] | None = None,
-) -> SweepOutcome:
+    on_progress: Callable[[Sequence[PlannedRun]], None] = lambda active: None,
+) -> dict[PlannedRun, tuple[Ending, str]]:
     """Execute the unfinished runs of a sweep in worker processes.
 
-    After Ctrl-C every active run completes its step and saves a checkpoint; the next call resumes it.
+    After Ctrl-C every active run completes its step and saves a checkpoint, and the next call resumes it; a second one stops them.
 
     Args:
         runs: all runs of the sweep.
@@ -301,31 +276,58 @@ def execute(
         threads: number of threads per process.
         retry: execute failed runs again.
         on_progress: called several times a second with the active runs.
+
+    Returns:
+        How each run ended, and why it failed, was interrupted other than by the user, or is held.
     """
     pending = to_do(runs, retry)
-    with tempfile.TemporaryDirectory(prefix="sharpscope-sweep-") as folder:
-        ended = _processes(pending, Path(folder), workers, threads, on_progress or (lambda active: None))
-    outcome = SweepOutcome()
-    for run in runs:
-        _add_run(outcome, run, run in pending, *ended.get(run, (0, "")))
-    return outcome
+    active: dict[PlannedRun, subprocess.Popen[bytes]] = {}
+    stopped = threading.Event()
+    limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+    environment = {**os.environ, **limits, "TOKENIZERS_PARALLELISM": "false"}
+
+    def interrupt(*_: object) -> None:
+        """Start no further run, and interrupt the active ones."""
+        stopped.set()
+        for process in list(active.values()):
+            process.send_signal(signal.SIGINT)
+
+    def work(run: PlannedRun) -> tuple[int, str]:
+        """Exit code and output of a run; 0 and empty where the user stopped it."""
+        if stopped.is_set():
+            return 0, ""
+        command = _command(run, Path(folder), threads)
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+        active[run] = process = subprocess.Popen(command, env=environment, **pipes)
+        if stopped.is_set():
+            process.send_signal(signal.SIGINT)
+        output = process.communicate()[0].decode("utf-8", "replace")
+        del active[run]
+        return (0, "") if stopped.is_set() else (process.returncode, output)
+
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with tempfile.TemporaryDirectory(prefix="sharpscope-sweep-") as folder, ThreadPoolExecutor(workers) as pool:
+            jobs = {run: pool.submit(work, run) for run in pending}
+            while wait(jobs.values(), timeout=0.2).not_done:
+                on_progress(list(active))
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return {run: ending(run, run in jobs, *(jobs[run].result() if run in jobs else (0, ""))) for run in runs}
 
 
-def _add_run(outcome: SweepOutcome, run: PlannedRun, executed: bool, code: int, text: str) -> None:
-    """Add a run to `outcome`, given the exit code and the output of its worker (0 and empty if it had none)."""
+def ending(run: PlannedRun, executed: bool, code: int, text: str) -> tuple[Ending, str]:
+    """How a run ended and why, given the exit code and the output of its worker (0 and empty without one)."""
     status = run.status
     if status == "finished":
-        (outcome.finished if executed else outcome.skipped).append(run.name)
-    elif status == "running":
-        outcome.held[run.name] = held_text(run.run_dir)
-    elif status == "failed" or (code > 0 and code != INTERRUPTED) or (code < 0 and status == "planned"):
-        # A positive exit code is an error of the program, which would repeat.
-        outcome.failed.append(run.name)
-        outcome.errors[run.name] = _reason(run, code, text)
-    else:
-        outcome.interrupted.append(run.name)
-        if code < 0:
-            outcome.errors[run.name] = _reason(run, code, text)
+        return ("finished" if executed else "skipped"), ""
+    if status == "running":
+        return "held", held_text(run.run_dir)
+    # A positive exit code is an error of the program, which would repeat.
+    if status == "failed" or (code > 0 and code != INTERRUPTED) or (code < 0 and status == "planned"):
+        return "failed", _reason(run, code, text)
+    return "interrupted", _reason(run, code, text) if code < 0 else ""
 
 
 INTERRUPTED = 130
@@ -345,41 +347,6 @@ def _reason(run: PlannedRun, code: int, text: str) -> str:
     return lines[-1] if lines else f"exit code {code} without output"
 
 
-def _processes(
-    pending: Sequence[PlannedRun],
-    configs: Path,
-    workers: int,
-    threads: int,
-    on_progress: Callable[[Sequence[PlannedRun]], None],
-) -> dict[PlannedRun, tuple[int, str]]:
-    """Exit code and output of the workers that were not interrupted by the user."""
-    waiting, ended = list(pending), {}
-    active: dict[PlannedRun, tuple[subprocess.Popen[bytes], Path]] = {}
-    limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
-    environment = {**os.environ, **limits, "TOKENIZERS_PARALLELISM": "false"}
-    with _forward_interrupts(lambda: [process for process, _ in active.values()]) as stopping:
-        while waiting or active:
-            while waiting and len(active) < workers and not stopping():
-                run = waiting.pop(0)
-                log = configs / f"{run.name}.log"
-                command = _command(run, configs, threads)
-                with log.open("wb") as stream:
-                    process = subprocess.Popen(
-                        command, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-                    )
-                active[run] = (process, log)
-            if stopping():
-                waiting.clear()
-            time.sleep(0.2)
-            for run, (process, log) in list(active.items()):
-                if process.poll() is not None:
-                    del active[run]
-                    if not stopping():
-                        ended[run] = process.returncode, log.read_text(encoding="utf-8", errors="replace")
-            on_progress(list(active))
-    return ended
-
-
 def _command(run: PlannedRun, configs: Path, threads: int) -> list[str]:
     """Command line that starts a run, or resumes it from its last checkpoint."""
     base = [sys.executable, "-m", "sharpscope", "run", "--quiet"]
@@ -388,22 +355,3 @@ def _command(run: PlannedRun, configs: Path, threads: int) -> list[str]:
     path = configs / f"{run.name}.yaml"
     path.write_text(to_yaml(run.config.model_copy(update={"threads": threads})), encoding="utf-8")
     return [*base, str(path)]
-
-
-@contextmanager
-def _forward_interrupts(processes: Callable[[], list[subprocess.Popen[bytes]]]) -> Iterator[Callable[[], bool]]:
-    """Forward Ctrl-C to the workers: the first ends their step, the second stops them. Yields whether it was pressed."""
-    stopping = False
-
-    def handler(number: int, frame: object) -> None:
-        nonlocal stopping
-        stopping = True
-        for process in processes():
-            process.send_signal(signal.SIGINT)
-
-    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: stopping
-    finally:
-        for number, old in previous.items():
-            signal.signal(number, old)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 SET_HELP = "Set a field: --set rollout.group_size=16. Repeatable. `sharpscope config` lists the fields."
 WEIGHTS_HELP = "Token weights: module:function, or paper | calibrated (presets of the sigmoid). Controls apply to them."
 METHODS_HELP = "Methods, separated by commas: [label=]name[+field=value…]; a name is a method, or module:function."
-SWEEP_FIELDS = {"purpose", "base", "methods", "settings", "grid", "seeds", "claims", "smoke", "parts"}
+SWEEP_FIELDS = {"purpose", "base", "methods", "settings", "grid", "seeds", "claims", "parts"}
 """Fields of a YAML file that make it a sweep (`sharpscope.sweeps.SweepSpec`)."""
 LINE_EVERY = 60.0
 """Interval between lines of progress without a terminal [s]."""
@@ -99,7 +101,6 @@ def run(
     workers: Annotated[int, typer.Option(min=1, help="Sweep: concurrent runs; they share the threads.")] = 1,
     part: Annotated[list[str] | None, typer.Option(help="Sweep: part to run. Repeatable. Default: all.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Sweep: run failed runs again.")] = False,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Sweep: its tiny version, in another folder.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Sweep: print the runs, and exit.")] = False,
 ) -> None:
     """Train a policy and record token-level traces; with --methods, --seeds or a sweep's file, several. Repeat to resume a sweep.
@@ -132,7 +133,7 @@ def run(
             raise UserError(f"--{one}: goes without --{one}s, which lists all; remove one of the two")
     content = {} if config is None else read_yaml(config)
     if methods is None and seeds is None and not SWEEP_FIELDS & set(content):
-        given = {"--part": part, "--retry": retry, "--smoke": smoke, "--dry-run": dry_run}
+        given = {"--part": part, "--retry": retry, "--dry-run": dry_run}
         wrong = next((name for name, value in given.items() if value), None)
         if wrong is not None:
             raise UserError(f"{wrong}: goes with a sweep; give --methods or --seeds, or a file with methods or parts")
@@ -150,7 +151,7 @@ def run(
     changes = config_data(None, set_ or (), command_values(task=task, model=model, steps=steps, lr=lr))
     from sharpscope.sweeps import make_sweep, plan_sweep
 
-    runs = plan_sweep(make_sweep(content), smoke, part or (), changes, token_weights)
+    runs = plan_sweep(make_sweep(content), part or (), changes, token_weights)
     _sweep(runs, workers, retry, dry_run)
 
 
@@ -221,57 +222,32 @@ def _sweep(runs: Sequence[PlannedRun], workers: int, retry: bool, dry_run: bool)
             typer.echo(f"  {run.run_dir}  {run.config.steps} steps  {run.status}")
         typer.echo(f"{len(runs)} runs, {sum(run.status != 'finished' for run in runs)} to do")
         return
-    with _Bar(runs) as bar:
-        outcome = execute(runs, workers=workers, threads=threads, retry=retry, on_progress=bar.update)
+    total, printed = sum(run.config.steps for run in runs), time.monotonic()
+    interval = 1.0 if sys.stderr.isatty() else LINE_EVERY
+
+    def tell(active: Sequence[PlannedRun]) -> None:
+        """The steps done, now and then."""
+        nonlocal printed
+        if time.monotonic() - printed >= interval:
+            printed = time.monotonic()
+            running = ", ".join(f"{run.name} {run.steps_done}/{run.config.steps}" for run in active) or "none"
+            update(f"{sum(run.steps_done for run in runs)} of {total} steps of all runs; running: {running}")
+
+    with progress(f"{len(runs)} runs") as update:
+        ended = execute(runs, workers=workers, threads=threads, retry=retry, on_progress=tell)
     folder = runs[0].run_dir.parent
-    held = f", {len(outcome.held)} run by others" if outcome.held else ""
-    typer.echo(
-        f"{len(outcome.finished)} finished, {len(outcome.skipped)} already finished, {len(outcome.interrupted)} interrupted, "
-        f"{len(outcome.failed)} failed{held}. Written: {folder}/"
-    )
-    started = {run.name for run in runs if run.status == "failed"}
-    for name in outcome.failed:
-        again = "use --retry" if name in started else "fix this and repeat the command"
-        typer.echo(f"failed: {name}: {outcome.errors[name]}  (to run it again, {again})")
-    for name in (name for name in outcome.interrupted if name in outcome.errors):
-        typer.echo(f"interrupted: {name}: {outcome.errors[name]}")
-    for text in outcome.held.values():
-        typer.echo(f"run by others: {text}")
-    if outcome.interrupted:
+    counts = Counter(ending for ending, _ in ended.values())
+    words = {"finished": "finished", "skipped": "already finished", "interrupted": "interrupted", "failed": "failed"}
+    words |= {"held": "run by others"} if counts["held"] else {}
+    listed = ", ".join(f"{counts[ending]} {word}" for ending, word in words.items())
+    typer.echo(f"{listed}. Written: {folder}/")
+    for run, (ending, reason) in ended.items():
+        if reason:
+            again = "use --retry" if run.status == "failed" else "fix this and repeat the command"
+            more = f"  (to run it again, {again})" if ending == "failed" else ""
+            typer.echo(f"{words[ending]}: {run.name}: {reason}{more}")
+    if counts["interrupted"]:
         typer.echo("resume: repeat the command")
     typer.echo(f"view:   sharpscope analyze {folder}")
-    if len(outcome.finished) + len(outcome.skipped) < len(runs):
-        raise typer.Exit(130 if outcome.interrupted and not outcome.failed else 1)
-
-
-class _Bar:
-    """Progress of a sweep: a bar with the active runs, or a line a minute without a terminal."""
-
-    def __init__(self, runs: Sequence[PlannedRun]) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-        self.plain, self.printed_at, self.runs = not console.is_terminal, time.monotonic(), runs
-        self.total = sum(run.config.steps for run in runs)
-        self.progress = Progress(*columns, TimeRemainingColumn(), console=console, disable=self.plain)
-        self.task = self.progress.add_task("steps of all runs", total=self.total)
-
-    def __enter__(self) -> _Bar:
-        self.progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
-
-    def update(self, active: Sequence[PlannedRun]) -> None:
-        """Show the steps done in the runs' folders."""
-        if self.plain and time.monotonic() - self.printed_at < LINE_EVERY:
-            return
-        self.printed_at = time.monotonic()
-        done = sum(run.steps_done for run in self.runs)
-        running = ", ".join(f"{run.name} {run.steps_done}/{run.config.steps}" for run in active) or "none"
-        self.progress.update(self.task, completed=done, description=running)
-        if self.plain:
-            typer.echo(f"{done} of {self.total} steps of all runs; running: {running}", err=True)
+    if counts["finished"] + counts["skipped"] < len(runs):
+        raise typer.Exit(130 if counts["interrupted"] and not counts["failed"] else 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,10 @@ import yaml
 from typer.testing import CliRunner
 
 import sharpscope
+from sharpscope import sweeps
 from sharpscope.cli import app
 from sharpscope.errors import UserError
-from sharpscope.sweeps import SweepOutcome, _add_run, execute, plan_sweep, read_sweep, to_do
+from sharpscope.sweeps import PlannedRun, ending, execute, plan_sweep, read_sweep, to_do
 from sharpscope.traces import RunLock, update_run_info
 from tests.conftest import TOY
 
@@ -88,25 +91,12 @@ def test_mistakes_are_found_before_anything_runs(sweep_file, tmp_path: Path):
         ({"base": {"name": "zz"}}, "name: removed in 0.3"),
         ({"settings": [{}, {"seed": 1}]}, "settings.*seed = 1 does not belong here"),
         ({"grid": {"seed": [1, 2]}}, "grid: seed = .*does not belong here"),
-        ({"smoke": {"seed": 1}}, "smoke: seed = 1 does not belong here"),
+        ({"parts": {"main": {"base": {"seed": 3}}}}, r"parts\.main\.base: seed = 3 does not belong here"),
         ({"methods": ["grpo", "grop"]}, "did you mean 'grpo'"),
     ):
         with pytest.raises(UserError, match=says):
             plan_sweep(read_sweep(sweep_file(**changes)))
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_part_sets_no_seed_in_its_base(sweep_file):
-    file = sweep_file()
-    file.write_text(yaml.safe_dump({"parts": {"main": {"base": {"seed": 3}}}}))
-    with pytest.raises(UserError, match=r"parts\.main\.base: seed = 3 does not belong here"):
-        read_sweep(file)
-
-
-def test_a_smoke_lies_beside_the_real_folder(sweep_file, tmp_path: Path):
-    for out in (f"{tmp_path}/runs", f"{tmp_path}/runs/"):
-        runs = plan_sweep(read_sweep(sweep_file(out=out)), smoke=True)
-        assert {run.run_dir.parent for run in runs} == {tmp_path / "runs-smoke"}
 
 
 def test_a_run_of_other_settings_does_not_count_as_the_planned_one(sweep_file):
@@ -131,28 +121,68 @@ def test_a_run_of_other_settings_does_not_count_as_the_planned_one(sweep_file):
 # -- Runs of a sweep: what is started, counted and reported
 
 
-def test_a_failed_run_stops_no_other_finished_ones_stay_interrupted_go_on(sweep_file, tmp_path: Path):
-    stops = {"rollout.max_new_tokens": 1, "health.truncation.action": "stop"}
-    file = sweep_file(methods=["grpo"], settings=[{"policy.model": str(tmp_path / "absent")}, stops, {}])
-    done = CliRunner().invoke(app, ["run", str(file), "--workers", "2"])
-    assert done.exit_code == 1 and "0 interrupted, 2 failed" in done.output, done.output
-    absent, stopped, good = plan_sweep(read_sweep(file))
-    reasons = sorted(line for line in done.output.splitlines() if line.startswith("failed: "))[::-1]
-    assert "no such folder" in reasons[0] and "fix this and repeat the command" in reasons[0]
-    assert "truncation: " in reasons[1] and reasons[1].endswith("(to run it again, use --retry)")
+WORKER = """
+import json, pathlib, signal, sys, time
+folder, end = pathlib.Path(sys.argv[1]), sys.argv[2]
+def write(status):
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads(sys.argv[3])
+    (folder / "run.json").write_text(json.dumps({"status": status, "steps_done": 1, "end": "a rule", "config": config}))
+def stop(*_):
+    write("interrupted")
+    sys.exit(130)
+signal.signal(signal.SIGINT, stop)
+if end == "wait":
+    folder.mkdir(parents=True)
+    time.sleep(60)
+if end == "error":
+    sys.exit("error: no such folder")
+write(end)
+sys.exit(end == "failed")
+"""
+"""Ends as a worker would, without training."""
 
-    assert good.status == "finished"
-    stamp = {path: path.stat().st_mtime_ns for path in good.run_dir.rglob("part-*")}
-    again = execute([stopped, good], workers=1, threads=1)
-    assert again.finished == [] and again.skipped == [good.run_dir.name]
-    assert "truncation: " in again.errors.popitem()[1]  # a failed run waits, and its reason is still told
-    assert to_do([absent, stopped, good], retry=False) == [absent]  # it has no run.json
-    assert to_do([absent, stopped, good], retry=True) == [absent, stopped]
-    assert stamp and stamp == {path: path.stat().st_mtime_ns for path in good.run_dir.rglob("part-*")}
 
+@pytest.fixture
+def fake(sweep_file, monkeypatch):
+    """Runs whose workers end in a given way."""
+
+    def make(*ends: str) -> list[PlannedRun]:
+        runs = plan_sweep(read_sweep(sweep_file(methods=["grpo"], seeds=list(range(len(ends))))))
+        of = dict(zip(runs, ends, strict=True))
+
+        def command(run, configs, threads) -> list[str]:
+            config = json.dumps(run.config.model_dump(mode="json"))
+            return [sys.executable, "-c", WORKER, str(run.run_dir), of[run], config]
+
+        monkeypatch.setattr(sweeps, "_command", command)
+        return runs
+
+    return make
+
+
+def test_a_failed_run_stops_no_other_and_waits_for_retry(fake):
+    absent, stopped, good = runs = fake("error", "failed", "finished")
+    ended = execute(runs, workers=2, threads=1)
+    assert ended == {absent: ("failed", "no such folder"), stopped: ("failed", "a rule"), good: ("finished", "")}
+    assert execute([stopped, good], workers=1, threads=1) == {stopped: ("failed", "a rule"), good: ("skipped", "")}
+    assert to_do(runs, retry=False) == [absent]  # it has no run.json
+    assert to_do(runs, retry=True) == [absent, stopped]
     update_run_info(good.run_dir, status="interrupted")
-    assert execute([good], workers=1, threads=1).finished == [good.run_dir.name]
-    assert sharpscope.load_run(good.run_dir).info["status"] == "finished"
+    assert execute([good], workers=1, threads=1) == {good: ("finished", "")}
+
+
+def test_an_interrupt_ends_the_active_runs_and_starts_no_other(fake):
+    first, second, third = runs = fake("wait", "wait", "finished")
+
+    def interrupt(active) -> None:
+        if len(active) == 2 and all(run.run_dir.exists() for run in active):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    ended = execute(runs, workers=2, threads=1, on_progress=interrupt)
+    assert set(ended.values()) == {("interrupted", "")}
+    assert first.status == second.status == "interrupted" and third.status == "planned"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize(
@@ -174,10 +204,8 @@ def test_how_a_run_is_counted(sweep_file, status, code, text, counted, reason):
         run.run_dir.mkdir(parents=True)
         info = {"status": status, "steps_done": 1, "end": "a rule said so" if status == "failed" else None}
         (run.run_dir / "run.json").write_text(json.dumps(info))
-    outcome = SweepOutcome()
-    _add_run(outcome, run, True, code, text)
-    assert getattr(outcome, counted) == [run.run_dir.name]
-    assert reason in outcome.errors[run.run_dir.name] if reason else not outcome.errors
+    found, why = ending(run, True, code, text)
+    assert found == counted and (reason in why if reason else not why)
 
 
 def test_a_run_that_another_process_holds_is_named(sweep_file):
@@ -194,20 +222,22 @@ def test_a_run_that_another_process_holds_is_named(sweep_file):
 
 
 def test_methods_and_seeds_make_a_sweep_that_is_resumed(tiny_policy: Path, tmp_path: Path, monkeypatch):
-    """Own weights with a label beside GRPO, two seeds; repeating the command executes what is missing."""
+    """Own weights with a label, and GRPO; repeating the command resumes what was interrupted."""
     monkeypatch.chdir(tmp_path)
     small = {**TOY, "steps": 1, "evaluation.every": 0, "probes.preset": "off"}
     sets = [part for path, value in small.items() for part in ("--set", f"{path}={value}")]
     own = "own=tests.toy_shaping:by_probability"
-    command = ["run", "--model", str(tiny_policy), "--methods", f"grpo,{own}", "--seeds", "0,1", "--out", "pair", *sets]
+    command = ["run", "--model", str(tiny_policy), "--methods", f"grpo,{own}", "--seeds", "0", "--out", "pair", *sets]
     listed = CliRunner().invoke(app, [*command, "--dry-run"], env={"COLUMNS": "200"})
-    assert "4 runs, 4 to do" in listed.stdout, listed.output
+    assert "2 runs, 2 to do" in listed.stdout, listed.output
     done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0 and "4 finished" in done.stdout, done.output
-    runs = sharpscope.load_runs("pair")
-    assert sorted(run.name for run in runs) == ["grpo-s0", "grpo-s1", "own-s0", "own-s1"]
-    assert {run.info["method"] for run in runs} == {"grpo", "own"}  # the label, for tables and legends
+    assert done.exit_code == 0 and "2 finished" in done.stdout, done.output
+    assert {run.name: run.info["method"] for run in sharpscope.load_runs("pair")} == {
+        "grpo-s0": "grpo",
+        "own-s0": "own",
+    }
     weights = sharpscope.load_run("pair/own-s0").tokens()["weight"]
     assert weights.between(0.5, 1.5).all() and weights.nunique() > 1
+    update_run_info(Path("pair/own-s0"), status="interrupted")
     again = CliRunner().invoke(app, command)
-    assert again.exit_code == 0 and "0 finished, 4 already finished" in again.stdout
+    assert again.exit_code == 0 and "1 finished, 1 already finished" in again.stdout
