@@ -240,7 +240,7 @@ def _curvature(table: Table, model: nn.Module, plain: nn.Module, batch: TokenBat
     few = batch.rows(torch.arange(CURVED))
     anchor = anchor[:CURVED, : few.input_ids.shape[1]]
     with lm_surface(model, Objective(name, few), memory_mb=2048, check="off") as one:  # type: ignore[arg-type]
-        options: dict[str, Any] = {"density_samples": 0, "check": "off", "tolerance": 0.03, "max_products": 24}
+        options: dict[str, Any] = {"check": "off", "tolerance": 0.03, "max_products": 24}
         found, seconds, memory = table.measured(
             lambda: curvature(one, None, 0, top=1, smallest=False, trace_probes=PROBES, **options)
         )

@@ -148,8 +148,7 @@ def _show(estimates: pd.DataFrame) -> None:
 
     from sharpscope.analysis.figures import split_of
 
-    shown = estimates[estimates["quantity"] != "density"]
-    labels = list(dict.fromkeys(shown["checkpoint"]))
+    labels = list(dict.fromkeys(estimates["checkpoint"]))
     several = len(labels) > 1
     columns = [printable(label) for label in labels] if several else ["value", "± s.e.", "± prompts", "saturation"]
     table = Table(Column("quantity", no_wrap=True), "rho", *columns, "conv.", box=SIMPLE, padding=(0, 1, 0, 0))
@@ -157,7 +156,7 @@ def _show(estimates: pd.DataFrame) -> None:
     def number(value: Any, digits: int = 4) -> str:
         return "–" if value is None or math.isnan(value) else f"{value:.{digits}g}"
 
-    for (name, functional), rows in shown.groupby(["probe_set", "functional"], sort=False):
+    for (name, functional), rows in estimates.groupby(["probe_set", "functional"], sort=False):
         table.add_section()
         table.add_row(Text(f"{functional or 'gradient'}, {split_of(str(name))}", style="bold"))
         for quantity, same in rows.groupby("quantity", sort=False):

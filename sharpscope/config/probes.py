@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from sharpscope.config.base import Spec
 
 ObjectiveName = Literal["nll", "surrogate", "expected_failure"]
-SharpnessKind = Literal["sam", "asam", "average", "worst"]
+SharpnessKind = Literal["sam", "asam"]
 Backend = Literal["lanczos", "pyhessian"]
 Preset = Literal["off", "light", "standard", "full"]
 Split = Literal["train", "heldout"]
@@ -36,12 +36,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "prompts": 64,
         "heldout_prompts": 64,
         "splits": ("train", "heldout"),
-        "kinds": ("sam", "asam", "average", "worst"),
         "curvature_prompts": 64,
         "top": 5,
         "max_products": 300,
         "trace_probes": 32,
-        "gauss_newton": True,
         "gradient_samples": 16,
     },
 }
@@ -95,7 +93,7 @@ class ProbesSpec(Spec):
     curvature_prompts: int = Field(
         0,
         ge=0,
-        description="Prompts of each split on which eigenvalues, trace and density of the Hessian are computed, the first ones; 0: no "
+        description="Prompts of each split on which eigenvalues and trace of the Hessian are computed, the first ones; 0: no "
         "curvature.",
     )
     top: int = Field(
@@ -109,8 +107,7 @@ class ProbesSpec(Spec):
         ge=4,
         description="Maximum number of Hessian-vector products for the eigenpairs; if reached, converged = false.",
     )
-    trace_probes: int = Field(4, ge=0, description="Random vectors for the trace; 0: no trace and no density.")
-    gauss_newton: bool = Field(False, description="Whether to probe the Gauss-Newton matrix in the same way.")
+    trace_probes: int = Field(4, ge=0, description="Random vectors for the trace; 0: no trace.")
     gradient_samples: int = Field(
         0,
         ge=0,

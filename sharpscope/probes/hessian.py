@@ -1,4 +1,4 @@
-"""Curvature of a loss: extreme eigenvalues, trace and spectral density of its Hessian; the preconditioner of AdamW."""
+"""Curvature of a loss: extreme eigenvalues and trace of its Hessian; the preconditioner of AdamW."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,7 @@ from sharpscope.config.probes import Backend, Check
 from sharpscope.errors import UserError
 from sharpscope.memory import require_memory
 from sharpscope.probes.estimate import Estimate, html_table, with_prompts
-from sharpscope.probes.lanczos import Eigenpairs, NotFiniteError, Operator, eigenpairs
-from sharpscope.probes.spectrum import Density, Trace, hutchpp, spectral_density, t_interval
+from sharpscope.probes.lanczos import Eigenpairs, NotFiniteError, Operator, eigenpairs, hutchpp, t_interval
 from sharpscope.probes.surface import LossFn, Surface, opened
 
 
@@ -37,14 +36,12 @@ class Curvature:
         trace: trace of the Hessian; NaN if not available.
         trace_std_error: standard error of the trace, with `trace_probes` − 1 degrees of freedom.
         trace_probes: number of random probes of the trace; 0 if not requested.
-        density: spectral density; None if not requested.
         converged: whether all eigenpairs met the tolerance and all numbers are finite. An eigenpair that met it need not be the
             extreme one, see `eigenpairs`.
         why: what did not converge.
         products: total number of Hessian-vector products.
         seed: seed of the random vectors.
         seconds: wall-clock time.
-        seconds_by_part: wall-clock time of each part.
         checked: relative error found by `check_products`; None if not checked, NaN if inconclusive.
         by_prompt: vᵀH_i v of each prompt's Hessian, (k,) each, for `top` and then `smallest`; empty if not known. Their standard
             error is that of an eigenvalue to first order, with the eigenvector fixed; it is too large where it is not small
@@ -61,13 +58,11 @@ class Curvature:
     trace: float = math.nan
     trace_std_error: float = math.nan
     trace_probes: int = 0
-    density: Density | None = None
     converged: bool = False
     why: str = ""
     products: int = 0
     seed: int = 0
     seconds: float = 0.0
-    seconds_by_part: dict[str, float] = field(default_factory=dict)
     checked: float | None = None
     by_prompt: tuple[Tensor, ...] = ()
 
@@ -95,46 +90,30 @@ class Curvature:
         return t_interval(self.trace, self.trace_std_error, self.trace_probes, level)
 
     def estimates(self, prefix: str = "") -> list[Estimate]:
-        """Rows of the `probes` table: `gradient_norm`, `largest`, `eigenvalue_i`, `smallest`, `trace`, `density`."""
+        """Rows of the `probes` table: `gradient_norm`, `largest` (with all the seconds), `eigenvalue_i`, `smallest`, `trace`."""
 
-        def row(part: str, quantity: str, value: float, **rest: Any) -> Estimate:
-            seconds = self.seconds_by_part.get(part, 0.0)
-            return Estimate("curvature", prefix + quantity, value, seed=self.seed, seconds=seconds, **rest)
+        def row(quantity: str, value: float, **rest: Any) -> Estimate:
+            """A row; a value that is missing has the reason."""
+            rest = {"why": "" if math.isfinite(value) else self.why} | rest
+            return Estimate("curvature", prefix + quantity, value, seed=self.seed, **rest)
 
-        def reason(value: float) -> str:
-            return "" if math.isfinite(value) else self.why
-
-        rows = [row("gradient", "gradient_norm", self.gradient_norm, why=reason(self.gradient_norm))]
-        found = [
-            ("largest" if index == 0 else f"eigenvalue_{index + 1}", float(value), float(residual))
-            for index, (value, residual) in enumerate(zip(self.top, self.residuals, strict=True))
-        ]
+        values, residuals = [*map(float, self.top)], [*map(float, self.residuals)]
+        names = ["largest", *(f"eigenvalue_{index}" for index in range(2, len(values) + 1))]
         if math.isfinite(self.smallest):
-            found.append(("smallest", self.smallest, self.smallest_residual))
-        for index, (name, value, residual) in enumerate(found):
-            one = row("eigenvalues", name, value, residual=residual, converged=self.converged, why=self.why)
+            names, values, residuals = (
+                [*names, "smallest"],
+                [*values, self.smallest],
+                [*residuals, self.smallest_residual],
+            )
+        rows = [row("gradient_norm", self.gradient_norm)]
+        common = {"converged": self.converged, "why": self.why}
+        for index, (name, value, residual) in enumerate(zip(names, values, residuals, strict=True)):
+            one = row(name, value, residual=residual, seconds=0.0 if index else self.seconds, **common)
             rows.append(with_prompts(one, self.by_prompt[index] if index < len(self.by_prompt) else None))
         if self.trace_probes:
-            why = reason(self.trace)
-            rows.append(
-                row(
-                    "trace",
-                    "trace",
-                    self.trace,
-                    std_error=self.trace_std_error,
-                    samples=self.trace_probes,
-                    converged=False if why else None,
-                    why=why,
-                )
-            )
-        if self.density is not None:
-            count = len(self.density.nodes)
-            nodes, weights = self.density.nodes.ravel(), self.density.weights.ravel() / count
-            rows += [
-                row("density", "density", float(weight), rho=float(node), samples=count)
-                for node, weight in zip(nodes, weights, strict=True)
-                if weight > 0
-            ]
+            converged = None if math.isfinite(self.trace) else False
+            error = {"std_error": self.trace_std_error, "samples": self.trace_probes}
+            rows.append(row("trace", self.trace, converged=converged, **error))
         return rows
 
 
@@ -154,13 +133,10 @@ def curvature(
     tolerance: float = 1e-3,
     max_products: int = 200,
     trace_probes: int = 16,
-    density_samples: int = 4,
-    density_steps: int = 20,
     backend: Backend = "lanczos",
     preconditioner: Sequence[Tensor] | None = None,
     memory_mb: float = 2048.0,
     check: Check = "first",
-    operator: Operator | None = None,
     at: tuple[float, Tensor] | None = None,
     by_prompt: bool = False,
 ) -> Curvature:
@@ -180,15 +156,12 @@ def curvature(
         tolerance: bound of the residuals ‖Hv − λv‖ relative to the largest |λ|.
         max_products: maximum number of Hessian-vector products for the eigenpairs.
         trace_probes: random probes of the trace, at least 2; 0 for no trace.
-        density_samples: random starts of the spectral density, the first of which is that of the eigenpairs; 0 for no density.
-        density_steps: Lanczos steps of each start of the density; at most as many as vectors fit into `memory_mb`.
         backend: `lanczos`, or `pyhessian` for PyHessian's eigenvalues and trace.
         preconditioner: D, a positive tensor for each parameter (see `adamw_preconditioner`); the estimates are then of
             D^(−1/2) H D^(−1/2).
         memory_mb: memory for Lanczos vectors [MiB]; with less memory Lanczos restarts more often.
         check: when to compare a Hessian product and the gradient with finite differences (see `check_products`): `first` call
             with this closure and these parameters, `always` or `off`.
-        operator: operator to use instead of the Hessian, such as the Gauss-Newton matrix.
         at: (L(θ), ∇L(θ)) if already computed.
         by_prompt: standard errors of eigenvalues over prompts, where the surface knows the prompts; about one product each.
 
@@ -216,26 +189,17 @@ def curvature(
         )
     with opened(loss_fn, parameters, check) as (surface, known):
         began = time.perf_counter()
-        clock: dict[str, float] = {}
         loss, gradient = surface.gradient() if at is None else at
-        clock["gradient"] = time.perf_counter() - began
-        nothing = Curvature(
-            loss,
-            float(gradient.norm()),
-            np.full(1, np.nan),
-            np.full(1, np.nan),
-            torch.zeros(0),
-            trace_probes=trace_probes,
-        )
-        nothing = replace(nothing, seed=seed, seconds_by_part=clock)
+        missing = np.full(1, np.nan)
+        start = Curvature(loss, float(gradient.norm()), missing, missing, torch.zeros(0), seed=seed)
+        start = replace(start, trace_probes=trace_probes)
         if not (math.isfinite(loss) and bool(gradient.isfinite().all())):
             finite = "finite" if gradient.isfinite().all() else "not finite"
-            return replace(nothing, why=f"the loss is {loss} and its gradient {finite}")
-        item = gradient.element_size()
+            return replace(start, why=f"the loss is {loss} and its gradient {finite}")
         wanted = top + int(smallest)
-        capacity = max(2 * wanted + 3, int(memory_mb * 2**20 / (item * len(gradient))))
+        capacity = max(2 * wanted + 3, int(memory_mb * 2**20 / gradient.nbytes))
         _check_memory(gradient, min(capacity, max_products), wanted)
-        hessian = surface.hessian() if operator is None else operator
+        hessian = surface.hessian()
         checked = known.get("hessian")
         if check != "off" and checked is None:
             checked = surface.check(hessian)
@@ -247,62 +211,42 @@ def curvature(
         if backend == "pyhessian":
             from sharpscope.probes.pyhessian import curvature_by_pyhessian
 
-            if preconditioner is not None or operator is not None:
+            if preconditioner is not None:
                 raise UserError("backend, 'pyhessian': knows the plain Hessian only; use backend='lanczos'")
-            result = curvature_by_pyhessian(
-                surface, hessian, nothing, wanted, tolerance, max_products, trace_probes > 0
-            )
-            return replace(result, checked=checked, seconds=time.perf_counter() - began)
-        why: list[str] = []
-        found: dict[str, Any] = {}
-        pairs: Eigenpairs | None = None
-        try:
-            mark = time.perf_counter()
-            pairs = eigenpairs(
-                hessian,
-                upper=top,
-                lower=int(smallest),
-                tolerance=tolerance,
-                max_products=max_products,
-                capacity=capacity,
-                generator=sub_generator(seed, "eigenvalues"),
-            )
-            found |= _measured(hessian, pairs, smallest, tolerance, why)
-            if by_prompt:
-                found["by_prompt"] = _by_prompt(surface, pairs, scale)
-            clock["eigenvalues"] = time.perf_counter() - mark
-            mark = time.perf_counter()
-            if trace_probes:
-                trace: Trace = hutchpp(
-                    hessian,
-                    probes=trace_probes,
-                    generator=sub_generator(seed, "trace"),
-                    subspace=pairs.krylov,
-                    sketch=min(trace_probes, capacity),
-                )
-                found |= {"trace": trace.value, "trace_std_error": trace.std_error}
-            clock["trace"] = time.perf_counter() - mark
-            mark = time.perf_counter()
-            if density_samples:
-                found["density"] = spectral_density(
-                    hessian,
-                    samples=density_samples,
-                    steps=min(density_steps, capacity),
-                    generator=sub_generator(seed, "density"),
-                    first=pairs.krylov,
-                )
-            clock["density"] = time.perf_counter() - mark
-        except NotFiniteError as problem:
-            why.append(str(problem))
-        return replace(
-            nothing,
-            **found,
-            converged=not why,
-            why="; ".join(why),
-            products=hessian.products,
-            seconds=time.perf_counter() - began,
-            checked=checked,
+            found = curvature_by_pyhessian(surface, hessian, start, wanted, tolerance, max_products, trace_probes > 0)
+        else:
+            found = _by_lanczos(hessian, start, top, smallest, tolerance, max_products, capacity)
+            if by_prompt and len(found.vectors):
+                found = replace(found, by_prompt=_by_prompt(surface, found, scale))
+        vectors = found.vectors[: len(found.top)]
+        return replace(found, vectors=vectors, checked=checked, seconds=time.perf_counter() - began)
+
+
+def _by_lanczos(
+    hessian: Operator, start: Curvature, top: int, smallest: bool, tolerance: float, max_products: int, capacity: int
+) -> Curvature:
+    """`start` with eigenvalues, whose residuals take one product each, and the trace; `vectors` include that of `smallest`."""
+    found, why = start, ""
+    draws = sub_generator(start.seed, "eigenvalues")
+    try:
+        pairs = eigenpairs(
+            hessian,
+            top,
+            int(smallest),
+            tolerance=tolerance,
+            max_products=max_products,
+            capacity=capacity,
+            generator=draws,
         )
+        found, why = _measured(found, hessian, pairs, smallest, tolerance)
+        if start.trace_probes:
+            draws = sub_generator(start.seed, "trace")
+            sketch = min(start.trace_probes, capacity)
+            trace = hutchpp(hessian, probes=start.trace_probes, generator=draws, subspace=pairs.krylov, sketch=sketch)
+            found = replace(found, trace=trace.value, trace_std_error=trace.std_error)
+    except NotFiniteError as problem:
+        why = "; ".join(filter(None, (why, str(problem))))
+    return replace(found, converged=not why, why=why, products=hessian.products)
 
 
 def _check_memory(gradient: Tensor, capacity: int, pairs: int) -> None:
@@ -312,33 +256,33 @@ def _check_memory(gradient: Tensor, capacity: int, pairs: int) -> None:
     require_memory(needed, gradient.device, what, "lower top, or probe a smaller model")
 
 
-def _measured(hessian: Operator, pairs: Eigenpairs, smallest: bool, tolerance: float, why: list[str]) -> dict[str, Any]:
-    """Eigenvalues with measured residuals, one product each; reasons for doubt are added to `why`."""
-    measured = np.array(
+def _measured(
+    start: Curvature, hessian: Operator, pairs: Eigenpairs, smallest: bool, tolerance: float
+) -> tuple[Curvature, str]:
+    """`start` with the eigenpairs and their measured residuals, and why these are not reliable."""
+    residuals = np.array(
         [
             float((hessian @ vector).sub_(vector, alpha=float(value)).norm())
             for value, vector in zip(pairs.values, pairs.vectors, strict=True)
         ]
     )
-    bound = tolerance * float(np.abs(pairs.values).max())
-    if not pairs.converged:
-        why.append(pairs.why)
-    elif measured.max() > max(2 * bound, 1e-300):
-        why.append(
-            f"the measured residual {measured.max():.1e} exceeds {bound:.1e}: rounding of {hessian.dtype}, or a loss "
+    bound, why = tolerance * float(np.abs(pairs.values).max()), pairs.why
+    if pairs.converged and residuals.max() > max(2 * bound, 1e-300):
+        why = (
+            f"the measured residual {residuals.max():.1e} exceeds {bound:.1e}: rounding of {hessian.dtype}, or a loss "
             "that changes from call to call"
         )
     upper = pairs.upper
-    found = {"top": pairs.values[:upper], "residuals": measured[:upper], "vectors": pairs.vectors[:upper]}
+    found = replace(start, top=pairs.values[:upper], residuals=residuals[:upper], vectors=pairs.vectors)
     if smallest:  # a 1 × 1 Hessian has one eigenvalue, both the largest and the smallest
-        found |= {"smallest": float(pairs.values[-1]), "smallest_residual": float(measured[-1])}
-    return found
+        found = replace(found, smallest=float(pairs.values[-1]), smallest_residual=float(residuals[-1]))
+    return found, why
 
 
-def _by_prompt(surface: Surface, pairs: Eigenpairs, scale: Tensor | None) -> tuple[Tensor, ...]:
+def _by_prompt(surface: Surface, found: Curvature, scale: Tensor | None) -> tuple[Tensor, ...]:
     """Values by prompt (k,) with mean λ for each eigenpair; empty if they are not known or cannot be computed."""
     rows = []
-    for value, vector in zip(pairs.values, pairs.vectors, strict=True):
+    for value, vector in zip([*found.top, found.smallest], found.vectors, strict=False):
         try:
             each = surface.curvature_by_prompt(vector if scale is None else vector * scale)
         except (ArithmeticError, RuntimeError):  # such as lack of memory: the eigenvalue stands without this error

@@ -1,4 +1,4 @@
-"""Symmetric operators, and Lanczos with full reorthogonalization: extreme eigenpairs with residuals, and Krylov bases.
+"""Symmetric operators, Lanczos with full reorthogonalization (extreme eigenpairs with residuals), and the trace by Hutch++.
 
 SciPy's `eigsh` (ARPACK) tests convergence only when its basis is full, so it needs at least `ncv` products for any tolerance;
 this implementation tests after each product.
@@ -6,6 +6,7 @@ this implementation tests after each product.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -55,19 +56,6 @@ class Operator:
         """S H S for a diagonal S (P,): the Hessian in the coordinates S⁻¹θ, such as S = D^(−1/2) for AdamW's D."""
         scale = scale.to(device=self.device, dtype=self.dtype)
         return Operator(lambda v: (self @ (v * scale)).mul_(scale), self.size, self.dtype, self.device)
-
-
-def orthonormal(rows: Tensor) -> Tensor:
-    """Orthonormal rows with the span of linearly independent `rows` (k, P), by Gram-Schmidt twice.
-
-    LAPACK's QR fails for a matrix of 10⁸ rows, the parameters of a real model.
-    """
-    basis = rows.clone()
-    for number in range(len(basis)):
-        for _ in range(2):
-            basis[number] -= (basis[:number] @ basis[number]) @ basis[:number]
-        basis[number] /= basis[number].norm()
-    return basis
 
 
 def graph_product(loss: Tensor, parameters: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
@@ -121,15 +109,12 @@ class Krylov:
     """A Krylov subspace: an orthonormal basis V (j, P), the projection T = V H Vᵀ (j, j) and the next direction.
 
     H Vᵀ = Vᵀ T + β v₊ e_jᵀ up to rounding, also after `compress` (thick restart, Wu & Simon 2000), so a Ritz pair (θ, Vᵀs) has
-    the residual β·|s_j|. The subspace is orthogonal to the eigenvectors `locked` (q, P), if there are any.
+    the residual β·|s_j|.
     """
 
-    def __init__(
-        self, operator: Operator, capacity: int, generator: torch.Generator, locked: Tensor | None = None
-    ) -> None:
-        self.operator, self._generator, self._locked = operator, generator, locked
-        self.dimension = operator.size - (0 if locked is None else len(locked))
-        self.capacity = min(capacity, self.dimension)
+    def __init__(self, operator: Operator, capacity: int, generator: torch.Generator) -> None:
+        self.operator, self._generator = operator, generator
+        self.capacity = min(capacity, operator.size)
         # One more row than the capacity, for the next direction.
         self._basis = torch.zeros(self.capacity + 1, operator.size, dtype=operator.dtype, device=operator.device)
         self.projection = np.zeros((self.capacity, self.capacity))
@@ -142,14 +127,14 @@ class Krylov:
         """(j, P) orthonormal rows."""
         return self._basis[: self.size]
 
-    def start(self, vector: Tensor | None = None) -> None:
-        """Set the next direction to `vector` (P,), or a random vector, orthogonalized against the basis."""
+    def start(self) -> None:
+        """Set the next direction to a random vector, orthogonalized against the basis."""
         for _ in range(3):
-            raw = gaussian(self.operator, self._generator) if vector is None else vector.clone()
-            norm = raw.norm()
-            raw, _ = self._orthogonal(raw / norm)
+            raw = torch.randn(self.operator.size, generator=self._generator, dtype=self.operator.dtype)
+            raw = raw.to(self.operator.device)  # drawn on the CPU, so that it does not depend on the device
+            raw, _ = self._orthogonal(raw / raw.norm())
             left = float(raw.norm())
-            if left > 1e-3 or vector is not None:
+            if left > 1e-3:
                 break
         self._basis[self.size] = raw / left
 
@@ -182,7 +167,7 @@ class Krylov:
                 invariant = left < 0.5
                 rest /= left
         self.beta = 0.0 if invariant else beta
-        if self.size == self.dimension:
+        if self.size == self.operator.size:
             self.beta = 0.0
         elif invariant:
             self.start()
@@ -210,10 +195,7 @@ class Krylov:
         self.size = len(keep)
 
     def _orthogonal(self, vector: Tensor) -> tuple[Tensor, np.ndarray]:
-        """`vector` orthogonalized twice against the basis and locked vectors, and its coefficients in the basis."""
-        if self._locked is not None:
-            for _ in range(2):
-                vector = torch.addmv(vector, self._locked.T, self._locked @ vector, alpha=-1)
+        """`vector` orthogonalized twice against the basis, and its coefficients in the basis."""
         if self.size == 0:
             return vector, np.zeros(0)
         first = self.basis @ vector
@@ -223,26 +205,19 @@ class Krylov:
         return vector, (first.double() + second.double()).cpu().numpy()
 
 
-def gaussian(operator: Operator, generator: torch.Generator) -> Tensor:
-    """Standard normal vector (P,), drawn on the CPU so that it does not depend on the device."""
-    return torch.randn(operator.size, generator=generator, dtype=operator.dtype).to(operator.device)
-
-
 def eigenpairs(
     operator: Operator,
-    *,
     upper: int = 1,
     lower: int = 1,
+    *,
     tolerance: float = 1e-3,
     max_products: int = 200,
     capacity: int = 100,
     generator: torch.Generator,
 ) -> Eigenpairs:
-    """The `upper` largest and `lower` smallest (signed) eigenvalues of a symmetric operator.
+    """The `upper` largest and `lower` smallest (signed) eigenvalues of a symmetric operator, by Lanczos from a random start.
 
-    One run of Lanczos finds one eigenvector per eigenvalue, whatever its multiplicity. If several eigenpairs are requested at
-    one end, further runs from random starts, orthogonal to the eigenvectors found, look for the others until a run finds none.
-    That takes 10 to 50 % more products; it is not needed for `upper` and `lower` of at most 1.
+    An eigenvalue that occurs several times is found once, unless the subspace becomes invariant.
 
     Args:
         operator: symmetric operator on (P,).
@@ -251,8 +226,8 @@ def eigenpairs(
         tolerance: bound of the residuals ‖Hv − λv‖ relative to the largest |λ|. The error of an eigenvalue is at most the
             residual, and about residual²/gap. Values must also change by less over STEADY products.
         max_products: maximum number of products.
-        capacity: number of vectors (P,) in memory, shared by the runs; beyond it Lanczos restarts.
-        generator: generator of the random starting vectors.
+        capacity: number of vectors (P,) in memory; beyond it Lanczos restarts.
+        generator: generator of the random starting vector.
 
     Raises:
         NotFiniteError: a product is NaN or infinite.
@@ -260,80 +235,10 @@ def eigenpairs(
     wanted = min(upper + lower, operator.size)
     upper = min(upper, wanted)
     lower = wanted - upper
-    several = upper > 1 or lower > 1
-    pairs = _lanczos(
-        operator,
-        upper,
-        lower,
-        tolerance,
-        max_products,
-        capacity // 2 if several else capacity,
-        generator,
-    )
-    if not (several and pairs.converged) or (pairs.krylov is not None and pairs.krylov.size == operator.size):
-        return pairs
-    values, vectors, residuals = pairs.values, pairs.vectors, pairs.residuals  # of all pairs found, in any order
-    spent, why = pairs.products, ""
-    while len(values) < operator.size:
-        last_above = np.sort(values)[-upper] if upper else np.inf
-        last_below = np.sort(values)[lower - 1] if lower else -np.inf
-        if spent >= max_products:
-            why = (
-                f"{spent} products were spent before a search for further eigenvectors of the same eigenvalues was over"
-            )
-            break
-        more = _lanczos(
-            operator,
-            int(upper > 1),
-            int(lower > 1),
-            tolerance,
-            max_products - spent,
-            capacity // 2,
-            generator,
-            scale=float(np.abs(values).max()),
-            bars=(last_above, last_below),
-            locked=orthonormal(vectors),
-        )
-        spent += more.products
-        slack = tolerance * float(np.abs(values).max())
-        new = np.r_[more.values[: more.upper] > last_above + slack, more.values[more.upper :] < last_below - slack]
-        if not new.any():
-            why = "" if more.converged else f"looking for further eigenvectors of the same eigenvalues: {more.why}"
-            break
-        values, residuals = np.r_[values, more.values[new]], np.r_[residuals, more.residuals[new]]
-        vectors = torch.cat([vectors, more.vectors[torch.from_numpy(new)]])
-    top, bottom = np.argsort(-values)[:upper], np.argsort(values)[:lower]
-    ends = np.r_[top, bottom[::-1]]
-    return Eigenpairs(
-        values[ends], vectors[torch.from_numpy(ends)], residuals[ends], upper, spent, not why, why, pairs.krylov
-    )
-
-
-def _lanczos(
-    operator: Operator,
-    upper: int,
-    lower: int,
-    tolerance: float,
-    max_products: int,
-    capacity: int,
-    generator: torch.Generator,
-    scale: float = np.finfo(np.float64).tiny,
-    locked: Tensor | None = None,
-    bars: tuple[float, float] | None = None,
-) -> Eigenpairs:
-    """`eigenpairs` by one run of Lanczos from a random start, orthogonal to `locked` (q, P).
-
-    `scale` is the largest |eigenvalue| known so far. With `bars`, only pairs above the first and below the second bar matter;
-    others converge at a residual of a tenth of their distance to the bar.
-    """
-    dimension = operator.size - (0 if locked is None else len(locked))
-    wanted = min(upper + lower, dimension)
-    upper = min(upper, wanted)
-    lower = wanted - upper
-    capacity = min(dimension, max(capacity, 2 * wanted + 3), max(max_products, wanted))
-    space = Krylov(operator, capacity, generator, locked)
+    space = Krylov(operator, min(max(capacity, 2 * wanted + 3), max(max_products, wanted)), generator)
     space.start()
     spent, restarted, met, last = 0, False, 0, np.full(wanted, np.inf)
+    scale = np.finfo(np.float64).tiny
     while True:
         space.extend()
         spent += 1
@@ -343,37 +248,92 @@ def _lanczos(
         ends = np.r_[np.arange(len(values) - upper, len(values)), np.arange(lower)]
         scale = max(float(np.abs(values).max()), scale)
         # A small residual does not imply the extreme eigenvalue, so the values must also be stable while the subspace grows.
-        allowed = np.full(wanted, tolerance * scale)
-        if bars is not None:
-            short = np.r_[bars[0] - values[ends[:upper]], values[ends[upper:]] - bars[1]]
-            allowed = np.maximum(allowed, 0.1 * short)
-        still = bool((np.abs(values[ends] - last) <= allowed).all())
-        small = bool((residuals[ends] <= allowed).all())
+        still = bool((np.abs(values[ends] - last) <= tolerance * scale).all())
+        small = bool((residuals[ends] <= tolerance * scale).all())
         met = met + 1 if still and small else 0
         last = values[ends]
-        done = met >= STEADY or (small and space.size == dimension)
-        if done or spent >= max_products or space.size == dimension:
+        done = met >= STEADY or (small and space.size == operator.size)
+        if done or spent >= max_products or space.size == operator.size:
             break
         if space.size == space.capacity:
             # Keep about half, from both ends in proportion to the numbers requested.
             keep = min(space.capacity // 2 + wanted // 2, space.capacity - 2)
             high = max(upper, min(keep - lower, round(keep * upper / wanted)))
-            space.compress(
-                np.r_[np.arange(keep - high), np.arange(len(values) - high, len(values))], values, coefficients
-            )
+            kept = np.r_[np.arange(keep - high), np.arange(len(values) - high, len(values))]
+            space.compress(kept, values, coefficients)
             restarted = True
     order = np.r_[ends[:upper][::-1], ends[upper:][::-1]]
     why = ""
     if not done:
         state = "the values still move, and " if small else ""
         why = f"after {spent} products {state}the residual is {residuals[ends].max() / scale:.1e} of the largest |eigenvalue|"
-    return Eigenpairs(
-        values[order],
-        space.vectors(coefficients[:, order]),
-        residuals[order],
-        upper,
-        spent,
-        done,
-        why,
-        None if restarted else space,
-    )
+    vectors = space.vectors(coefficients[:, order])
+    return Eigenpairs(values[order], vectors, residuals[order], upper, spent, done, why, None if restarted else space)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Estimate of tr H and its standard error over the random probes, 0 if the subspace is the whole space."""
+
+    value: float
+    std_error: float
+
+
+def t_interval(value: float, std_error: float, samples: int, level: float = 0.95) -> tuple[float, float]:
+    """Student's t confidence interval of the mean of `samples` independent draws.
+
+    At 95 % it is ± 12.7 standard errors for 2 draws and ± 3.2 for 4; ± 1.96 would cover 70 and 85 %.
+    """
+    from scipy.stats import t
+
+    half = 0.0 if std_error == 0 else float(t.ppf(0.5 + level / 2, samples - 1)) * std_error
+    return value - half, value + half
+
+
+def hutchpp(
+    operator: Operator,
+    *,
+    probes: int = 16,
+    sketch: int = 16,
+    generator: torch.Generator,
+    subspace: Krylov | None = None,
+) -> Trace:
+    """Unbiased trace: exact on a Krylov subspace Q, Hutchinson with Rademacher probes on its complement.
+
+    tr H = tr(Q H Qᵀ) + E gᵀ(I − QᵀQ) H (I − QᵀQ) g. A Krylov subspace of j products captures outlying eigenvectors better than
+    H times a random matrix, and its projection needs no further product (arXiv 2205.01736). Q does not depend on the probes, so
+    their spread gives the standard error of the whole estimate.
+
+    Args:
+        operator: symmetric operator on (P,).
+        probes: number of random probes, at least 2; one product each.
+        sketch: dimension of the Krylov subspace, one product each; 0 for plain Hutchinson.
+        generator: generator of all random vectors.
+        subspace: existing subspace (of `eigenpairs`) to use instead of a new one.
+
+    Raises:
+        ValueError: fewer than 2 probes.
+        NotFiniteError: a product is NaN or infinite.
+    """
+    if probes < 2:
+        raise ValueError(f"probes, {probes}: at least 2, or there is no standard error")
+    if subspace is None and sketch > 0:
+        subspace = Krylov(operator, sketch, generator)
+        subspace.start()
+        for _ in range(subspace.capacity):
+            subspace.extend()
+    exact = 0.0 if subspace is None else float(np.trace(subspace.projection[: subspace.size, : subspace.size]))
+    if subspace is not None and subspace.size == operator.size:
+        return Trace(exact, 0.0)
+    samples = []
+    for _ in range(probes):
+        signs = torch.randint(0, 2, (operator.size,), generator=generator, dtype=torch.int8)
+        probe = (2 * signs - 1).to(device=operator.device, dtype=operator.dtype)
+        if subspace is not None:
+            for _ in range(2):
+                probe = torch.addmv(probe, subspace.basis.T, subspace.basis @ probe, alpha=-1)
+        sample = float(torch.dot(probe, operator @ probe))
+        if not math.isfinite(sample):
+            raise NotFiniteError(f"Hessian product {operator.products} is not finite")
+        samples.append(sample)
+    return Trace(exact + float(np.mean(samples)), float(np.std(samples, ddof=1)) / math.sqrt(probes))

@@ -24,7 +24,6 @@ from sharpscope.probes.surface import (
     common_dtype,
     flatten,
     size_of,
-    unflatten,
     working_precision,
 )
 
@@ -156,33 +155,6 @@ class LmSurface(Surface):
             return total
 
         return Operator.on(self.parameters, product)
-
-    def gauss_newton(self) -> Operator:
-        """Gauss-Newton matrix Jᵀ H_z J with J the Jacobian of the logits z and H_z the Hessian in them (positive for `nll`)."""
-        like = self.parameters
-        per_token = self._graph_bytes_per_token()
-        tokens = self._tokens if per_token == 0 else max(1, min(self._tokens, int(self._memory_mb * 2**20 / per_token)))
-
-        def product(vector: Tensor) -> Tensor:
-            total = self._zeros()
-            for index in self._cut(tokens=tokens):
-                ids, scored, target = self._inputs(index)
-                z = self._head.logits(self._hidden(ids)[scored])  # (M, V)
-                unit = torch.zeros_like(z, requires_grad=True)
-                back = torch.autograd.grad(z, like, unit, create_graph=True, allow_unused=True)  # Jᵀu, linear in u
-                pairs = [(b, d) for b, d in zip(back, unflatten(vector, like), strict=True) if b is not None]
-                outputs, along = zip(*pairs, strict=True)
-                (forward,) = torch.autograd.grad(outputs, unit, along, retain_graph=True)  # J v (M, V)
-                free = z.detach().requires_grad_()
-                logp = torch.log_softmax(free / self.objective.temperature, -1).gather(1, target[:, None])[:, 0]
-                spread = _scatter(logp.double(), scored)
-                share = self.objective.row_shares(index, spread).sum()
-                (first,) = torch.autograd.grad(share, free, create_graph=True)
-                (second,) = torch.autograd.grad(first, free, forward)  # H_z J v (M, V)
-                total += flatten(torch.autograd.grad(z, like, second, allow_unused=True), like)
-            return total
-
-        return Operator.on(like, product)
 
     def curvature_by_prompt(self, vector: Tensor) -> Tensor:
         """vᵀH_i v of each prompt's Hessian H_i, (k,) float64 with mean vᵀHv, by Hessian products of single prompts."""

@@ -19,8 +19,7 @@ from sharpscope.config.probes import Check, SharpnessKind
 from sharpscope.errors import UserError, nearest
 from sharpscope.probes.check import check_gradient
 from sharpscope.probes.estimate import Estimate, html_table, with_prompts
-from sharpscope.probes.hessian import sub_generator
-from sharpscope.probes.surface import LossFn, Surface, common_dtype, flatten, moved, opened, size_of
+from sharpscope.probes.surface import LossFn, Surface, common_dtype, flatten, moved, opened
 from sharpscope.traces.schema import MAX_SATURATION
 
 KINDS: tuple[SharpnessKind, ...] = get_args(SharpnessKind)
@@ -33,43 +32,28 @@ class Sharpness:
     """The rise of the loss at one radius.
 
     Attributes:
-        value: L(θ+ε) − L(θ) after one step (`sam`, `asam`), at the best point found (`worst`), or its mean over Gaussian ε
-            (`average`) [unit of the loss].
-        std_error: standard error of `average`; NaN for the others.
-        first_order: rho·‖T∘∇L‖, the largest linearized rise in the ball; also given for `average`, whose own first-order
-            term is 0.
+        value: L(θ+ε) − L(θ) [unit of the loss].
+        first_order: rho·‖T∘∇L‖, the largest linearized rise in the ball.
         gradient_norm: ‖∇L‖₂.
         loss: L(θ).
         ceiling: the largest rise that the loss allows, 1 − L(θ) for `expected_failure`; NaN if it has no bound.
         rho: radius.
-        kind: `sam`, `asam`, `average` or `worst`.
-        samples: number of gradients (`sam`, `asam`: 1; `worst`: 1 + steps) or of antithetic pairs (`average`).
-        converged: None for direct evaluations; for others whether the value is reliable.
-        why: reason for `converged = False`.
-        residual: for `worst` ‖proj(u + rho·g/G) − u‖/rho with G the largest gradient norm seen, 0 at a stationary point; NaN
-            for the others.
-        seed: seed of the random directions.
+        kind: `sam` or `asam`.
+        why: reason why the value is not reliable; empty if it is.
         seconds: wall-clock time.
         checked: relative error of the gradient found by `check_gradient`; None if not checked, NaN if inconclusive.
         by_prompt: (k,) one value for each prompt, with mean `value` (see `Objective.by_prompt`); None if prompts are not known. Their
-            standard error treats the perturbation as fixed. To first order that is the error of `worst` too, as its perturbation is a
-            maximum; for `sam` and `asam` it neglects terms of second order in rho. The upward bias of a maximum over the prompts
-            drawn is no part of it.
+            standard error treats the perturbation as fixed, which neglects terms of second order in rho.
     """
 
     value: float
-    std_error: float
     first_order: float
     gradient_norm: float
     loss: float
     ceiling: float
     rho: float
     kind: SharpnessKind
-    samples: int
-    converged: bool | None
     why: str
-    residual: float
-    seed: int
     seconds: float
     checked: float | None = None
     by_prompt: Tensor | None = None
@@ -80,38 +64,23 @@ class Sharpness:
         return self.value / self.ceiling if self.ceiling > 0 else math.nan
 
     def _repr_html_(self) -> str:
-        error = f" ± {self.std_error:.1e}" if math.isfinite(self.std_error) else ""
         rows = {
-            "rise of the loss": f"{self.value:.4g}{error}",
+            "rise of the loss": f"{self.value:.4g}",
             "first-order term": f"{self.first_order:.4g}",
             "saturation": f"{self.saturation:.0%}" if math.isfinite(self.saturation) else "no upper bound",
             "loss": f"{self.loss:.4g}",
             "gradient norm": f"{self.gradient_norm:.4g}",
-            "converged": {None: "direct evaluation", True: "yes", False: f"no: {self.why}"}[self.converged],
+            "reliable": f"no: {self.why}" if self.why else "yes",
         }
         return html_table(f"sharpness, {self.kind}, radius {self.rho:g}", rows)
 
     def estimates(self) -> list[Estimate]:
         """Rows of the `probes` table: the value, named after its kind, and `<kind>_first_order`."""
-        whole = Estimate(
-            "perturbation",
-            self.kind,
-            self.value,
-            self.std_error,
-            self.samples,
-            self.rho,
-            self.converged,
-            self.residual,
-            self.seed,
-            self.seconds,
-            ceiling=self.ceiling,
-            saturation=self.saturation,
-            why=self.why,
-        )
+        whole = Estimate("perturbation", self.kind, self.value, samples=1, rho=self.rho, seconds=self.seconds)
+        bound = {"ceiling": self.ceiling, "saturation": self.saturation}
+        whole = replace(whole, converged=False if self.why else None, why=self.why, **bound)
         why = self.why if math.isnan(self.first_order) else ""
-        first = Estimate(
-            "perturbation", f"{self.kind}_first_order", self.first_order, rho=self.rho, seed=self.seed, why=why
-        )
+        first = Estimate("perturbation", f"{self.kind}_first_order", self.first_order, rho=self.rho, why=why)
         return [with_prompts(whole, self.by_prompt), first]
 
 
@@ -120,22 +89,15 @@ def sharpness(
     parameters: Sequence[Tensor] | None,
     rho: float,
     kind: SharpnessKind = "sam",
-    steps: int = 20,
-    seed: int = 0,
     *,
-    samples: int = 16,
-    tolerance: float = 1e-2,
     check: Check = "first",
     at: tuple[float, Tensor] | None = None,
     base: Tensor | None = None,
 ) -> Sharpness:
-    """Sharpness of any loss at the current parameters.
+    """Sharpness of any loss at the current parameters: its rise after one step of length rho along the gradient.
 
-    - `sam`: one step, ε = rho·∇L/‖∇L‖ (arXiv 2010.01412).
-    - `asam`: one step, ε = rho·T²∇L/‖T∇L‖ with T = |θ| and no stabilizer (arXiv 2102.11600).
-    - `worst`: projected gradient ascent in the ball, starting after one step of `sam`; a lower bound of the maximum.
-    - `average`: mean over ε = rho/√P·z with z standard normal, so that E‖ε‖² = rho²; to second order rho²/(2P)·tr H. Pairs
-      ±ε cancel the first-order noise.
+    - `sam`: ε = rho·∇L/‖∇L‖ (arXiv 2010.01412).
+    - `asam`: ε = rho·T²∇L/‖T∇L‖ with T = |θ| and no stabilizer (arXiv 2102.11600).
 
     Parameters, `.grad`, random state and attention kernel are restored afterwards, also if this raises.
 
@@ -146,10 +108,6 @@ def sharpness(
             surface.
         rho: radius [parameters' L2 norm; relative to |θ| for `asam`].
         kind: measure, see above.
-        steps: maximum number of gradient steps of `worst`.
-        seed: seed of the random directions.
-        samples: antithetic pairs of `average`, at least 2.
-        tolerance: residual at which `worst` has converged.
         check: when to compare the gradient of a closure with a finite difference of losses (see `check_gradient`): `first` call
             with this closure and these parameters, `always` or `off`.
         at: (L(θ), ∇L(θ)) if already computed.
@@ -173,8 +131,6 @@ def sharpness(
         raise UserError(f"kind, '{kind}'{nearest(kind, KINDS)}")
     if not (rho > 0 and math.isfinite(rho)):
         raise UserError(f"rho, {rho}: must be positive and finite")
-    if steps < 1 or samples < 2:
-        raise UserError(f"steps, {steps}, samples, {samples}: at least 1 step and 2 samples")
     with opened(loss_fn, parameters, check) as (surface, known):
         error = known.get("gradient")
         if parameters is not None and check != "off" and error is None:
@@ -186,34 +142,32 @@ def sharpness(
         scale = flatten([p.detach().abs() for p in surface.parameters], surface.parameters) if kind == "asam" else None
         scaled = gradient if scale is None else gradient * scale  # ∇_u L = T∘∇L
         length = float(scaled.double().norm())
-        generator = sub_generator(seed, kind)
+        value, by_prompt, why = math.nan, None, ""
         if not (math.isfinite(loss) and math.isfinite(length)):
             why = f"the loss is {loss} and its gradient's norm {length}"
-            rise = _Rise(math.nan, converged=False, why=why)
-        elif kind == "average":
-            rise = _average(surface, rho, samples, generator, loss, base)
-        elif kind == "worst":
-            rise = _worst(surface, rho, steps, tolerance, generator, loss, scaled, base)
         elif length == 0:
-            why = "the gradient is zero, so one step has no direction; use kind='worst'"
-            rise = _Rise(0.0, converged=False, why=why)
+            value, why = 0.0, "the gradient is zero, so one step has no direction"
         else:
             step = scaled * (rho / length)
             with moved(surface.parameters, step if scale is None else step * scale):
-                rise = _Rise(*_risen(surface, loss, base))
-        rise = rise.checked(loss, surface)
-        return Sharpness(
-            first_order=rho * length,
-            gradient_norm=float(gradient.double().norm()),
-            loss=loss,
-            ceiling=surface.ceiling(loss),
-            rho=rho,
-            kind=kind,
-            seed=seed,
-            seconds=time.perf_counter() - began,
-            checked=error,
-            **vars(rise),
-        )
+                value, by_prompt = _risen(surface, loss, base)
+            rounding = 4 * torch.finfo(common_dtype(surface.parameters)).eps * abs(loss)
+            if not math.isfinite(value):
+                value, by_prompt, why = math.nan, None, "the perturbed loss is not finite"
+            elif abs(value) <= rounding and rounding > 0:
+                why = f"{value:.1e} is within rounding of the loss {loss:.3g}; use a larger rho or float64"
+        norm, ceiling = float(gradient.double().norm()), surface.ceiling(loss)
+        seconds = time.perf_counter() - began
+        return Sharpness(value, rho * length, norm, loss, ceiling, rho, kind, why, seconds, error, by_prompt)
+
+
+def _risen(surface: Surface, loss: float, base: Tensor | None) -> tuple[float, Tensor | None]:
+    """L − L(θ) at the parameters' present values, and by prompt (k,) if `base` is given."""
+    if base is None:
+        return surface.value() - loss, None
+    values = surface.by_prompt()
+    assert values is not None
+    return float((values - base).mean()), values - base
 
 
 @dataclass(frozen=True)
@@ -300,113 +254,3 @@ def find_radius(surface: Surface) -> Radius:
         EVALUATIONS,
         f"no radius with a saturation between {limits} (found {', '.join(seen[-3:])}); set probes.rho",
     )
-
-
-@dataclass(frozen=True)
-class _Rise:
-    value: float
-    by_prompt: Tensor | None = None
-    samples: int = 1
-    std_error: float = math.nan
-    converged: bool | None = None
-    why: str = ""
-    residual: float = math.nan
-
-    def checked(self, loss: float, surface: Surface) -> _Rise:
-        """Not converged if the value is not finite or is within rounding of the loss."""
-        if self.why:
-            return self
-        if not math.isfinite(self.value):
-            why = "the perturbed loss is not finite"
-            return replace(self, value=math.nan, by_prompt=None, converged=False, why=why)
-        rounding = 4 * torch.finfo(common_dtype(surface.parameters)).eps * abs(loss)
-        if abs(self.value) <= rounding and rounding > 0:
-            why = f"{self.value:.1e} is within rounding of the loss {loss:.3g}; use a larger rho or float64"
-            return replace(self, converged=False, why=why)
-        return self
-
-
-def _risen(surface: Surface, loss: float, base: Tensor | None) -> tuple[float, Tensor | None]:
-    """L − L(θ) at the parameters' present values, and by prompt (k,) if `base` is given."""
-    if base is None:
-        return surface.value() - loss, None
-    values = surface.by_prompt()
-    assert values is not None
-    return float((values - base).mean()), values - base
-
-
-def _average(
-    surface: Surface, rho: float, samples: int, generator: torch.Generator, loss: float, base: Tensor | None
-) -> _Rise:
-    rises, by_prompt = [], None if base is None else torch.zeros_like(base)
-    for _ in range(samples):
-        z = _normal(surface, generator)
-        pair = []
-        for sign in (1.0, -1.0):
-            with moved(surface.parameters, z * (sign * rho / math.sqrt(z.numel()))):
-                rise, values = _risen(surface, loss, base)
-            pair.append(rise)
-            if by_prompt is not None and values is not None:
-                by_prompt += values / (2 * samples)
-        rises.append(sum(pair) / 2)
-    drawn = torch.tensor(rises, dtype=torch.float64)
-    return _Rise(float(drawn.mean()), by_prompt, samples, float(drawn.std()) / math.sqrt(samples))
-
-
-def _normal(surface: Surface, generator: torch.Generator) -> Tensor:
-    """A standard normal vector (P,), drawn on the CPU so that it does not depend on the device."""
-    like = surface.parameters
-    return torch.randn(size_of(like), generator=generator, dtype=common_dtype(like)).to(like[0].device)
-
-
-def _worst(
-    surface: Surface,
-    rho: float,
-    steps: int,
-    tolerance: float,
-    generator: torch.Generator,
-    loss: float,
-    start: Tensor,
-    base: Tensor | None,
-) -> _Rise:
-    """Projected gradient ascent; a step that lowers the loss is undone and shortened, so the last point is the best."""
-
-    def projected(u: Tensor) -> Tensor:
-        length = float(u.double().norm())
-        return u * (rho / length) if length > rho else u
-
-    def climbed(u: Tensor) -> tuple[float, Tensor]:
-        with moved(surface.parameters, u):
-            return surface.gradient()
-
-    # At a critical point any direction may be the steep one.
-    direction = start if float(start.double().norm()) > 0 else _normal(surface, generator)
-    u = direction * (rho / float(direction.double().norm()))
-    best, gradient = climbed(u)
-    reach, used, residual, largest = 4.0, 1, math.inf, 0.0  # reach: a step in units of rho / the largest gradient seen
-    while math.isfinite(best):
-        largest = max(largest, float(gradient.double().norm()))
-        unit = rho / largest if largest > 0 else 0.0
-        residual = float((projected(u + gradient * unit) - u).double().norm()) / rho
-        if residual <= tolerance or used >= steps:
-            break
-        candidate = projected(u + gradient * (reach * unit))
-        value, slope = climbed(candidate)
-        used += 1
-        if value >= best:
-            u, best, gradient, reach = candidate, value, slope, min(4 * reach, 1e6)
-        else:
-            reach /= 8
-            if not math.isfinite(value) or reach < 1e-8:
-                break
-    converged = residual <= tolerance
-    why = "" if converged else f"after {used} steps the ascent still moves by {residual:.0%} of rho"
-    if best < loss and converged:  # a stationary point below the start: the ball's center is higher
-        why = "the ascent ended below its start"
-        return _Rise(0.0, samples=1 + used, converged=False, why=why, residual=residual)
-    by_prompt = None
-    if converged and base is not None:
-        with moved(surface.parameters, u):
-            rises = _risen(surface, loss, base)[1]
-        by_prompt = None if rises is None else rises - rises.mean() + (best - loss)
-    return _Rise(best - loss, by_prompt, 1 + used, converged=converged, why=why, residual=residual)

@@ -7,11 +7,11 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +20,12 @@ from sharpscope.config.probes import Backend, ObjectiveName, ProbesSpec
 from sharpscope.probes.estimate import Estimate, attempted, labeled, with_prompts
 from sharpscope.probes.gradient_norm import squared_gradient_norm
 from sharpscope.probes.hessian import Curvature, adamw_preconditioner, adamw_threshold, curvature
-from sharpscope.probes.lanczos import Operator
 from sharpscope.probes.language_model import LmSurface, lm_surface
 from sharpscope.probes.objectives import Objective, group_normalized, rollout_batch
 from sharpscope.probes.perturbation import Radius, find_radius, sharpness
 from sharpscope.probes.probe_set import Draw, Drawn, ProbeSet
 
 TOLERANCE = 1e-2  # relative residual of eigenpairs
-DENSITY_STEPS = 15
-AVERAGE_SAMPLES = 2  # antithetic pairs of average sharpness
 
 
 @dataclass(frozen=True)
@@ -104,15 +101,18 @@ def run(
                 yield Measured(batch, _named(batch, "expected_failure", [radius.estimate()]), radius)
         for objective in batch.objectives:
             with limited_surface(model, objective, spec) as surface:
-                point = _evaluated(surface, spec, batch.seed, radius, optimizer, backend)
+                loss, gradient, base = surface.gradient_by_prompt()
+                rho = math.nan if radius is None else radius.rho
+                point = Point(surface, spec, batch.seed, (loss, gradient), base, rho, optimizer, backend)
                 for name, probe in PROBES.items():
                     if (name != "perturbation" or perturbation) and (name != "curvature" or curvature):
                         for rows, found in probe(point):
                             yield Measured(batch, _named(batch, objective.name, rows), radius, found)
         if batch.drawn is not None:
-            yield Measured(
-                batch, _named(batch, None, attempted("gradient", "squared_gradient_norm", _two(model, batch, spec)))
-            )
+            limits: dict[str, Any] = {"microbatch_tokens": spec.microbatch_tokens, "memory_mb": spec.memory_mb}
+            limits |= {"temperature": batch.temperature, "seed": batch.seed, "check": spec.check}
+            measure = partial(squared_gradient_norm, model, batch.drawn, **limits)
+            yield Measured(batch, _named(batch, None, attempted("gradient", "squared_gradient_norm", measure)))
 
 
 def choose_radius(model: nn.Module, batch: ProbeBatch, spec: ProbesSpec) -> Radius:
@@ -166,20 +166,6 @@ class Point:
 Found = Iterator[tuple[list[Estimate], Curvature | None]]
 
 
-def _evaluated(
-    surface: LmSurface,
-    spec: ProbesSpec,
-    seed: int,
-    radius: Radius | None,
-    optimizer: torch.optim.Optimizer | None,
-    backend: Backend,
-) -> Point:
-    """The loss and its gradient, evaluated once for all probes."""
-    loss, gradient, base = surface.gradient_by_prompt()
-    rho = math.nan if radius is None else radius.rho
-    return Point(surface, spec, seed, (loss, gradient), base, rho, optimizer, backend)
-
-
 def _losses(point: Point) -> Found:
     """The loss, and the norm of its gradient."""
     loss, norm = point.at[0], float(point.at[1].double().norm())
@@ -191,73 +177,46 @@ def _losses(point: Point) -> Found:
 
 def _perturbations(point: Point) -> Found:
     """The sharpness measures of the spec at the radius."""
-    shared = {"seed": point.seed, "samples": AVERAGE_SAMPLES, "at": point.at, "base": point.base}
     for kind in point.spec.kinds if math.isfinite(point.rho) else ():
-        measure = partial(sharpness, point.surface, None, point.rho, kind, **shared)  # type: ignore[arg-type]
-        yield attempted("perturbation", kind, lambda measure=measure: measure().estimates()), None  # type: ignore[misc]
+        measure = partial(sharpness, point.surface, None, point.rho, kind, at=point.at, base=point.base)
+        rows = attempted("perturbation", kind, lambda measure=measure: measure().estimates())  # type: ignore[misc]
+        yield labeled(rows, seed=point.seed), None
 
 
 def _curvatures(point: Point) -> Found:
-    """Curvature on the first prompts: of the Hessian, preconditioned by AdamW, and of the Gauss-Newton matrix."""
-    spec, optimizer, backend = point.spec, point.optimizer, point.backend
+    """Curvature on the first prompts: of the Hessian, and of the Hessian preconditioned by AdamW."""
+    spec, optimizer = point.spec, point.optimizer
     if not spec.curvature_prompts:
         return
     surface = _first_prompts(point.surface, spec.curvature_prompts)
-    prompts = len(surface.objective.prompt_weight)
     at = point.at if surface is point.surface else surface.gradient()
-    full = {
-        "top": spec.top,
-        "trace_probes": spec.trace_probes,
-        "density_samples": int(spec.trace_probes > 0),
-        "density_steps": DENSITY_STEPS,
-    }
+    limits: dict[str, Any] = {"tolerance": TOLERANCE, "max_products": spec.max_products, "memory_mb": spec.memory_mb}
+    limits |= {"check": spec.check, "at": at, "by_prompt": True}
     found: list[Curvature] = []
 
-    def measured(prefix: str, operator: Operator | None, **options: object) -> list[Estimate]:
-        began = time.perf_counter()
-        result = curvature(
-            surface,
-            None,
-            point.seed,
-            tolerance=TOLERANCE,
-            max_products=spec.max_products,
-            memory_mb=spec.memory_mb,
-            check=spec.check,
-            operator=operator,
-            at=at,
-            **options,  # type: ignore[arg-type]
-        )
-        found.append(replace(result, seconds=time.perf_counter() - began))
-        return [row for row in result.estimates(prefix) if not row.quantity.endswith("gradient_norm")]
-
-    def rows(quantity: str, measure: Callable[[], list[Estimate]]) -> list[Estimate]:
-        return labeled(attempted("curvature", quantity, measure), prompts=prompts)
-
-    operator: Operator | None = None
-
     def plain() -> list[Estimate]:
-        nonlocal operator
-        operator = surface.hessian()
-        kept = operator if backend == "lanczos" else None
-        return measured("", kept, by_prompt=True, backend=backend, **full)
+        """Rows of the Hessian's curvature."""
+        options: dict[str, Any] = {"top": spec.top, "trace_probes": spec.trace_probes, "backend": point.backend}
+        found.append(curvature(surface, None, point.seed, **options, **limits))
+        return found[0].estimates()[1:]
 
-    yield rows("largest", plain), found[-1] if found else None
-    if optimizer is not None and operator is not None:
+    def preconditioned() -> list[Estimate]:
+        """Rows of the preconditioned Hessian, with the largest stable eigenvalue."""
+        assert optimizer is not None
+        diagonal = adamw_preconditioner(optimizer, surface.parameters)
+        options: dict[str, Any] = {"preconditioner": diagonal, "smallest": False, "trace_probes": 0}
+        rows = curvature(surface, None, point.seed, **options, **limits).estimates("preconditioned_")[1:]
+        group = optimizer.param_groups[0]
+        if group["lr"] > 0:
+            limit = adamw_threshold(float(group["lr"]), float(group["betas"][0]))
+            rows.append(Estimate("curvature", "preconditioned_threshold", limit))
+        return rows
 
-        def preconditioned() -> list[Estimate]:
-            diagonal = adamw_preconditioner(optimizer, surface.parameters)
-            ends = {"smallest": False, "trace_probes": 0, "density_samples": 0}
-            measured_rows = measured("preconditioned_", operator, preconditioner=diagonal, by_prompt=True, **ends)
-            group = optimizer.param_groups[0]
-            if group["lr"] > 0:
-                limit = adamw_threshold(float(group["lr"]), float(group["betas"][0]))
-                measured_rows.append(Estimate("curvature", "preconditioned_threshold", limit))
-            return measured_rows
-
-        yield rows("preconditioned_largest", preconditioned), None
-    operator = None  # frees its graphs
-    if spec.gauss_newton:
-        yield rows("gauss_newton_largest", lambda: measured("gauss_newton_", surface.gauss_newton(), **full)), None
+    prompts = len(surface.objective.prompt_weight)
+    rows = attempted("curvature", "largest", plain)
+    yield labeled(rows, prompts=prompts), found[0] if found else None
+    if optimizer is not None and found:
+        yield labeled(attempted("curvature", "preconditioned_largest", preconditioned), prompts=prompts), None
 
 
 PROBES: dict[str, Callable[[Point], Found]] = {
@@ -275,20 +234,6 @@ def _first_prompts(surface: LmSurface, count: int) -> LmSurface:
         return surface
     rows = [row for row, prompt in enumerate(objective.batch.prompts) if prompt < count]
     return surface.over(objective.rows(torch.tensor(rows, device=objective.batch.lengths.device)))
-
-
-def _two(model: nn.Module, batch: ProbeBatch, spec: ProbesSpec) -> Callable[[], list[Estimate]]:
-    assert batch.drawn is not None
-    drawn = batch.drawn
-    return lambda: squared_gradient_norm(
-        model,
-        drawn,
-        temperature=batch.temperature,
-        seed=batch.seed,
-        microbatch_tokens=spec.microbatch_tokens,
-        memory_mb=spec.memory_mb,
-        check=spec.check,
-    )
 
 
 def limited_surface(model: nn.Module, objective: Objective, spec: ProbesSpec) -> AbstractContextManager[LmSurface]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.func import functional_call
@@ -68,34 +67,3 @@ def dense_hessian(loss: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
 def all_completions(vocabulary: int, length: int) -> Tensor:
     """(vocabulary^length, length): every completion there is."""
     return torch.tensor(list(itertools.product(range(vocabulary), repeat=length)))
-
-
-def trust_region_max(hessian: np.ndarray, gradient: np.ndarray, rho: float) -> float:
-    """max gᵀε + ½ εᵀHε over ‖ε‖ ≤ rho, through the secular equation (H ≼ μ, (μ − H) ε = g, ‖ε‖ = rho)."""
-    values, vectors = np.linalg.eigh(hessian)
-    parts = vectors.T @ gradient
-
-    def length(mu: float) -> float:
-        return float(np.sqrt(np.sum((parts / (mu - values)) ** 2)))
-
-    low = max(values[-1], 0.0)
-    if values[-1] < 0 and length(0.0) <= rho:  # concave, and its maximum lies inside
-        step = parts / (0.0 - values)
-        return float(parts @ step + 0.5 * np.sum(values * step**2))
-    high = low + np.linalg.norm(gradient) / rho + 1e-9
-    low = low + 1e-14 * max(1.0, abs(low))
-    for _ in range(200):
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if length(middle) > rho else (low, middle)
-    step = parts / (high - values)
-    return float(parts @ step + 0.5 * np.sum(values * step**2))
-
-
-def ggn_matrix(logits: Callable[[Tensor], Tensor], theta: Tensor, targets: Tensor) -> Tensor:
-    """(P, P) Jᵀ H J of the mean cross-entropy, from the Jacobian of the logits (M, V)."""
-    jacobian = torch.func.jacrev(logits)(theta)  # (M, V, P)
-    p = logits(theta).softmax(-1)
-    total = torch.zeros(len(theta), len(theta), dtype=theta.dtype)
-    for m in range(len(targets)):
-        total += jacobian[m].T @ (torch.diag(p[m]) - torch.outer(p[m], p[m])) @ jacobian[m]
-    return (total / len(targets)).detach()

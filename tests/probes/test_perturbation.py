@@ -12,7 +12,6 @@ import sharpscope
 from sharpscope.errors import UserError
 from sharpscope.probes import problems
 from sharpscope.probes.perturbation import find_radius
-from tests.oracles.curvature import trust_region_max
 from tests.probes.spectra import operator
 
 
@@ -42,41 +41,20 @@ GRADIENT = [0.3, -0.2, 0.5, 0.1, 0.05, -0.4]
 
 @pytest.mark.parametrize("name", SPECTRA)
 @pytest.mark.parametrize("rho", [0.1, 1.0, 5.0])
-def test_worst_is_the_trust_region_maximum_and_one_step_its_own_closed_form(name, rho):
+def test_one_step_is_its_closed_form(name, rho):
     theta, loss, matrix, slope = quadratic(SPECTRA[name], GRADIENT)
-    exact = trust_region_max(matrix.numpy(), slope.numpy(), rho)
-    worst = sharpscope.sharpness(loss, [theta], rho, "worst", steps=500, tolerance=1e-6)
-    assert worst.converged, worst.why
-    assert worst.value == pytest.approx(exact, rel=1e-6)
     step = rho * slope / slope.norm()
     one = sharpscope.sharpness(loss, [theta], rho, "sam")
     assert one.value == pytest.approx(float(slope @ step + 0.5 * step @ matrix @ step), rel=1e-9)
-    assert one.first_order == pytest.approx(rho * float(slope.norm())) and one.gradient_norm == pytest.approx(
-        float(slope.norm())
-    )
-    assert one.loss == pytest.approx(3)
-    assert worst.value >= one.value - 1e-9
-    assert one.converged is None and one.samples == 1
+    assert one.first_order == pytest.approx(rho * float(slope.norm()))
+    assert one.gradient_norm == pytest.approx(float(slope.norm()))
+    assert one.loss == pytest.approx(3) and not one.why
 
 
-def test_worst_at_a_critical_point_finds_the_sharpest_direction():
+def test_a_gradient_of_zero_has_no_step():
     theta, loss, _, _ = quadratic([4.0, 1.0, -2.0, 0.5, 0.0, -1.0], [0.0] * 6)
-    found = sharpscope.sharpness(loss, [theta], 0.5, "worst", steps=500, tolerance=1e-5)
-    assert found.converged and found.value == pytest.approx(0.5 * 4 * 0.25, rel=1e-6)
-    assert found.first_order == 0
     one = sharpscope.sharpness(loss, [theta], 0.5, "sam")
-    assert one.value == 0 and one.converged is False and "gradient is zero" in one.why
-
-
-def test_average_is_half_rho_squared_trace_over_size_within_its_error():
-    theta, loss, matrix, _ = quadratic(SPECTRA["indefinite"], GRADIENT)
-    exact = 0.3**2 / (2 * 6) * float(matrix.trace())
-    inside = 0
-    for seed in range(40):
-        found = sharpscope.sharpness(loss, [theta], 0.3, "average", samples=32, seed=seed)
-        inside += abs(found.value - exact) <= 2.04 * found.std_error  # Student's t, 31 degrees of freedom, 95 %
-        assert found.samples == 32 and found.std_error > 0
-    assert inside >= 34
+    assert one.value == 0 and "gradient is zero" in one.why and one.estimates()[0].converged is False
 
 
 def two_layers(scale: float = 1.0):
@@ -131,13 +109,13 @@ def test_a_step_below_resolution_is_an_error_and_a_difference_within_rounding_is
         sharpscope.sharpness(lambda: theta.square().sum(), [theta], 1e-8)
     small = torch.full((4,), 1e-4, requires_grad=True)
     found = sharpscope.sharpness(lambda: 1000 + small.square().sum(), [small], 1e-4)
-    assert found.converged is False and "within rounding" in found.why
+    assert "within rounding" in found.why
 
 
 def test_losses_that_are_not_finite_come_back_as_reasons():
     theta = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
     found = sharpscope.sharpness(lambda: -torch.log(1 - theta).sum(), [theta], 0.6)  # the step leaves the domain
-    assert math.isnan(found.value) and found.converged is False and "not finite" in found.why
+    assert math.isnan(found.value) and "not finite" in found.why
     found = sharpscope.sharpness(lambda: torch.log(theta - 1).sum(), [theta], 0.1)
     assert math.isnan(found.value) and "loss is nan" in found.why
     assert all(row.why for row in found.estimates() if math.isnan(row.value))
@@ -145,13 +123,11 @@ def test_losses_that_are_not_finite_come_back_as_reasons():
 
 def test_mistakes_are_named():
     theta = torch.ones(2, requires_grad=True)
-    with pytest.raises(UserError, match="did you mean 'average'"):
-        sharpscope.sharpness(lambda: theta.sum(), [theta], 0.1, "avarage")
+    with pytest.raises(UserError, match="did you mean 'asam'"):
+        sharpscope.sharpness(lambda: theta.sum(), [theta], 0.1, "assam")
     for rho in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(UserError, match="rho"):
             sharpscope.sharpness(lambda: theta.sum(), [theta], rho)
-    with pytest.raises(UserError, match="steps"):
-        sharpscope.sharpness(lambda: theta.sum(), [theta], 0.1, "worst", steps=0)
     with pytest.raises(UserError, match="not deterministic"):
         sharpscope.sharpness(lambda: (theta * torch.rand(2)).sum(), [theta], 0.1)
 
@@ -183,7 +159,7 @@ def test_values_by_prompt_have_the_estimate_as_mean_and_the_jackknifes_standard_
         assert float(base.mean()) == pytest.approx(loss, rel=1e-12)
         assert torch.allclose(base, surface.by_prompt())
         at = {"at": (loss, gradient), "base": base}
-        found = [sharpscope.sharpness(surface, None, 0.1, kind, **at) for kind in ("sam", "asam", "average")]
+        found = [sharpscope.sharpness(surface, None, 0.1, kind, **at) for kind in ("sam", "asam")]
         prompts = surface.objective.batch.prompts
         count = max(prompts) + 1
         assert count == 5 and all(len(one.by_prompt) == count for one in found)
@@ -254,18 +230,6 @@ def test_standard_errors_over_prompts_cover_the_mean_over_redraws():
     check_coverage(values, 24, pool)
 
 
-@pytest.mark.slow
-def test_standard_errors_over_prompts_cover_for_the_expensive_measures_too():
-    def measure(part, direction):
-        loss, gradient, base = part.gradient_by_prompt()
-        at = {"at": (loss, gradient), "base": base, "samples": 2}
-        return [sharpscope.sharpness(part, None, 0.02, kind, **at).estimates()[0] for kind in ("average", "worst")]
-
-    values, pool = redraws(measure)
-    assert set(values) == {"average", "worst"}
-    check_coverage(values, 24, pool)
-
-
 class PromptQuadratics:
     """L_i(θ) = 2 + ½θᵀH_iθ of k prompts at θ = 0, whose mean is L."""
 
@@ -293,7 +257,7 @@ def prompt_quadratics(count, size=8, seed=0):
 
 
 def quadratic_curvature(hessians, preconditioner=None):
-    settings = {"top": 2, "tolerance": 1e-6, "trace_probes": 0, "density_samples": 0, "by_prompt": True, "check": "off"}
+    settings = {"top": 2, "tolerance": 1e-6, "trace_probes": 0, "by_prompt": True, "check": "off"}
     given = None if preconditioner is None else [preconditioner]
     return sharpscope.curvature(PromptQuadratics(hessians), None, preconditioner=given, **settings)
 

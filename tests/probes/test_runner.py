@@ -34,8 +34,6 @@ SPEC = ProbesSpec(
     max_products=12,
     trace_probes=2,
     rho=0.05,
-    kinds=("sam", "asam", "average", "worst"),
-    gauss_newton=True,
     top=1,
 )
 
@@ -60,7 +58,7 @@ def stepped(model, batch):
     return optimizer
 
 
-@pytest.mark.parametrize("nth", [1, 2, 5, 20, 40])
+@pytest.mark.parametrize("nth", [1, 2, 5, 20])
 def test_everything_is_as_before_whatever_stops_a_round(nth):
     """The model's last norm is interrupted at its nth call: in the anchors, the graph, at a moved place, …"""
     model, batch = disturbed("qwen2"), random_batch()
@@ -97,7 +95,7 @@ def test_a_measure_that_fails_leaves_the_others_and_says_why(monkeypatch, error)
     monkeypatch.setattr(runner, "sharpness", failing)
     rows = rows_of(probed(model, objective(batch, "nll")))
     assert math.isnan(rows["asam"].value) and rows["asam"].why == f"left out: {error}"
-    good = {"loss", "gradient_norm", "sam", "average", "worst", "largest", "trace", "gauss_newton_largest"}
+    good = {"loss", "gradient_norm", "sam", "largest", "trace"}
     assert all(math.isfinite(rows[name].value) for name in good)
     assert any("nll asam" in line for line in problems(rows.values()))
 
@@ -118,7 +116,7 @@ def test_what_was_measured_before_an_interruption_is_there(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         for one in run(model, [ProbeBatch("x", (objective(batch, "nll"),))], SPEC):
             seen += one.estimates
-    assert {"loss", "sam", "worst"} <= {row.quantity for row in seen}
+    assert {"loss", "sam", "asam"} <= {row.quantity for row in seen}
 
 
 @pytest.mark.parametrize("name", ["expected_failure", "nll"])
@@ -152,7 +150,7 @@ def test_a_model_that_is_not_finite_gives_reasons_for_every_missing_number():
         model.model.layers[0].mlp.down_proj.weight[0, 0] = math.nan
     rows = rows_of(probed(model, objective(batch, "nll")))
     missing = [row for row in rows.values() if math.isnan(row.value)]
-    assert {row.quantity for row in missing} >= {"gradient_norm", "largest", "trace", "sam", "average", "worst"}
+    assert {row.quantity for row in missing} >= {"gradient_norm", "largest", "trace", "sam", "asam"}
     assert not any(row.converged for row in missing) and all(row.why for row in missing)
     assert len(problems(rows.values())) >= len(missing)
 
@@ -166,11 +164,10 @@ def test_curvature_with_wrong_products_is_left_out_with_a_reason(monkeypatch):
         return lambda vector: 2 * product(vector)
 
     monkeypatch.setattr(language, "graph_product", doubled)
-    spec = SPEC.model_copy(update={"gauss_newton": False})
-    rows = rows_of(probed(model, objective(batch), spec))
+    rows = rows_of(probed(model, objective(batch)))
     assert "left out" in rows["largest"].why and "finite difference" in rows["largest"].why
     assert math.isfinite(rows["sam"].value)
-    trusting = probed(model, objective(batch), spec.model_copy(update={"check": "off"}))
+    trusting = probed(model, objective(batch), SPEC.model_copy(update={"check": "off"}))
     assert trusting[-1].curvature.checked is None
 
 
@@ -190,15 +187,14 @@ def test_products_are_checked_as_often_as_asked(monkeypatch, check, times):
         assert len(calls) == 2
 
 
-def test_the_preconditioned_eigenvalue_shares_the_graph_and_is_that_of_a_single_call():
+def test_the_preconditioned_eigenvalue_is_that_of_a_single_call():
     model, batch = tiny_model("qwen2", dtype=torch.float32), random_batch()
     optimizer = stepped(model, batch)
     spec = ProbesSpec(curvature_prompts=3, max_products=100, trace_probes=0, rho=0.05)
     rows = rows_of(probed(model, objective(batch, "nll"), spec, optimizer=optimizer))
     with lm_surface(model, objective(batch, "nll")) as surface:
         diagonal = adamw_preconditioner(optimizer, surface.parameters)
-        settings = {"trace_probes": 0, "density_samples": 0}
-        alone = curvature(surface, None, preconditioner=diagonal, **settings)
+        alone = curvature(surface, None, preconditioner=diagonal, trace_probes=0)
     shared = rows["preconditioned_largest"]
     assert shared.converged and shared.value == pytest.approx(alone.largest, rel=1e-3)
     assert rows["preconditioned_threshold"].value == pytest.approx(38 / 1e-3)

@@ -278,32 +278,9 @@ def score_norms(tokens: pd.DataFrame) -> Figure:
     return figure
 
 
-def spectrum(nodes: pd.DataFrame) -> Figure:
-    """Ritz values of the Hessian and their weights: a panel for each functional and probe set.
-
-    `nodes`: functional, probe_set, rho (the Ritz value), value (its weight; those of a panel sum to 1).
-    """
-    groups = list(nodes.groupby(["functional", "probe_set"]))
-    with styled():
-        figure, axes = panels(len(groups), height=2.2)
-        for axis, ((functional, probe_set), own) in zip(axes, groups, strict=True):
-            axis.plot(own["rho"], own["value"], "o", color=BLUE, alpha=0.6, markersize=2.5)
-            axis.axvline(0, color=GRAY, linewidth=0.8)
-            smallest = own["rho"].abs()[own["rho"] != 0].quantile(0.1)
-            axis.set_xscale("symlog", linthresh=10 ** math.floor(math.log10(smallest)) if smallest > 0 else 1.0)
-            axis.set(yscale="log", xlabel="eigenvalue of the Hessian (Ritz value)", ylabel="share of the spectrum")
-            axis.set_title(plain(f"{functional}, {split_of(str(probe_set))}"))
-        finish(figure, axes)
-    return figure
-
-
 def probe_pictures(estimates: pd.DataFrame) -> Iterator[Picture]:
-    """Figures of one model's probes table: spectrum of its last step, and sharpness by step."""
+    """Figures of one model's probes table: sharpness by step."""
     whole = estimates[(estimates["parameters"] == "all") & ~estimates["converged"].isin([False])]
-    last = whole[whole["step"] == whole["step"].max()]
-    nodes = last[last["quantity"] == "density"]
-    if len(nodes):
-        yield Picture("spectrum", "Spectral density of the Hessian: Ritz values and their weights.", spectrum(nodes))
     along = whole[whole["quantity"].isin(list(SHARPNESS)) & whole["value"].notna()]
     if along["step"].nunique() > 1:
         names = (

@@ -103,7 +103,7 @@ def test_weights_are_quantiles_and_the_gradient_is_a_cumulative_share(study):
 def test_probe_pictures_and_token_picture_are_drawn(study):
     run = next(iter(study.settings[0].runs.values()))
     names = {picture.name for picture in plots.probe_pictures(run.probes)}
-    assert {"spectrum", "sharpness"} <= names
+    assert "sharpness" in names
     rest = np.linspace(0.01, 0.9, 400)
     frame = pd.DataFrame({"logp": np.log1p(-rest), "score_norm_local": 40 * rest})
     (axis,) = plots.token_picture(frame).figure.axes
