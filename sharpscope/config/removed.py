@@ -43,6 +43,7 @@ REMOVED: dict[str, str] = {
     "recording.flush_every": "every step is flushed",
     "recording.heldout_functional": "it is the expected failure",
     "recording.heldout_samples": "set probes.samples",
+    "task.source": "a path that exists is read as files, owner/name from the Hub",
     "rollout.backend": "completions are generated in this process; to sample with vLLM, train with TRL or verl and record that",
 }
 """Path of a setting -> what to use instead."""

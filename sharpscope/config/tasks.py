@@ -151,9 +151,6 @@ class DatasetSpec(Spec):
         "",
         description=".parquet, .jsonl or .json-lines file, a folder of such files, or the id of a Hugging Face data set",
     )
-    source: Literal["auto", "files", "huggingface"] = Field(
-        "auto", description="auto: files if the path exists, the Hub for owner/name, otherwise an error"
-    )
     subset: str = Field("", description="Hugging Face: configuration name")
     hub_split: str = Field("train", description="Hugging Face: split to read")
     columns: ColumnsSpec = Field(ColumnsSpec(), description="column mapping")
@@ -163,7 +160,8 @@ class DatasetSpec(Spec):
         "answers",
     )
     template: Template = Field(
-        "", description="prompt template; the question replaces {prompt}; empty: the question unchanged"
+        "",
+        description="prompt template; the question replaces {prompt}; empty: the question unchanged, as one with chat markup always is",
     )
     heldout_fraction: float = Field(
         0.1, ge=0, lt=1, description="share of the questions held out, selected by content hash; 0: none"

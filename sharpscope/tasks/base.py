@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from functools import wraps
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from sharpscope.errors import UserError
 
@@ -99,6 +100,23 @@ def respond_all(task: InteractiveTask, examples: Sequence[Example], completions:
     if many is not None:
         return list(many(examples, completions))
     return [task.respond(example, completion) for example, completion in zip(examples, completions, strict=True)]
+
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def once(method: Callable[[S], T]) -> Callable[[S], T]:
+    """Decorator that keeps the result of a method without arguments on its instance."""
+    name = f"_{method.__name__}_result"
+
+    @wraps(method)
+    def kept(self: S) -> T:
+        if not hasattr(self, name):
+            setattr(self, name, method(self))
+        return cast(T, getattr(self, name))
+
+    return kept
 
 
 def content_id(*parts: str) -> str:

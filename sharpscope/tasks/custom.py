@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sharpscope.config.tasks import CustomSpec
 from sharpscope.errors import UserError, nearest
-from sharpscope.tasks.base import Example, Reward, Task, content_id, respond_all
+from sharpscope.tasks.base import Example, Reward, Task, content_id, once, respond_all
 
 Factory = Callable[..., Any]
 
@@ -65,8 +64,7 @@ def make_custom(spec: CustomSpec) -> Task:
         UserError: the factory does not exist, does not accept the options, or does not return a task.
     """
     factory = _find(spec.factory)
-    _check_options(factory, spec)
-    made = _own(f"task.factory = '{spec.factory}'", lambda: factory(**spec.options))
+    made = _own(f"task.factory = '{spec.factory}' with options {dict(spec.options)}", lambda: factory(**spec.options))
     if isinstance(made, tuple) and len(made) == 2 and callable(made[1]):
         return CheckedTask(spec.factory, lambda: made[0], made[1])
     missing = [part for part in ("splits", "score") if not callable(getattr(made, part, None))]
@@ -75,8 +73,10 @@ def make_custom(spec: CustomSpec) -> Task:
             f"task.factory = '{spec.factory}': returned {type(made).__name__} without {' and '.join(missing)};"
             " return (splits, score) or an object with both"
         )
-    kind = InteractiveCheckedTask if callable(getattr(made, "respond", None)) else CheckedTask
-    return kind(str(getattr(made, "name", spec.factory)), made.splits, made.score, made)
+    name = str(getattr(made, "name", spec.factory))
+    if callable(getattr(made, "respond", None)):
+        return InteractiveCheckedTask(name, made)
+    return CheckedTask(name, made.splits, made.score)
 
 
 def _own(what: str, call: Callable[[], Any]) -> Any:
@@ -91,29 +91,15 @@ def _own(what: str, call: Callable[[], Any]) -> Any:
         ) from error
 
 
-def _check_options(factory: Factory, spec: CustomSpec) -> None:
-    """Check the options against the factory's signature, so that a TypeError inside the factory is not blamed on them."""
-    try:
-        signature = inspect.signature(factory)
-    except ValueError:  # some callables written in C have no signature
-        return
-    try:
-        signature.bind(**spec.options)
-    except TypeError as error:
-        raise UserError(
-            f"task.options = {dict(spec.options)}: {spec.factory} does not accept them ({error})"
-        ) from error
-
-
 def _find(path: str) -> Factory:
     """The registered factory of that name, or `module:function`, also from the working directory."""
-    if ":" not in path:
+    module_name, colon, attribute = path.partition(":")
+    if not colon:
         if path not in _REGISTRY:
             raise UserError(
                 f"task.factory = '{path}': no registered task{nearest(path, _REGISTRY)} or give module:function"
             )
         return _REGISTRY[path]
-    module_name, _, attribute = path.partition(":")
     before = list(sys.path)
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -124,40 +110,35 @@ def _find(path: str) -> Factory:
         sys.path[:] = before
     factory = getattr(module, attribute, None)
     if not callable(factory):
-        raise UserError(
-            f"task.factory = '{path}': module '{module_name}' has no function '{attribute}'"
-            f"{nearest(attribute, vars(module))}"
-        )
+        hint = nearest(attribute, vars(module))
+        raise UserError(f"task.factory = '{path}': module '{module_name}' has no function '{attribute}'{hint}")
     return factory
 
 
 class CheckedTask:
     """Wrapper of a custom task that checks its splits and rewards."""
 
-    def __init__(self, name: str, splits: Callable[[], Any], score: Callable[..., Any], task: Any = None) -> None:
-        self.name, self._make_splits, self._score, self._task = name, splits, score, task
-        self._splits: dict[str, list[Example]] | None = None
+    def __init__(self, name: str, splits: Callable[[], Any], score: Callable[..., Any]) -> None:
+        self.name, self._make_splits, self._score = name, splits, score
 
+    @once
     def splits(self) -> dict[str, list[Example]]:
         """The task's splits, with `id` and `level` (default "all") in the `meta` of each example."""
-        if self._splits is None:
-            splits = _own(f"task '{self.name}', splits", self._make_splits)
-            if not isinstance(splits, Mapping) or not splits.get("train"):
-                raise UserError(f"task '{self.name}': splits must be a dict with a list of examples under 'train'")
-            self._splits = {str(split): self._checked(str(split), examples) for split, examples in splits.items()}
-        return self._splits
+        splits = _own(f"task '{self.name}', splits", self._make_splits)
+        if not isinstance(splits, Mapping) or not splits.get("train"):
+            raise UserError(f"task '{self.name}': splits must be a dict with a list of examples under 'train'")
+        return {
+            str(split): [self._checked(f"{split}[{i}]", example) for i, example in enumerate(examples)]
+            for split, examples in splits.items()
+        }
 
-    def _checked(self, split: str, examples: Sequence[Any]) -> list[Example]:
-        checked = []
-        for i, example in enumerate(examples):
-            texts = (example.prompt, example.answer) if isinstance(example, Example) else (None,)
-            if not all(isinstance(text, str) for text in texts):
-                raise UserError(
-                    f"task '{self.name}': {split}[{i}] must be Example(prompt: str, answer: str), got {example!r:.80}"
-                )
-            meta = {"id": content_id(example.prompt, example.answer), "level": "all"} | dict(example.meta)
-            checked.append(replace(example, meta=meta))
-        return checked
+    def _checked(self, where: str, example: Any) -> Example:
+        if not (isinstance(example, Example) and isinstance(example.prompt, str) and isinstance(example.answer, str)):
+            raise UserError(
+                f"task '{self.name}': {where} must be Example(prompt: str, answer: str), got {example!r:.80}"
+            )
+        meta = {"id": content_id(example.prompt, example.answer), "level": "all"} | dict(example.meta)
+        return replace(example, meta=meta)
 
     def score(self, example: Example, completion: str) -> Reward:
         """The scorer's result as a `Reward`. A total that is not finite is left to the health rule `non_finite`."""
@@ -174,13 +155,13 @@ class CheckedTask:
 class InteractiveCheckedTask(CheckedTask):
     """Wrapper of a custom interactive task, which also checks its responses."""
 
-    def __init__(self, name: str, splits: Callable[[], Any], score: Callable[..., Any], task: Any = None) -> None:
-        super().__init__(name, splits, score, task)
-        stop: Any = getattr(task, "stop", ())
-        if isinstance(stop, str):  # ("</search>") is a string, not a tuple
-            stop = (stop,)
-        self.stop = tuple(stop) if isinstance(stop, Iterable) else ()
-        if not self.stop or not all(isinstance(text, str) and text for text in self.stop):
+    def __init__(self, name: str, task: Any) -> None:
+        super().__init__(name, task.splits, task.score)
+        self._task, stop = task, getattr(task, "stop", ())
+        self.stop = (stop,) if isinstance(stop, str) else stop  # ("</search>") is a string, not a tuple
+        if not isinstance(self.stop, tuple | list) or not all(
+            isinstance(text, str) and text for text in self.stop or [0]
+        ):
             raise UserError(
                 f"task '{name}': defines respond but not stop; set stop = ('…',), the texts at which generation stops"
             )
@@ -194,11 +175,8 @@ class InteractiveCheckedTask(CheckedTask):
         responses: list[Any] = _own(
             f"task '{self.name}', respond", lambda: respond_all(self._task, examples, completions)
         )
-        if len(responses) != len(examples):
-            raise UserError(
-                f"task '{self.name}': respond_many returned {len(responses)} responses for {len(examples)} completions"
-            )
-        for response in responses:
-            if response is not None and not isinstance(response, str):
-                raise UserError(f"task '{self.name}': respond returned {type(response).__name__}; return a str or None")
+        kinds = {type(response).__name__ for response in responses if not isinstance(response, str | None)}
+        if kinds or len(responses) != len(examples):
+            found = ", ".join(kinds) or f"{len(responses)} responses for {len(examples)} completions"
+            raise UserError(f"task '{self.name}': respond returned {found}; return a str or None for each completion")
         return responses

@@ -17,7 +17,7 @@ from typing import Any
 from sharpscope.config.tasks import ColumnsSpec, DatasetSpec
 from sharpscope.errors import UserError, nearest
 from sharpscope.tasks.answers import final_answer, number_of, score_exact, score_exact_match, score_numeric
-from sharpscope.tasks.base import Example, Reward, content_id, held_out_share
+from sharpscope.tasks.base import Example, Reward, content_id, held_out_share, once
 from sharpscope.tasks.logic_rl import roles_of, score_logic_rl
 from sharpscope.tasks.math_scoring import score_math
 from sharpscope.tasks.statements import content_key, parse_statements, solve
@@ -25,8 +25,6 @@ from sharpscope.tasks.statements import content_key, parse_statements, solve
 Row = dict[str, Any]
 Location = str
 """Location of a row, for error messages: `file.jsonl line 3` or `file.parquet row 3`, counted from 1."""
-Pick = Callable[[Sequence[str], Location], Sequence[str]]
-"""Function from the columns of a file to those to read; it raises UserError if one is missing."""
 
 SUFFIXES = (".parquet", ".jsonl", ".ndjson")
 PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
@@ -66,51 +64,47 @@ _NUMBER = re.compile(r"[-+−]?\$?[\d,]*\.?\d+(?:\s?/\s?\d+)?%?")
 class DatasetTask:
     """Splits `train` and, unless nothing is held out, `heldout`; `meta["scorer"]` is the scorer of a row."""
 
+    name = "dataset"
+
     def __init__(self, spec: DatasetSpec) -> None:
         if not spec.path:
             raise UserError(
                 "task.path: not set; give a .parquet or .jsonl file, a folder of them or a Hugging Face dataset id"
             )
         self.spec = spec
-        self.name = "dataset"
-        self._columns = spec.columns
-        self._rows_of_path: list[Example] | None = None
-        self._splits: dict[str, list[Example]] | None = None
 
+    @once
     def rows(self) -> list[Example]:
-        """All rows of `task.path` in file order, from every split; cached.
+        """All rows of `task.path` in file order, from every split.
 
         Raises:
             UserError: a file or row is invalid.
         """
-        if self._rows_of_path is None:
-            self._rows_of_path = self._examples(self.spec.path, "task.path")
-        return self._rows_of_path
+        return self._examples(self.spec.path, "task.path")
 
+    @once
     def splits(self) -> dict[str, list[Example]]:
-        """Rows by split, in file order; cached.
+        """Rows by split, in file order.
 
         Raises:
             UserError: a file or row is invalid, or a split is empty.
         """
-        if self._splits is None:
-            spec, rows = self.spec, self.rows()
-            if spec.heldout_path:
-                heldout = self._examples(spec.heldout_path, "task.heldout_path")
-                contents = {example.meta["content"] for example in heldout}
-            else:
-                share = spec.heldout_fraction
-                contents = {e.meta["content"] for e in rows if held_out_share(e.meta["content"]) < share}
-                heldout = [example for example in rows if example.meta["content"] in contents]
-            train = [example for example in rows if example.meta["content"] not in contents]
-            for side, name in ((train, "training"), (heldout, "held-out")):
-                if not side and (name == "training" or spec.heldout_fraction or spec.heldout_path):
-                    raise UserError(
-                        f"task.heldout_fraction = {spec.heldout_fraction}: the {name} set has none of the {len(rows)} rows;"
-                        " change the fraction (0: no held-out set), set task.heldout_path, or evaluate with --split all"
-                    )
-            self._splits = {"train": train} | ({"heldout": heldout} if heldout else {})
-        return self._splits
+        spec, rows = self.spec, self.rows()
+        if spec.heldout_path:
+            heldout = self._examples(spec.heldout_path, "task.heldout_path")
+            contents = {example.meta["content"] for example in heldout}
+        else:
+            share = spec.heldout_fraction
+            contents = {e.meta["content"] for e in rows if held_out_share(e.meta["content"]) < share}
+            heldout = [example for example in rows if example.meta["content"] in contents]
+        train = [example for example in rows if example.meta["content"] not in contents]
+        for side, name in ((train, "training"), (heldout, "held-out")):
+            if not side and (name == "training" or spec.heldout_fraction or spec.heldout_path):
+                raise UserError(
+                    f"task.heldout_fraction = {spec.heldout_fraction}: the {name} set has none of the {len(rows)} rows;"
+                    " change the fraction (0: no held-out set), set task.heldout_path, or evaluate with --split all"
+                )
+        return {"train": train} | ({"heldout": heldout} if heldout else {})
 
     def score(self, example: Example, completion: str) -> Reward:
         """Reward of prefill and completion by the row's scorer."""
@@ -120,74 +114,70 @@ class DatasetTask:
         return SCORERS[example.meta["scorer"]](text, example.meta["truths"])
 
     def _examples(self, path: str, field: str) -> list[Example]:
-        examples: list[Example] = []
-        for location, row in self._read(path, field):
-            examples.append(self._example(row, location))
-            if len(examples) == self.spec.limit:
-                break
+        spec, examples = self.spec, []
+        hub_id = path.count("/") == 1 and not Path(path).suffix and not Path(path).expanduser().exists()
+        saved = any(Path(path, name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
+        for file in [path] if hub_id or saved else files_of(path, field):
+            rows = read_file(file) if isinstance(file, Path) else read_hub(path, spec.subset, spec.hub_split)
+            columns = None
+            for where, row in rows:
+                columns = columns or find_columns(spec.columns, list(row), where)
+                examples.append(self._example(row, columns, where))
+                if len(examples) == spec.limit:
+                    return examples
+            if columns is None:
+                raise UserError(f"{file}: the dataset has no rows")
         return examples
 
-    def _read(self, path: str, field: str) -> Iterator[tuple[Location, Row]]:
+    def _example(self, row: Row, columns: ColumnsSpec, where: Location) -> Example:
         spec = self.spec
-        hub_id = path.count("/") == 1 and not Path(path).suffix and not Path(path).expanduser().exists()
-        if spec.source == "huggingface" or (spec.source == "auto" and hub_id):
-            yield from read_hub(path, spec.subset, spec.hub_split, self._pick)
-            return
-        for file in files_of(path, field):
-            yield from read_file(file, self._pick)
-
-    def _pick(self, present: Sequence[str], location: Location) -> Sequence[str]:
-        """Set the columns of a file, and return those to read."""
-        columns = self._columns = find_columns(self.spec.columns, present, location)
-        used = [columns.prompt, columns.answer, columns.data_source, columns.level, "statements"]
-        return [name for column in used for name in (column, column.partition(".")[0]) if name]
-
-    def _example(self, row: Row, location: Location) -> Example:
-        spec, columns = self.spec, self._columns
-        prompt, messages = read_prompt(cell(row, columns.prompt, location, "prompt"), location)
-        truth = cell(row, columns.answer, location, "answer")
-        scorer = self._scorer(row, truth, location)
+        prompt, messages = read_prompt(cell(row, columns.prompt, where, "prompt"), where)
+        truth = cell(row, columns.answer, where, "answer")
+        scorer = self._scorer(row, columns, truth, where)
         if scorer == "logic_rl":
-            answer, meta = _puzzle(truth, row, location)
+            answer, meta = _puzzle(truth, row, where)
         else:
-            truths = read_truths(truth, scorer, location)
+            truths = read_truths(truth, scorer, where)
             content = content_id(" ".join(prompt.split()))
             answer, meta = truths[0], {"truths": truths, "level": "all", "content": content}
         if columns.level:
-            meta["level"] = _level(cell(row, columns.level, location, "level"), location)
-        if spec.template:
-            prompt = spec.template.replace("{prompt}", prompt)
+            level = cell(row, columns.level, where, "level")
+            if not isinstance(level, str | int | float):
+                raise UserError(f"{where}: the level must be a number or text, got {level!r:.60}")
+            meta["level"] = int(level) if isinstance(level, float) and level.is_integer() else level
         templated = any(mark in prompt for mark in CHAT_MARKS)
+        if spec.template and not templated:
+            prompt, messages = spec.template.replace("{prompt}", prompt), []
         return Example(
             prompt,
             answer,
             {"id": content_id(prompt, answer), "scorer": scorer} | meta,
-            messages=messages if len(messages) > 1 and not (templated or spec.template) else (),
+            messages=messages if len(messages) > 1 and not templated else (),
             prefill=prompt[prompt.rfind("<think>") :] if prompt.rstrip().endswith("<think>") else "",
             templated=templated,
         )
 
-    def _scorer(self, row: Row, truth: object, location: Location) -> str:
+    def _scorer(self, row: Row, columns: ColumnsSpec, truth: object, where: Location) -> str:
         """The configured scorer, that of the row's data_source, or one that suits the answer."""
         if self.spec.scorer != "auto":
             return self.spec.scorer
-        if not self._columns.data_source:
+        if not columns.data_source:
             if isinstance(truth, dict) and "solution_text_format" in truth:
                 return "logic_rl"
-            truths = [final_answer(text) for text in read_truths(truth, "auto", location)]
+            truths = [final_answer(text) for text in read_truths(truth, "auto", where)]
             if any("\\" in text for text in truths):
                 return "math"
             return "numeric" if all(_NUMBER.fullmatch(text) for text in truths) else "exact_match"
-        source = cell(row, self._columns.data_source, location, "data_source")
+        source = cell(row, columns.data_source, where, "data_source")
         if not isinstance(source, str) or source not in DATA_SOURCES:
             raise UserError(
-                f"{location}: data_source {source!r:.60} has no scorer{nearest(str(source), DATA_SOURCES)}"
+                f"{where}: data_source {source!r:.60} has no scorer{nearest(str(source), DATA_SOURCES)}"
                 f" or set task.scorer to one of: {', '.join(sorted({*SCORERS, 'logic_rl'}))}"
             )
         return DATA_SOURCES[source]
 
 
-def find_columns(columns: ColumnsSpec, present: Sequence[str], location: Location) -> ColumnsSpec:
+def find_columns(columns: ColumnsSpec, present: Sequence[str], where: Location) -> ColumnsSpec:
     """Fill in the columns that are not configured from the common names among `present`.
 
     Raises:
@@ -204,47 +194,42 @@ def find_columns(columns: ColumnsSpec, present: Sequence[str], location: Locatio
             none = f"no column for the {field} (usual names: {', '.join(names)})"
             problem = f"{' and '.join(candidates)} can each be the {field}" if candidates else none
             raise UserError(
-                f"{location}: {problem}; set task.columns.{field} to one of: {', '.join(candidates or present)}"
+                f"{where}: {problem}; set task.columns.{field} to one of: {', '.join(candidates or present)}"
             )
     source = columns.data_source or ("data_source" if "data_source" in present else "")
     return columns.model_copy(update=found | {"data_source": source})
 
 
-def read_prompt(value: object, location: Location) -> tuple[str, list[dict[str, str]]]:
+def read_prompt(value: object, where: Location) -> tuple[str, list[dict[str, str]]]:
     """Convert a prompt to text and chat messages.
 
     Args:
         value: text, which becomes one user message, or a list of chat messages, whose contents are joined by empty lines.
-        location: where the row is, for error messages.
+        where: location of the row, for error messages.
 
     Raises:
         UserError: the prompt is neither, or is empty.
     """
-    if isinstance(value, str):
-        messages = [{"role": "user", "content": value}]
-    elif isinstance(value, list) and value:
-        messages = []
-        for message in value:
-            if not isinstance(message, dict) or not all(
-                isinstance(message.get(key), str) for key in ("role", "content")
-            ):
-                raise UserError(f"{location}: prompt message {message!r:.60} needs 'role' and 'content' with text")
-            messages.append({"role": message["role"], "content": message["content"]})
-    else:
-        raise UserError(f"{location}: prompt must be text or a list of chat messages, got {type(value).__name__}")
-    text = "\n\n".join(message["content"] for message in messages)
+    turns = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    try:
+        messages = [{"role": turn["role"], "content": turn["content"]} for turn in turns]  # type: ignore[attr-defined]
+        text = "\n\n".join(message["content"] for message in messages)
+    except (TypeError, KeyError, IndexError):
+        text = ""
     if not text.strip():
-        raise UserError(f"{location}: the prompt is empty")
+        raise UserError(
+            f"{where}: the prompt must be text or a list of chat messages with 'role' and 'content', got {value!r:.60}"
+        )
     return text, messages
 
 
-def read_truths(value: object, scorer: str, location: Location) -> tuple[str, ...]:
+def read_truths(value: object, scorer: str, where: Location) -> tuple[str, ...]:
     """Convert the ground truth to accepted answers.
 
     Args:
         value: text or a number, a list of them, or `{"target": …}` as in question-answering datasets.
         scorer: name of the scorer; `numeric` needs a number in every answer.
-        location: where the row is, for error messages.
+        where: location of the row, for error messages.
 
     Raises:
         UserError: the value is none of these, or an answer is empty.
@@ -254,54 +239,32 @@ def read_truths(value: object, scorer: str, location: Location) -> tuple[str, ..
     truths = []
     for item in value if isinstance(value, list) else [value]:
         number = isinstance(item, int | float) and not isinstance(item, bool) and math.isfinite(item)
-        if not (number or isinstance(item, str)):
-            raise UserError(f"{location}: the answer must be text, a number or a list of them, got {item!r:.60}")
         text = repr(item) if isinstance(item, float) else str(item)
-        if not text.strip():
-            raise UserError(f"{location}: the answer is empty")
+        if not (number or isinstance(item, str)) or not text.strip():
+            raise UserError(f"{where}: the answer must be text, a number or a list of them, got {item!r:.60}")
         if scorer == "numeric" and number_of(text) is None:
-            raise UserError(f"{location}: the answer {text!r:.60} has no number, but the scorer is numeric")
+            raise UserError(f"{where}: the answer {text!r:.60} has no number, but the scorer is numeric")
         truths.append(text)
     if not truths:
-        raise UserError(f"{location}: the list of answers is empty")
+        raise UserError(f"{where}: the list of answers is empty")
     return tuple(truths)
 
 
-def _puzzle(truth: object, row: Row, location: Location) -> tuple[str, dict[str, Any]]:
+def _puzzle(truth: object, row: Row, where: Location) -> tuple[str, dict[str, Any]]:
     """Answer and meta of a Knights-and-Knaves row, whose ground truth must be the only solution of its statements."""
-    if isinstance(truth, str) and truth.lstrip().startswith("{"):
-        try:
-            truth = json.loads(truth)
-        except ValueError as error:
-            raise UserError(f"{location}: the ground truth is not valid JSON ({error})") from error
-    fields = truth if isinstance(truth, dict) else {"solution_text_format": truth}
+    fields = _nested(truth)
+    fields = fields if isinstance(fields, dict) else {"solution_text_format": fields}
     answer = fields.get("solution_text_format")
     roles = roles_of(answer) if isinstance(answer, str) else {}
-    if not isinstance(answer, str) or not roles:
-        raise UserError(
-            f"{location}: the ground truth needs solution_text_format, such as '(1) Ava is a knight', got {answer!r:.60}"
-        )
-    statements = fields.get("statements", row.get("statements"))
-    if statements is None:
-        raise UserError(f"{location}: no 'statements' in the ground truth or the row")
-    puzzle = parse_statements(statements, f"{location}: statements")
+    puzzle = parse_statements(fields.get("statements", row.get("statements")), f"{where}: statements")
     solution = tuple(role == "knight" for role in roles.values())
-    if len(puzzle) != len(roles) or solve(puzzle) != [solution]:
+    if not isinstance(answer, str) or solve(puzzle) != [solution]:
         raise UserError(
-            f"{location}: the solution {answer!r:.60} is not the only one; the statements have {len(solve(puzzle))}"
+            f"{where}: solution_text_format {answer!r:.60} must be the only solution of the statements, such as "
+            f"'(1) Ava is a knight'; they have {len(solve(puzzle))}"
         )
-    names, content = tuple(roles), content_key(puzzle)
-    return answer, {
-        "level": len(roles), "names": names, "solution": solution, "statements": puzzle, "content": content,
-    }  # fmt: skip
-
-
-def _level(value: object, location: Location) -> int | str:
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, (int, str)) and not isinstance(value, bool):
-        return value
-    raise UserError(f"{location}: the level must be an integer or text, got {value!r:.60}")
+    meta = {"level": len(roles), "names": tuple(roles), "solution": solution, "statements": puzzle}
+    return answer, meta | {"content": content_key(puzzle)}
 
 
 def files_of(path: str, field: str) -> list[Path]:
@@ -315,85 +278,53 @@ def files_of(path: str, field: str) -> list[Path]:
         UserError: the path does not exist or has no file of a known format.
     """
     root = Path(path).expanduser()
-    if root.is_dir():
-        files = sorted(file for file in root.iterdir() if file.suffix in SUFFIXES and file.is_file())
-        if not files:
-            raise UserError(f"{field} = '{path}': the folder has no {', '.join(SUFFIXES)} file")
-        return files
-    if not root.is_file():
+    if not root.exists():
         raise UserError(f"{field} = '{path}': no such file or folder (looked in {Path.cwd()})")
-    if root.suffix not in SUFFIXES:
-        raise UserError(
-            f"{field} = '{path}': '{root.suffix or 'no suffix'}' is not a known format; valid: {', '.join(SUFFIXES)}"
-        )
-    return [root]
+    files = [file for file in (sorted(root.iterdir()) if root.is_dir() else [root]) if file.suffix in SUFFIXES]
+    if not files:
+        raise UserError(f"{field} = '{path}': not a file or folder of a known format; valid: {', '.join(SUFFIXES)}")
+    return files
 
 
-def read_file(file: Path, pick: Pick) -> Iterator[tuple[Location, Row]]:
-    """Rows of one file; of a Parquet file, only the columns that `pick` returns.
+def read_file(file: Path) -> Iterator[tuple[Location, Row]]:
+    """Rows of one Parquet or JSON Lines file, with their locations.
 
     Raises:
-        UserError: the file is damaged, or has no rows.
+        UserError: the file is damaged.
     """
-    empty = True
-    for item in _parquet(file, pick) if file.suffix == ".parquet" else _json_lines(file, pick):
-        empty = False
-        yield item
-    if empty:
-        raise UserError(f"{file}: the dataset has no rows")
-
-
-def _parquet(file: Path, pick: Pick) -> Iterator[tuple[Location, Row]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+    where = str(file)
     try:
-        source = pq.ParquetFile(file)
-        present = source.schema_arrow.names
-        wanted = set(pick(present, str(file)))
-        number = 0
-        for batch in source.iter_batches(batch_size=1024, columns=[name for name in present if name in wanted]):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{file} row {number}", row
-    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
-        raise UserError(f"{file}: not a readable Parquet file ({_first_line(error)})") from error
+        if file.suffix == ".parquet":
+            import pyarrow.parquet as pq
 
-
-def _json_lines(file: Path, pick: Pick) -> Iterator[tuple[Location, Row]]:
-    try:
+            batches = pq.ParquetFile(file).iter_batches(batch_size=1024)
+            rows = (row for batch in batches for row in batch.to_pylist())
+            yield from ((f"{file} row {number}", row) for number, row in enumerate(rows, 1))
+            return
         with file.open(encoding="utf-8") as lines:
-            first = True
             for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                location = f"{file} line {number}"
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise UserError(
-                        f"{location}: not JSON ({_first_line(error)}); write one object per line"
-                    ) from error
+                where = f"{file} line {number}"
+                row = json.loads(line) if line.strip() else {}
                 if not isinstance(row, dict):
-                    raise UserError(f"{location}: a {type(row).__name__}; write one object per line")
-                if first:
-                    pick(list(row), location)
-                first = False
-                yield location, row
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text ({_first_line(error)})") from error
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({_first_line(error)})") from error
+                    raise ValueError(f"a {type(row).__name__} instead of an object")
+                if row:
+                    yield where, row
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ) as error:  # pyarrow's exceptions are ValueErrors or OSErrors
+        raise UserError(f"{where}: not readable as {file.suffix[1:]} ({_first_line(error)})") from error
 
 
-def read_hub(path: str, subset: str, split: str, pick: Pick) -> Iterator[tuple[Location, Row]]:
+def read_hub(path: str, subset: str, split: str) -> Iterator[tuple[Location, Row]]:
     """Rows of a Hugging Face dataset, through the optional library `datasets`.
 
     Args:
-        path: id of the dataset, or a local folder.
+        path: id of the dataset, or a folder written by its `save_to_disk`.
         subset: name of its configuration, or empty.
         split: name of the split.
-        pick: called with the columns.
 
     Raises:
         UserError: the library, the dataset or the split is missing.
@@ -402,11 +333,10 @@ def read_hub(path: str, subset: str, split: str, pick: Pick) -> Iterator[tuple[L
         import datasets
     except ImportError as error:
         raise UserError(
-            "task.source = huggingface: needs the library 'datasets'; pip install 'sharpscope[hub]'"
+            f"task.path = '{path}': not a local file; Hugging Face datasets need pip install 'sharpscope[hub]'"
         ) from error
-    saved = Path(path, "dataset_info.json").is_file() or Path(path, "dataset_dict.json").is_file()
     try:
-        loaded = datasets.load_from_disk(path) if saved else datasets.load_dataset(path, subset or None)
+        loaded = datasets.load_from_disk(path) if Path(path).exists() else datasets.load_dataset(path, subset or None)
     except Exception as error:  # the library raises many types: network, format, name
         raise UserError(
             f"task.path = '{path}': not a local file, and not a loadable Hugging Face dataset ({_first_line(error)})"
@@ -415,20 +345,17 @@ def read_hub(path: str, subset: str, split: str, pick: Pick) -> Iterator[tuple[L
         if split not in loaded:
             raise UserError(f"task.hub_split = '{split}': '{path}' has no such split{nearest(split, loaded)}")
         loaded = loaded[split]
-    if len(loaded) == 0:
-        raise UserError(f"{path}: the dataset has no rows")
-    pick(loaded.column_names, path)
     for number, row in enumerate(loaded, 1):
         yield f"{path} row {number}", dict(row)
 
 
-def cell(row: Row, column: str, location: Location, field: str) -> Any:
+def cell(row: Row, column: str, where: Location, field: str) -> Any:
     """Value of a column of a row.
 
     Args:
         row: the row.
         column: name of the column; a dot selects a nested column unless a column has the full name.
-        location: where the row is, for the error message.
+        where: location of the row, for the error message.
         field: field of `task.columns`, for the error message.
 
     Raises:
@@ -437,22 +364,24 @@ def cell(row: Row, column: str, location: Location, field: str) -> Any:
     if column in row:
         return row[column]
     value: Any = row
-    path: list[str] = []
     for part in column.split("."):
-        if isinstance(value, str) and value.lstrip().startswith("{"):  # some files store nested columns as JSON text
-            try:
-                value = json.loads(value)
-            except ValueError:
-                value = None
+        value = _nested(value)
         if not isinstance(value, dict) or part not in value:
-            parent = f" in '{'.'.join(path)}'" if path else ""
             hint = nearest(part, map(str, value)) if isinstance(value, dict) else f"; it is a {type(value).__name__}"
-            raise UserError(f"{location}: no column '{part}'{parent} (task.columns.{field} = '{column}'){hint}")
+            raise UserError(f"{where}: no column '{part}' (task.columns.{field} = '{column}'){hint}")
         value = value[part]
-        path.append(part)
+    return value
+
+
+def _nested(value: Any) -> Any:
+    """A nested column; some files store it as JSON text."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return None
     return value
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error).strip().partition("\n")[0]
-    return text[:200] or type(error).__name__
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import Any
 from sharpscope.config.tasks import GymSpec
 from sharpscope.errors import UserError, nearest
 from sharpscope.tasks.answers import last_tagged
-from sharpscope.tasks.base import Example, Reward, content_id, stream_seed, take
+from sharpscope.tasks.base import Example, Reward, content_id, once, stream_seed, take
 
 EVALUATING = frozenset(
     {
@@ -51,10 +50,6 @@ class GymTask:
                 f"task.name = '{spec.name}': its scorer passes model output to Python's eval;"
                 " set task.allow_eval=true if you trust the model"
             )
-        valid = {field.name for field in dataclasses.fields(DATASETS[spec.name][1])} - {"seed", "size"}
-        for option in spec.options:
-            if option not in valid:
-                raise UserError(f"task.options.{option}: {spec.name} has no such option{nearest(option, valid)}")
         self.spec = spec
         self.name = f"gym:{spec.name}"
         seed = stream_seed("gym", spec.name, spec.seed) % 2**31
@@ -66,22 +61,20 @@ class GymTask:
             raise UserError(
                 f"task.options = {spec.options}: rejected by {spec.name} ({str(error) or type(error).__name__})"
             ) from error
-        self._splits: dict[str, list[Example]] | None = None
 
+    @once
     def splits(self) -> dict[str, list[Example]]:
         """Questions by split, with disjoint texts.
 
         Raises:
             UserError: the dataset has too few different questions.
         """
-        if self._splits is None:
-            sizes = {"train": self.spec.train_size, "heldout": self.spec.heldout_size}
-            self._splits = {
-                split: take(self._stream(), count, training=split == "train", field=f"task.{split}_size")
-                for split, count in sizes.items()
-                if count
-            }
-        return self._splits
+        sizes = {"train": self.spec.train_size, "heldout": self.spec.heldout_size}
+        return {
+            split: take(self._stream(), count, training=split == "train", field=f"task.{split}_size")
+            for split, count in sizes.items()
+            if count
+        }
 
     def _stream(self) -> Iterator[Example]:
         for index in range(len(self._dataset)):
@@ -102,8 +95,7 @@ class GymTask:
             score = float(self._dataset.score_answer(answer, example.meta["entry"]))
         except Exception:  # third-party scorers on arbitrary text
             score = 0.0
-        if not math.isfinite(score):
-            score = 0.0
+        score = score if math.isfinite(score) else 0.0
         return Reward(score, {"answer": score}, correct=score >= 1.0)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from sharpscope.config.tasks import KnightsKnavesSpec
 from sharpscope.errors import UserError
-from sharpscope.tasks.base import HELD_OUT, Example, Reward, content_id, held_out_share, stream_seed
+from sharpscope.tasks.base import HELD_OUT, Example, Reward, content_id, held_out_share, once, stream_seed
 from sharpscope.tasks.logic_rl import roles_of, score_logic_rl, solution_text
 from sharpscope.tasks.puzzles import Draws, sample_puzzle, word_puzzle
 from sharpscope.tasks.statements import Puzzle, content_key, solve
@@ -48,23 +48,21 @@ class KnightsKnaves:
 
     def __init__(self, spec: KnightsKnavesSpec) -> None:
         self.spec = spec
-        self._splits: dict[str, list[Example]] | None = None
 
+    @once
     def splits(self) -> dict[str, list[Example]]:
         """`{"train": …, "heldout": …, "unseen": …}`, without splits of size 0."""
-        if self._splits is None:
-            spec = self.spec
-            sizes = {
-                "train": (spec.sizes, spec.train_size),
-                "heldout": (spec.sizes, spec.heldout_size),
-                "unseen": (spec.unseen_people, spec.unseen_size),
-            }
-            self._splits = {
-                split: [example for people in numbers for example in self._examples(split, people, count)]
-                for split, (numbers, count) in sizes.items()
-                if numbers and count
-            }
-        return self._splits
+        spec = self.spec
+        sizes = {
+            "train": (spec.sizes, spec.train_size),
+            "heldout": (spec.sizes, spec.heldout_size),
+            "unseen": (spec.unseen_people, spec.unseen_size),
+        }
+        return {
+            split: [example for people in numbers for example in self._examples(split, people, count)]
+            for split, (numbers, count) in sizes.items()
+            if numbers and count
+        }
 
     def score(self, example: Example, completion: str) -> Reward:
         """Logic-RL reward of prefill and completion."""
@@ -110,7 +108,10 @@ class KnightsKnaves:
     def _example(self, puzzle: Puzzle, content: str, seed: int) -> Example:
         (solution,) = solve(puzzle)
         quiz, names = word_puzzle(puzzle, Draws(seed))
+        chat = self.spec.style == "logic_rl"
+        prompt = logic_rl_prompt(quiz) if chat else quiz + "\n"
         meta = {
+            "id": content_id(prompt),
             "level": len(puzzle),
             "names": names,
             "solution": solution,
@@ -118,7 +119,4 @@ class KnightsKnaves:
             "quiz": quiz,
             "content": content,
         }
-        chat = self.spec.style == "logic_rl"
-        prompt = logic_rl_prompt(quiz) if chat else quiz + "\n"
-        meta = {"id": content_id(prompt)} | meta
         return Example(prompt, solution_text(names, solution), meta, prefill="<think>" if chat else "", templated=chat)

@@ -10,7 +10,6 @@ import atexit
 import importlib.util
 import json
 import os
-import queue
 import re
 import subprocess
 import sys
@@ -106,7 +105,7 @@ def is_value(answer: str) -> bool:
 
 
 def equal(gold: str, answer: str, time_limit: float = TIME_LIMIT) -> bool | None:
-    """Whether two answers in LaTeX are mathematically equal; None if the comparison exceeds `time_limit` [s].
+    """Whether two answers in LaTeX are mathematically equal; None if the comparison exceeds `time_limit` [s] or the memory.
 
     Raises:
         UserError: math-verify is not installed.
@@ -117,7 +116,10 @@ def equal(gold: str, answer: str, time_limit: float = TIME_LIMIT) -> bool | None
         return True
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(answer):
         return int(gold) == int(answer)
-    return _worker().compare(gold, answer, time_limit)
+    try:
+        return _compare(gold, answer, time_limit)
+    except TimeoutError:
+        return None
 
 
 class _Worker:
@@ -126,37 +128,35 @@ class _Worker:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[str] | None = None
-        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.cached = lru_cache(maxsize=10_000)(self._ask)
 
-    def compare(self, gold: str, answer: str, time_limit: float) -> bool | None:
-        """Whether the answers are equal, False if comparing ends the process; None after `time_limit` [s]."""
+    def ask(self, request: str, time_limit: float) -> str:
+        """The line that the process answers; empty if it ended or was killed after `time_limit` [s]."""
         with self.lock:
-            self.time_limit = time_limit
-            try:
-                return self.cached(gold, answer)
-            except queue.Empty:
-                self.stop()
-                return None
-            except OSError:  # the process ended, for example out of memory
-                self.stop()
-                return False
+            if self.process is None or self.process.poll() is not None:
+                self._start()
+            return self._line(f"{request}\n", time_limit)
 
-    def _ask(self, gold: str, answer: str) -> bool:
-        if self.process is None or self.process.poll() is not None:
-            self._start()
-        assert self.process is not None and self.process.stdin is not None
-        self.process.stdin.write(json.dumps([gold, answer]) + "\n")
-        self.process.stdin.flush()
-        line = self.lines.get(timeout=self.time_limit)
+    def _line(self, request: str, time_limit: float) -> str:
+        process = self.process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        timer = threading.Timer(time_limit, process.kill)
+        timer.start()
+        try:
+            process.stdin.write(request)
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:  # the process ended
+            line = ""
+        timer.cancel()
         if not line:
-            raise BrokenPipeError
-        return line == "true\n"
+            process.kill()
+            process.wait()
+        return line
 
     def _start(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise UserError("math scorer: needs math-verify; pip install 'sharpscope[math]'")
-        process = self.process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -164,45 +164,24 @@ class _Worker:
             text=True,
             encoding="utf-8",
         )
-        lines: queue.SimpleQueue[str]
-        lines = self.lines = queue.SimpleQueue()
-
-        def read() -> None:
-            """Pass on the lines of the process, and an empty one at its end."""
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.put(line)
-            lines.put("")
-
-        threading.Thread(target=read, daemon=True, name="math answers").start()
-        try:
-            started = lines.get(timeout=START_LIMIT) == "ready\n"
-        except queue.Empty:
-            started = False
-        if not started:
-            self.stop()
+        if self._line("", START_LIMIT) != "ready\n":
             raise UserError("math scorer: the worker process does not start; check `python -c 'import math_verify'`")
-
-    def stop(self) -> None:
-        """End the process; the next comparison starts a new one."""
-        process, self.process = self.process, None
-        if process is not None:
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
 
 
 _workers: dict[int, _Worker] = {}
+"""Worker by process. A forked process must not share the pipes and locks of its parent."""
 
 
-def _worker() -> _Worker:
-    """Worker of this process. A forked process must not share the pipes and locks of its parent."""
-    return _workers.setdefault(os.getpid(), _Worker())
+@lru_cache(maxsize=10_000)
+def _compare(gold: str, answer: str, time_limit: float) -> bool:
+    line = _workers.setdefault(os.getpid(), _Worker()).ask(json.dumps([gold, answer]), time_limit)
+    if not line:
+        raise TimeoutError  # not kept by the cache
+    return line == "true\n"
 
 
 @atexit.register
 def _stop() -> None:
-    if os.getpid() in _workers:
-        _workers.pop(os.getpid()).stop()
+    worker = _workers.pop(os.getpid(), None)
+    if worker is not None and worker.process is not None:
+        worker.process.kill()

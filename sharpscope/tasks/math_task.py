@@ -13,7 +13,7 @@ from itertools import chain
 from random import Random
 
 from sharpscope.config.tasks import MathSpec
-from sharpscope.tasks.base import Example, Reward, content_id, stream_seed, take
+from sharpscope.tasks.base import Example, Reward, content_id, once, stream_seed, take
 from sharpscope.tasks.math_scoring import score_value
 
 LEVELS = (1, 2, 3, 4)
@@ -134,25 +134,23 @@ class MathTask:
 
     def __init__(self, spec: MathSpec) -> None:
         self.spec = spec
-        self._splits: dict[str, list[Example]] | None = None
 
+    @once
     def splits(self) -> dict[str, list[Example]]:
         """Questions by split, without splits of size 0.
 
         Raises:
             UserError: there are too few different questions.
         """
-        if self._splits is None:
-            spec = self.spec
-            heldout = self._split("heldout", spec.levels, spec.heldout_size)
-            forms = {str(example.meta["form"]) for example in heldout}
-            splits = {
-                "train": self._split("train", spec.levels, spec.train_size, forms),
-                "heldout": heldout,
-                "unseen": self._split("unseen", spec.unseen_levels, spec.unseen_size),
-            }
-            self._splits = {split: examples for split, examples in splits.items() if examples}
-        return self._splits
+        spec = self.spec
+        heldout = self._split("heldout", spec.levels, spec.heldout_size)
+        forms = {str(example.meta["form"]) for example in heldout}
+        splits = {
+            "train": self._split("train", spec.levels, spec.train_size, forms),
+            "heldout": heldout,
+            "unseen": self._split("unseen", spec.unseen_levels, spec.unseen_size),
+        }
+        return {split: examples for split, examples in splits.items() if examples}
 
     def score(self, example: Example, completion: str) -> Reward:
         """1 if the final answer of prefill and completion is a number equal to the correct one, otherwise 0.

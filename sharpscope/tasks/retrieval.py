@@ -9,12 +9,11 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from sharpscope.errors import UserError
-from sharpscope.tasks.dataset import read_file
+from sharpscope.tasks.dataset import files_of, read_file
 
 TITLE_WEIGHT = 3
 """Number of repetitions of a title in the indexed text, so that the passage about an entity ranks above mentions of it."""
@@ -75,18 +74,16 @@ class HttpRetriever:
     """
 
     def __init__(self, url: str, top: int, time_limit: float, retries: int) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise UserError(f"task.retriever_url = '{url}': must start with http:// or https://")
-        self._url, self._top, self._time_limit, self._retries = url, top, time_limit, retries
         try:
-            host = urlsplit(url).hostname
-        except ValueError as error:
-            raise UserError(
-                f"task.retriever_url = '{url}': not a valid address ({error}); use http://host:port/path"
-            ) from error
+            parts = urlsplit(url)
+        except ValueError:
+            parts = urlsplit("")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(f"task.retriever_url = '{url}': not a valid address; use http://host:port/path")
+        self._url, self._top, self._time_limit, self._retries = url, top, time_limit, retries
         # Local addresses bypass a proxy set in the environment.
-        handlers = [urllib.request.ProxyHandler({})] if host in ("localhost", "127.0.0.1", "::1") else []
-        self._opener = urllib.request.build_opener(*handlers)
+        local = parts.hostname in ("localhost", "127.0.0.1", "::1")
+        self._opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if local else []))
 
     def search(self, queries: Sequence[str]) -> list[list[Passage]]:
         """The best passages for each query, from one request.
@@ -97,14 +94,17 @@ class HttpRetriever:
         if not queries:
             return []
         body = json.dumps({"queries": list(queries), "topk": self._top, "return_scores": True}).encode()
+        request = urllib.request.Request(self._url, data=body, headers={"Content-Type": "application/json"})
         problem = ""
         for attempt in range(self._retries + 1):
             if attempt:
                 time.sleep(min(0.1 * 2**attempt, 5.0))
-            request = urllib.request.Request(self._url, data=body, headers={"Content-Type": "application/json"})
             try:
                 with self._opener.open(request, timeout=self._time_limit) as response:
-                    return self._parse(json.load(response), len(queries))
+                    results = json.load(response)["result"]
+                if len(results) != len(queries):
+                    raise ValueError(f"{len(results)} results for {len(queries)} queries")
+                return [[passage_of(hit) for hit in hits][: self._top] for hits in results]
             except urllib.error.HTTPError as error:
                 problem = f"status {error.code}"
                 if error.code < 500:  # repeating an invalid request is useless
@@ -115,24 +115,14 @@ class HttpRetriever:
             f"task.retriever_url = '{self._url}': no valid response ({problem}); check that the retrieval server is running"
         )
 
-    def _parse(self, response: Any, count: int) -> list[list[Passage]]:
-        results = response["result"]
-        if len(results) != count:
-            raise ValueError(f"{len(results)} results for {count} queries")
-        return [[passage_of(_document(hit)) for hit in hits][: self._top] for hits in results]
-
-
-def _document(hit: Any) -> Any:
-    """The `document` of a hit with a score; a hit without a score is the document itself."""
-    return hit.get("document", hit) if isinstance(hit, dict) else hit
-
 
 def passage_of(row: Any) -> Passage:
-    """Convert `{"title", "text"}` or Search-R1's `{"contents": "\\"title\\"\\ntext"}` to a passage.
+    """Convert `{"title", "text"}`, Search-R1's `{"contents": "\\"title\\"\\ntext"}`, or `{"document": …}` with one of them.
 
     Raises:
         ValueError: the row has neither format.
     """
+    row = row.get("document", row) if isinstance(row, dict) else row
     if isinstance(row, dict) and isinstance(row.get("contents"), str):
         title, _, text = row["contents"].partition("\n")
         return Passage(title.strip().strip('"'), text.strip())
@@ -142,18 +132,16 @@ def passage_of(row: Any) -> Passage:
 
 
 def read_corpus(path: str) -> list[Passage]:
-    """Read the passages of a .jsonl or .parquet file.
+    """Read the passages of a .jsonl or .parquet file, or of a folder of them.
 
     Raises:
         UserError: the file does not exist, or a row is not a passage.
     """
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise UserError(f"task.corpus = '{path}': no such file (looked in {Path.cwd()})")
     passages = []
-    for location, row in read_file(file, lambda columns, location: ("title", "text", "contents")):
-        try:
-            passages.append(passage_of(row))
-        except ValueError as error:
-            raise UserError(f"{location}: {error}") from error
+    for file in files_of(path, "task.corpus"):
+        for where, row in read_file(file):
+            try:
+                passages.append(passage_of(row))
+            except ValueError as error:
+                raise UserError(f"{where}: {error}") from error
     return passages

@@ -18,9 +18,9 @@ Statement = tuple[Any, ...]
 Puzzle = tuple[Statement, ...]
 
 ATOMS = ("telling-truth", "lying")
+OPERANDS = {"not": (1, 1), "and": (2, 99), "or": (2, 99), "->": (2, 2), "<=>": (2, 2)}
+"""Operator -> smallest and largest number of operands."""
 MAX_PEOPLE = 12
-MAX_DEPTH = 30
-MAX_TEXT = 100_000
 
 
 def parse_statements(literal: object, where: str = "statements") -> Puzzle:
@@ -33,47 +33,30 @@ def parse_statements(literal: object, where: str = "statements") -> Puzzle:
     Raises:
         UserError: `literal` is not a puzzle.
     """
-    value = literal
-    if isinstance(literal, str):
-        if len(literal) > MAX_TEXT:
-            raise UserError(f"{where}: {len(literal)} characters; a puzzle has at most {MAX_TEXT}")
-        try:
-            value = ast.literal_eval(literal.strip())
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
-            raise UserError(
-                f"{where}: not a Python literal ({_short(literal)}); expected nested tuples of statements"
-            ) from error
-    if not isinstance(value, (tuple, list)) or not 1 <= len(value) <= MAX_PEOPLE:
-        raise UserError(f"{where}: expected 1 to {MAX_PEOPLE} statements, one per person, got {_short(value)}")
-    return tuple(_check(statement, len(value), where, 0) for statement in value)
+    try:
+        value: Any = ast.literal_eval(literal.strip()) if isinstance(literal, str) else literal
+        if not 1 <= len(value) <= MAX_PEOPLE:
+            raise ValueError(f"{len(value)} people instead of 1 to {MAX_PEOPLE}")
+        return tuple(_check(statement, len(value)) for statement in value)
+    except (ValueError, LookupError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
+        raise UserError(
+            f"{where}: {literal!r:.60} is not a puzzle such as (('lying', 1), ('telling-truth', 0)), one statement for each "
+            f"person ({type(error).__name__}: {str(error).partition(chr(10))[0]:.60})"
+        ) from error
 
 
-def _check(statement: object, people: int, where: str, depth: int) -> Statement:
-    """Convert a statement to nested tuples; raises UserError for an invalid part."""
-    if depth > MAX_DEPTH:
-        raise UserError(f"{where}: statements are nested deeper than {MAX_DEPTH}")
-    if not isinstance(statement, (tuple, list)) or len(statement) < 2:
-        raise UserError(f"{where}: {_short(statement)} is not a statement such as ('telling-truth', 0)")
+def _check(statement: Any, people: int) -> Statement:
+    """Convert a statement to nested tuples; raises ValueError, LookupError or TypeError for an invalid part."""
     operator, *rest = statement
     if operator in ATOMS:
-        if len(rest) != 1 or type(rest[0]) is not int or not 0 <= rest[0] < people:
-            raise UserError(f"{where}: {_short(statement)} must have one person from 0 to {people - 1}")
-        return (operator, rest[0])
-    arity = {"not": (1, 1), "and": (2, 99), "or": (2, 99), "->": (2, 2), "<=>": (2, 2)}.get(
-        operator if isinstance(operator, str) else ""
-    )
-    if arity is None:
-        raise UserError(
-            f"{where}: unknown operator {_short(operator)}; valid: telling-truth, lying, not, and, or, ->, <=>"
-        )
-    if not arity[0] <= len(rest) <= arity[1]:
-        raise UserError(f"{where}: {_short(statement)} has {len(rest)} operands, invalid for '{operator}'")
-    return (operator, *(_check(part, people, where, depth + 1) for part in rest))
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "…"
+        (person,) = rest
+        if type(person) is not int or not 0 <= person < people:
+            raise ValueError(f"no person {person!r:.20}")
+        return (operator, person)
+    least, most = OPERANDS[operator]
+    if not least <= len(rest) <= most:
+        raise ValueError(f"{len(rest)} operands of {operator}")
+    return (operator, *(_check(part, people) for part in rest))
 
 
 def solve(puzzle: Puzzle) -> list[tuple[bool, ...]]:

@@ -6,14 +6,14 @@ Questions come from a generated world, or from `task.questions` with `task.corpu
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from random import Random
 
-from sharpscope.config.tasks import ToolQaSpec
+from sharpscope.config.tasks import DatasetSpec, ToolQaSpec
 from sharpscope.errors import UserError
 from sharpscope.tasks.answers import last_tagged
-from sharpscope.tasks.base import Example, Reward, content_id, stream_seed, take
+from sharpscope.tasks.base import Example, Reward, content_id, once, stream_seed, take
 from sharpscope.tasks.dataset import SCORERS, DatasetTask
 from sharpscope.tasks.retrieval import Bm25Retriever, HttpRetriever, Passage, Retriever, read_corpus
 from sharpscope.tasks.tool_world import World, ask, make_world
@@ -39,7 +39,6 @@ LONGEST_QUERY = 500
 
 _INFORMATION_END = "</information>\n\n"
 _TAG = re.compile(r"</?(?:think|search|information|answer)>")
-
 
 FORMAT_SHARE = 0.2
 """Format reward of Search-R1: added if the protocol is followed, subtracted from a correct answer if it is not."""
@@ -122,35 +121,24 @@ class ToolQa:
             raise UserError("task.questions: needs passages to search; set task.corpus or task.retriever_url")
         self.spec = spec
         self.stop = STOP
-        self._world: World | None = None
-        self._retriever: Retriever | None = None
-        self._splits: dict[str, list[Example]] | None = None
 
-    @property
+    @cached_property
     def world(self) -> World:
-        """The generated world; created at first use."""
-        if self._world is None:
-            self._world = make_world(self.spec.things, stream_seed("world", self.spec.seed))
-        return self._world
+        """The generated world."""
+        return make_world(self.spec.things, stream_seed("world", self.spec.seed))
 
-    @property
+    @cached_property
     def retriever(self) -> Retriever:
-        """The server, or BM25 over the corpus file or the world; created at first use."""
-        if self._retriever is None:
-            spec = self.spec
-            if spec.retriever_url:
-                self._retriever = HttpRetriever(spec.retriever_url, spec.top, spec.time_limit, spec.retries)
-            else:
-                self._retriever = Bm25Retriever(
-                    read_corpus(spec.corpus) if spec.corpus else self.world.corpus(), spec.top
-                )
-        return self._retriever
+        """The server, or BM25 over the corpus file or the world."""
+        spec = self.spec
+        if spec.retriever_url:
+            return HttpRetriever(spec.retriever_url, spec.top, spec.time_limit, spec.retries)
+        return Bm25Retriever(read_corpus(spec.corpus) if spec.corpus else self.world.corpus(), spec.top)
 
+    @once
     def splits(self) -> dict[str, list[Example]]:
         """Questions by split, without splits of size 0."""
-        if self._splits is None:
-            self._splits = self._generated() if self.spec.questions is None else self._read()
-        return self._splits
+        return self._generated() if self.spec.questions is None else self._read(self.spec.questions)
 
     def _generated(self) -> dict[str, list[Example]]:
         spec = self.spec
@@ -182,48 +170,19 @@ class ToolQa:
                 "chain": question.chain,
                 "truths": (question.answer,),
             }
-            yield Example(self._prompt(question.text), question.answer, meta)
+            yield Example(self._template.replace("{prompt}", question.text), question.answer, meta)
 
-    def _read(self) -> dict[str, list[Example]]:
-        assert self.spec.questions is not None
-        questions = self.spec.questions
-        # the default scorer of the protocol needs no data_source column
-        scorer = "exact_match" if questions.scorer == "auto" else questions.scorer
-        splits = DatasetTask(questions.model_copy(update={"scorer": scorer})).splits()
-        return {split: [self._with_instruction(example) for example in examples] for split, examples in splits.items()}
+    def _read(self, questions: DatasetSpec) -> dict[str, list[Example]]:
+        changes = {}
+        if questions.scorer == "auto":  # that of the protocol, which needs no data_source column
+            changes["scorer"] = "exact_match"
+        if not questions.template and self.spec.style == "search_r1":
+            changes["template"] = INSTRUCTION
+        return DatasetTask(questions.model_copy(update=changes)).splits()
 
-    def _with_instruction(self, example: Example) -> Example:
-        """Insert the instruction into a question of the dataset, unless it already contains chat markup."""
-        meta = dict(example.meta) | {"question": example.prompt}
-        if example.templated:
-            return replace(example, meta=meta)
-        question = example.prompt.removesuffix(example.prefill)  # the prefill follows the instruction
-        messages = example.messages  # used instead of the prompt for a chat model
-        if self.spec.style == "search_r1" and messages:
-            messages = self._messages_with_instruction(messages, example.prefill)
-        return replace(example, prompt=self._prompt(question), meta=meta, messages=messages)
-
-    def _messages_with_instruction(
-        self, messages: Sequence[Mapping[str, str]], prefill: str
-    ) -> list[Mapping[str, str]]:
-        """Insert the instruction into the last user message.
-
-        Raises:
-            UserError: there is no user message.
-        """
-        users = [i for i, message in enumerate(messages) if message["role"] == "user"]
-        if not users:
-            raise UserError(
-                "task.style = 'search_r1': a question of task.questions has chat messages without role 'user' for the "
-                "instruction; add one or set task.style=compact"
-            )
-        last = users[-1]
-        content = self._prompt(messages[last]["content"].removesuffix(prefill))
-        return [*messages[:last], {**messages[last], "content": content}, *messages[last + 1 :]]
-
-    def _prompt(self, question: str) -> str:
-        template = INSTRUCTION if self.spec.style == "search_r1" else "{prompt}\n"
-        return template.replace("{prompt}", question)
+    @property
+    def _template(self) -> str:
+        return INSTRUCTION if self.spec.style == "search_r1" else "{prompt}\n"
 
     def respond(self, example: Example, completion: str) -> str | None:
         """Response to the last turn; see `respond_many`."""

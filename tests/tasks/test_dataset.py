@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import product
 
 import pandas as pd
 import pytest
@@ -75,6 +74,8 @@ def test_chat_messages_are_kept_and_also_given_as_text(tmp_path):
     assert splits["train"][0].messages == messages
     _, splits = load(tmp_path / "a.parquet", heldout_fraction=0, template="Q: {prompt} A: ")
     assert splits["train"][0].prompt == "Q: Be brief.\n\n1 + 1? A: "
+    _, splits = load(write(tmp_path / "b.parquet", [kk_row()]), heldout_fraction=0, template="Q: {prompt} A: ")
+    assert splits["train"][0].prompt == kk_row()["prompt"][0]["content"]  # a template does not surround chat markup
 
 
 def test_the_data_source_chooses_the_scorer(tmp_path):
@@ -111,38 +112,23 @@ def test_a_held_out_file_takes_its_contents_out_of_training(tmp_path):
     assert [example.prompt for example in splits["train"]] == [row["prompt"] for row in rows[5:]]
 
 
+TWO = "(('lying', 1), ('lying', 0))"  # two solutions
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"prompt": None}, "prompt must be text"),
-        ({"prompt": 5}, "prompt must be text"),
-        ({"prompt": ""}, "prompt is empty"),
-        ({"prompt": []}, "prompt must be text"),
-        ({"prompt": [{"role": "user"}]}, "needs 'role' and 'content' with text"),
-        ({"prompt": ["hello"]}, "needs 'role' and 'content' with text"),
+        ({"prompt": None}, "the prompt must be text"),
+        ({"prompt": ""}, "the prompt must be text"),
+        ({"prompt": [{"role": "user"}]}, "with 'role' and 'content'"),
+        ({"prompt": ["hello"]}, "with 'role' and 'content'"),
         ({"data_source": "kk_logick"}, "did you mean 'kk_logic'"),
         ({"data_source": None}, "data_source None has no scorer"),
-        ({"data_source": "some/unknown"}, "task.scorer"),
-        ({"reward_model": None}, "no column 'ground_truth' in 'reward_model'"),
-        ({"reward_model": {"truth": 1}}, "no column 'ground_truth' in 'reward_model'"),
-        ({"reward_model": {"ground_truth": None}}, "solution_text_format"),
-        (
-            {"reward_model": {"ground_truth": {"solution_text_format": "Ava lies", "statements": PUZZLE}}},
-            "solution_text_format",
-        ),
-        ({"reward_model": {"ground_truth": {"solution_text_format": TRUTH}}}, "no 'statements'"),
-        ({"reward_model": {"ground_truth": "{broken"}}, "is not valid JSON"),
-        ({"reward_model": {"ground_truth": TRUTH}, "statements": "open('x')"}, "statements: not a Python literal"),
-        ({"reward_model": {"ground_truth": TRUTH}, "statements": "(('lying', 7), ('lying', 0))"}, "from 0 to 1"),
-        ({"reward_model": {"ground_truth": TRUTH}, "statements": "(('lying', 1),)"}, "from 0 to 0"),
-        (
-            {"reward_model": {"ground_truth": TRUTH}, "statements": "(('lying', 1), ('lying', 0))"},
-            "the statements have 2",
-        ),
-        (
-            {"reward_model": {"ground_truth": TRUTH.replace("knave", "knight")}, "statements": PUZZLE},
-            "not the only one",
-        ),
+        ({"reward_model": None}, "no column 'ground_truth'"),
+        ({"reward_model": {"ground_truth": None}}, "is not a puzzle"),
+        ({"reward_model": {"ground_truth": "{broken"}}, "is not a puzzle"),
+        ({"reward_model": {"ground_truth": TRUTH}, "statements": TWO}, "they have 2"),
+        ({"reward_model": {"ground_truth": TRUTH.replace("knave", "knight")}, "statements": PUZZLE}, "they have 1"),
     ],
 )
 def test_a_broken_row_is_named_with_its_line(tmp_path, change, says):
@@ -155,7 +141,7 @@ def test_a_broken_row_is_named_with_its_line(tmp_path, change, says):
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-@pytest.mark.parametrize("names", list(product(("prompt", "question", "problem"), ("answer", "solution", "label"))))
+@pytest.mark.parametrize("names", [("prompt", "label"), ("question", "answer"), ("problem", "solution")])
 def test_common_column_names_are_used_as_they_are(tmp_path, names, suffix):
     """README: --task dataset --set task.path=puzzles.parquet."""
     rows = [dict(zip((*names, "note"), (f"{i} + 1?", str(i + 1), "x"), strict=True)) for i in range(40)]
@@ -191,7 +177,6 @@ def test_the_answer_chooses_the_scorer_where_nothing_else_does(tmp_path, answer,
     assert splits["train"][0].meta["scorer"] == scorer
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 @pytest.mark.parametrize(
     ("row", "says"),
     [
@@ -199,21 +184,12 @@ def test_the_answer_chooses_the_scorer_where_nothing_else_does(tmp_path, answer,
             {"prompt": "p", "answer": "1", "solution": "2"},
             "answer and solution can each be the answer; set task.columns.answer",
         ),
-        (
-            {"prompt": "p", "question": "q", "answer": "1"},
-            "prompt and question can each be the prompt; set task.columns.prompt",
-        ),
         ({"text": "p", "answer": "1"}, "no column for the prompt .*; set task.columns.prompt to one of: text, answer"),
-        (
-            {"prompt": "p", "target": "1"},
-            "no column for the answer .*; set task.columns.answer to one of: prompt, target",
-        ),
     ],
 )
-def test_unclear_columns_are_named(tmp_path, row, says, suffix):
-    with pytest.raises(UserError, match=says) as caught:
-        load(write(tmp_path / f"a.{suffix}", [row]))
-    assert "\n" not in str(caught.value) and f"a.{suffix}" in str(caught.value)
+def test_unclear_columns_are_named(tmp_path, row, says):
+    with pytest.raises(UserError, match=says):
+        load(write(tmp_path / "a.jsonl", [row]))
 
 
 def test_verls_format_wins_over_other_columns(tmp_path):
@@ -226,52 +202,34 @@ def test_verls_format_wins_over_other_columns(tmp_path):
     assert splits["train"][0].meta["scorer"] == "logic_rl"
 
 
-@pytest.mark.parametrize(
-    ("answer", "says"),
-    [
-        (None, "must be text, a number"),
-        (True, "must be text, a number"),
-        ({"x": 1}, "must be text, a number"),
-        (float("nan"), "must be text, a number"),
-        ("", "answer is empty"),
-        ([], "list of answers is empty"),
-        ("seven", "has no number"),
-    ],
-)
-def test_a_broken_answer_is_named(tmp_path, answer, says):
+@pytest.mark.parametrize("answer", [None, True, {"x": 1}, float("nan"), "", [], "seven"])
+def test_a_broken_answer_is_named(tmp_path, answer):
     path = write(tmp_path / "a.jsonl", rows_of(1, answer=answer))
-    with pytest.raises(UserError, match=f"line 1: .*{says}"):
+    with pytest.raises(UserError, match=r"line 1: the .*answer"):
         load(path)
 
 
 def test_broken_files_say_where_and_what(tmp_path):
     good = json.dumps(rows_of(1)[0])
-    for content, says in [
-        ("{not json}\n", "line 3: not JSON"),
-        ("[1, 2]\n", "line 3: a list; write one object"),
-        ("[" * 100_000 + "\n", "line 3: not JSON"),
-    ]:
+    for content in ("{not json}\n", "[1, 2]\n", "[" * 100_000 + "\n"):
         file = tmp_path / "a.jsonl"
         file.write_text(f"{good}\n\n{content}{good}\n")
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match="line 3: not readable as jsonl"):
             load(file)
     (tmp_path / "latin.jsonl").write_bytes(good.encode() + b'\n{"prompt": "\xe9"}\n')
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 this is not one PAR1")
-    (tmp_path / "none.parquet").write_bytes(b"")
     write(tmp_path / "zero.parquet", pd.DataFrame({name: pd.Series([], dtype=str) for name in ("prompt", "answer")}))
     (tmp_path / "table.csv").write_text("prompt,answer\n")
     (tmp_path / "folder").mkdir()
     for name, says in [
-        ("latin.jsonl", "not UTF-8"),
-        ("empty.jsonl", "has no row"),
-        ("broken.parquet", "not a readable Parquet file"),
-        ("none.parquet", "not a readable Parquet file"),
-        ("zero.parquet", "has no row"),
-        ("table.csv", "'.csv' is not a known format"),
-        ("folder", "the folder has no"),
+        ("latin.jsonl", "not readable"),
+        ("empty.jsonl", "has no rows"),
+        ("broken.parquet", "not readable"),
+        ("zero.parquet", "has no rows"),
+        ("table.csv", "of a known format"),
+        ("folder", "of a known format"),
         ("absent.parquet", "no such file or folder"),
-        ("absent", "no such file or folder"),
     ]:
         with pytest.raises(UserError, match=says) as caught:
             load(tmp_path / name)
@@ -295,7 +253,7 @@ def test_a_saved_hugging_face_folder_is_read(tmp_path):
         {"train": datasets.Dataset.from_list(rows_of(30)), "test": datasets.Dataset.from_list(rows_of(4))}
     )
     saved.save_to_disk(tmp_path / "set")
-    fields = {"source": "huggingface", "heldout_fraction": 0}
+    fields = {"heldout_fraction": 0}
     assert [e.answer for e in load(tmp_path / "set", **fields)[1]["train"]] == [str(i + 1) for i in range(30)]
     assert len(load(tmp_path / "set", hub_split="test", **fields)[1]["train"]) == 4
     with pytest.raises(UserError, match=r"hub_split = 'tset'.* did you mean 'test'"):

@@ -34,36 +34,6 @@ def test_every_puzzle_has_exactly_the_solution_it_claims(made):
         assert example.answer == "\n".join(lines)
 
 
-def say(statement, names) -> str:
-    """A statement in English, as the generator's documentation gives its wording."""
-    operator, *parts = statement
-    if operator in ("telling-truth", "lying"):
-        return f"{names[parts[0]]} is a {'knight' if operator == 'telling-truth' else 'knave'}"
-    if operator == "not" and parts[0][0] in ("telling-truth", "lying"):
-        return say(("lying" if parts[0][0] == "telling-truth" else "telling-truth", parts[0][1]), names)
-    said = [say(part, names) if part[0] in ("telling-truth", "lying") else f"({say(part, names)})" for part in parts]
-    if operator == "not":
-        return f"it is not the case that {said[0]}"
-    if operator == "->":
-        return f"if {said[0]} then {said[1]}"
-    return {"and": " and ", "or": " or ", "<=>": " if and only if "}[operator].join(said)
-
-
-def test_the_text_says_the_statements_in_the_words_knight_and_knave(made):
-    for example in (example for examples in made.values() for example in examples):
-        text, names = example.prompt, example.meta["names"]
-        assert text.startswith(
-            "A very special island is inhabited only by knights and knaves. Knights always tell the truth,"
-        )
-        assert text.endswith("So who is a knight and who is a knave?\n")
-        assert "Format your answer" not in text
-        assert f"You meet {len(names)} inhabitants: " in text
-        for name, statement in zip(names, example.meta["statements"], strict=True):
-            assert say(statement, names) in text
-            assert text.count(name) >= 2
-        assert text == example.meta["quiz"] + "\n"
-
-
 def test_held_out_contents_are_in_no_training_set_of_any_seed(made):
     train = {example.meta["content"] for example in made["train"]}
     for seed in range(4):
@@ -126,14 +96,9 @@ def test_logic_rl_style_opens_the_thought_in_the_prompt(made):
     [
         ({"people": 1}, "people"),
         ({"people": [3, 8]}, "people"),
-        ({"people": []}, "people"),
-        ({"people": [3, 3]}, "duplicates"),
         ({"people": [3], "unseen_people": [3, 4]}, r"unseen_people: \[3\] are also in people"),
         ({"people": 2, "width": 4}, "at most 3"),
         ({"depth": 1}, "greater than or equal to 2"),  # such puzzles never have exactly one solution
-        ({"train_size": 0}, "train_size"),
-        ({"size": 3}, "size"),
-        ({"style": "chat"}, "style"),
     ],
 )
 def test_impossible_settings_are_refused(fields, says):

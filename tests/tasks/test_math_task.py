@@ -73,21 +73,9 @@ def test_more_questions_than_exist_is_an_error():
         make_task(MathSpec(families=["linear"], levels=[1], train_size=900_000)).splits()
 
 
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"levels": [5]}, "levels"),
-        ({"levels": []}, "levels"),
-        ({"levels": [1, 1]}, "duplicates"),
-        ({"levels": [1], "unseen_levels": [1]}, "are also in levels"),
-        ({"families": ["algebra"]}, "families"),
-        ({"template": "question"}, "must contain {prompt}"),
-        ({"time_limit": 0}, "time_limit"),
-    ],
-)
-def test_impossible_settings_are_refused(fields, says):
-    with pytest.raises(ValidationError, match=says):
-        MathSpec(**fields)
+def test_impossible_settings_are_refused():
+    with pytest.raises(ValidationError, match="are also in levels"):
+        MathSpec(levels=[1], unseen_levels=[1])
 
 
 def test_who_copies_the_question_has_not_answered_it():

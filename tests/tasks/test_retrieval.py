@@ -86,7 +86,6 @@ class Handler(BaseHTTPRequestHandler):
             "short": {"result": result[1:]},
             "odd": {"results": []},
             "strange": {"result": [[{"document": 3}]] * len(result)},
-            "words": {"result": [["a passage"]] * len(result)},
         }.get(act, {"result": result})
         self.send_response({"broken": 503, "refused": 404}.get(act, 200))
         if act == "cut":
@@ -143,7 +142,7 @@ def test_a_server_on_this_machine_is_asked_without_the_proxy(server, monkeypatch
         HttpRetriever("http://retriever.invalid/x", top=1, time_limit=1.0, retries=0).search(["a"])
 
 
-@pytest.mark.parametrize("act", ["broken", "garbage", "short", "odd", "strange", "words", "cut"])
+@pytest.mark.parametrize("act", ["broken", "garbage", "short", "odd", "strange", "cut"])
 def test_a_passing_failure_is_retried(server, quick, act):
     server.plan = [act, act]
     assert client(server).search(["a"])[0][0].title == "a"
@@ -166,7 +165,6 @@ def test_a_lasting_failure_names_the_server(server, quick):
     server.server_close()
     with pytest.raises(UserError, match="no valid response"):
         HttpRetriever("http://127.0.0.1:9/x", top=1, time_limit=1.0, retries=1).search(["a"])
-    with pytest.raises(UserError, match=r"task.retriever_url = 'http://\[::1': not a valid address"):
-        HttpRetriever("http://[::1", top=1, time_limit=1.0, retries=1)
-    with pytest.raises(UserError, match="must start with http"):
-        HttpRetriever("file:///etc/passwd", top=1, time_limit=1.0, retries=1)
+    for url in ("http://[::1", "file:///etc/passwd"):
+        with pytest.raises(UserError, match=r"task.retriever_url = .*: not a valid address"):
+            HttpRetriever(url, top=1, time_limit=1.0, retries=1)

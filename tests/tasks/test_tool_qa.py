@@ -206,18 +206,9 @@ def test_the_published_prompt():
     assert example.prompt.endswith(f"Question: {example.meta['question']}\n")
 
 
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"hops": [4]}, "hops"),
-        ({"hops": [1], "unseen_hops": [1]}, "are also in hops"),
-        ({"things": 3}, "things"),
-        ({"turns": 0}, "turns"),
-    ],
-)
-def test_impossible_settings_are_refused(fields, says):
-    with pytest.raises(ValidationError, match=says):
-        ToolQaSpec(**fields)
+def test_impossible_settings_are_refused():
+    with pytest.raises(ValidationError, match="are also in hops"):
+        ToolQaSpec(hops=[1], unseen_hops=[1])
 
 
 def test_a_world_too_small_for_its_questions_is_an_error():

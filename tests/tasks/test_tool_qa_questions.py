@@ -11,17 +11,12 @@ import yaml
 from pydantic import ValidationError
 
 from sharpscope.config import RunConfig, build_config, to_yaml, validate
-from sharpscope.errors import UserError
 from sharpscope.tasks import ToolQaSpec, make_task
 from sharpscope.tasks.tool_qa import INSTRUCTION, ToolQa
 
 
 def row(prompt: Any, truth: Any = "Lena") -> dict[str, Any]:
     return {"prompt": prompt, "reward_model": {"ground_truth": {"target": [truth]}}}
-
-
-def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
-    return [{"role": role, "content": content} for role, content in pairs]
 
 
 @pytest.fixture
@@ -36,35 +31,22 @@ def ask(tmp_path: Path):
     return make
 
 
-def instructed(question: str) -> str:
-    return INSTRUCTION.replace("{prompt}", question)
-
-
-def test_the_instruction_stands_in_the_last_turn_of_the_user(ask):
-    given = turns(("system", "Be brief."), ("user", "Hello"), ("assistant", "Yes?"), ("user", "Who is mayor?"))
+def test_the_instruction_is_the_template_of_the_questions(ask):
+    given = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who is mayor?"}]
     (example,) = ask(row(given), style="search_r1").splits()["train"]
-    assert example.messages == [*given[:3], {"role": "user", "content": instructed("Who is mayor?")}]
-    assert example.prompt == instructed("\n\n".join(turn["content"] for turn in given))
+    assert example.prompt == INSTRUCTION.replace("{prompt}", "Be brief.\n\nWho is mayor?") and not example.messages
     (plain,) = ask(row(given), style="compact").splits()["train"]
     assert plain.messages == given
-
-
-def test_turns_without_the_user_have_no_place_for_the_instruction(ask):
-    given = turns(("system", "Be brief."), ("assistant", "Who is mayor?"))
-    with pytest.raises(UserError, match=r"task.style = 'search_r1': .* without role 'user'"):
-        ask(row(given), style="search_r1").splits()
-    assert ask(row(given)).splits()["train"][0].messages == given
+    (mine,) = ask(row(given), style="search_r1", questions={"template": "Q: {prompt}"}).splits()["train"]
+    assert mine.prompt == "Q: Be brief.\n\nWho is mayor?"
 
 
 @pytest.mark.parametrize(
     ("scorer", "answer", "right"),
     [
         ("auto", "about 42", False),
-        ("exact_match", "about 42", False),
-        ("exact_match", "the 42", True),
+        ("auto", "the 42", True),
         ("numeric", "about 42.0", True),
-        ("numeric", "43", False),
-        ("exact", "the 42", False),
     ],
 )
 def test_the_scorer_of_the_questions_is_the_one_that_is_named(ask, scorer, answer, right):
