@@ -29,11 +29,11 @@ from sharpscope.config import (
     method_label,
     parse_methods,
     read_yaml,
+    recorded_settings,
     to_yaml,
     validate,
 )
 from sharpscope.config.reading import merge_all, nested
-from sharpscope.config.removed import without_removed
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces import has_writer, held_text, read_run_info
 
@@ -211,7 +211,7 @@ def _check_existing(run: PlannedRun) -> None:
     """Check that an existing run has the planned settings; settings that exist in only one version are not compared."""
     if not (run.run_dir / "run.json").exists():
         return
-    existing = without_removed(read_run_info(run.run_dir)["config"])
+    existing = recorded_settings(read_run_info(run.run_dir)["config"])
     differences = list(_differences(existing, run.config.model_dump(mode="json")))
     if differences:
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sharpscope.config.base import Schedule, SettingInfo, Spec, check_keys, settings_of, validate
+from sharpscope.config.base import Schedule, SettingInfo, Spec, check_keys, known_settings, settings_of, validate
 from sharpscope.config.claims import ClaimsSpec
 from sharpscope.config.forks import ForkSpec
 from sharpscope.config.method import Method
@@ -27,7 +27,14 @@ from sharpscope.config.reference import (
     same_at_one_update,
     weight_rotation_bound,
 )
-from sharpscope.config.removed import without_none_kinds
-from sharpscope.config.run import RunConfig, arm_method, build_config, config_data, make_config, read_recorded
+from sharpscope.config.run import (
+    RunConfig,
+    arm_method,
+    build_config,
+    config_data,
+    make_config,
+    read_recorded,
+    recorded_settings,
+)
 from sharpscope.config.token_weights import TokenWeight, token_weight_kinds
 from sharpscope.config.weighting import register_token_weight

@@ -8,8 +8,8 @@ import reprlib
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -22,6 +22,8 @@ class Spec(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), allow_inf_nan=False
     )
+    similar_fields: ClassVar[Mapping[str, type[BaseModel]]] = {}
+    """Further fields by name, which are described once in lists of settings."""
 
     @model_validator(mode="before")
     @classmethod
@@ -32,6 +34,10 @@ class Spec(BaseModel):
                 if isinstance(data.get(name), bool) and _takes_numbers_only(info.annotation):
                     raise ValueError(f"{name} = {data[name]}: must be a number, not true or false")
         return data
+
+
+NONE_KINDS = ("none", "all", "behavior", "single", "local")
+"""Kinds by which version 0.2 said what is null today."""
 
 
 class Schedule(Spec):
@@ -133,25 +139,50 @@ def _models(annotation: Any) -> typing.Iterator[type[BaseModel]]:
         yield annotation
 
 
+def annotations_of(model: type[BaseModel]) -> dict[str, Any]:
+    """The type of every field."""
+    similar: Mapping[str, Any] = getattr(model, "similar_fields", {})
+    return {name: info.annotation for name, info in model.model_fields.items()} | dict(similar)
+
+
 def check_keys(model: type[BaseModel], data: Mapping[str, Any], prefix: str = "") -> None:
     """Check that `model` and its parts have all keys of `data`.
 
     Raises:
         UserError: A key is unknown; the message suggests the nearest valid name.
     """
-    fields = model.model_fields
+    fields = annotations_of(model)
     for key, value in data.items():
         path = f"{prefix}.{key}" if prefix else str(key)
         if key not in fields:
             raise UserError(f"{path}: unknown field{nearest(str(key), fields)}")
         if isinstance(value, Mapping):
-            part = part_model(fields[key].annotation, value)
-            kinds = kinds_of(fields[key].annotation)
+            part, kinds = part_model(fields[key], value), kinds_of(fields[key])
             if part is not None:
                 check_keys(part, value, path)
             elif kinds:
                 given = f" = {short(value['kind'])}: unknown" if "kind" in value else ": missing"
-                raise UserError(f"{path}.kind{given}{nearest(str(value.get('kind', '')), kinds)}")
+                null = f", or set {path} to null" if type(None) in plain_types(fields[key]) else ""
+                raise UserError(f"{path}.kind{given}{nearest(str(value.get('kind', '')), kinds)}{null}")
+
+
+def known_settings(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
+    """Recorded settings without those that `model` and its parts no longer have.
+
+    A part whose kind says that it does nothing, as in version 0.2, is null.
+    """
+    fields = annotations_of(model)
+
+    def known(annotation: Any, value: Any) -> Any:
+        """The value of one field."""
+        if not isinstance(value, Mapping):
+            return value
+        if value.get("kind") in NONE_KINDS and type(None) in plain_types(annotation):
+            return None
+        part = part_model(annotation, value)
+        return value if part is None else known_settings(part, value)
+
+    return {name: known(fields[name], value) for name, value in data.items() if name in fields}
 
 
 def fill_kinds(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,31 +253,30 @@ class SettingInfo:
     description: str
 
 
-def settings_of(model: type[BaseModel], prefix: str = "", kind: str = "") -> typing.Iterator[SettingInfo]:
-    """Every field of a model and of its parts, for each kind that a part may have."""
-    yield from _settings(model, prefix, kind, ())
-
-
-def _settings(
-    model: type[BaseModel], prefix: str, kind: str, parents: tuple[type[BaseModel], ...]
+def settings_of(
+    model: type[BaseModel], prefix: str = "", kind: str = "", parents: tuple[type[BaseModel], ...] = ()
 ) -> typing.Iterator[SettingInfo]:
+    """Every field of a model and of its parts, for each kind that a part may have; parts of `parents` are left out."""
     for name, info in model.model_fields.items():
         if name == "kind" and kind:
             continue
         path, types_ = f"{prefix}{name}", set(plain_types(info.annotation))
-        default = "required" if info.is_required() else info.get_default(call_default_factory=True)
+        default = "" if info.is_required() else info.get_default(call_default_factory=True)
         kinds = {} if types_ & {int, float} else kinds_of(info.annotation)
         parts = list(kinds.items()) or [("", part) for part in _models(info.annotation) if not types_ & {int, float}]
         if isinstance(default, BaseModel):
             shown = str(getattr(default, "kind", ""))
         else:
-            shown = default if info.is_required() else json.dumps(default, ensure_ascii=False)  # also valid YAML
+            shown = "required" if info.is_required() else json.dumps(default, ensure_ascii=False)  # also valid YAML
         values = " | ".join([*kinds, *(["null"] if type(None) in types_ else [])]) if parts else ""
         text = info.description or ""
         yield SettingInfo(path, kind, shown, values if parts else type_text(info.annotation, info.metadata), text)
         for each, part in parts:
             if part not in parents:  # a weighting of a weighting, questions of another task: listed once
-                yield from _settings(part, f"{path}.", each or kind, (*parents, model, *kinds.values()))
+                yield from settings_of(part, f"{path}.", each or kind, (*parents, model, *kinds.values()))
+    for part in set(getattr(model, "similar_fields", {}).values()):
+        for row in settings_of(part, f"{prefix}<name>.", kind, (*parents, model)):
+            yield replace(row, default=row.default.replace("required", ""))
 
 
 def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:

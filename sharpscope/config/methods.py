@@ -14,7 +14,6 @@ from sharpscope.config import selections
 from sharpscope.config.base import Schedule, check_keys, fill_kinds, short, validate
 from sharpscope.config.method import Method
 from sharpscope.config.reading import load_yaml, merge, method_layer, method_parts
-from sharpscope.config.removed import check_removed
 from sharpscope.config.token_weights import (
     ConstantWeight,
     CovarianceGaussianWeight,
@@ -305,7 +304,6 @@ def parse_method(text: str, token_weights: str | None = None) -> Method:
     """
     try:
         data = expand_method(text)
-        check_removed({"method": method_layer(text)})
         if token_weights is not None:
             data = merge(data, weight_layer(token_weights, data))
         data = fill_kinds(Method, data)

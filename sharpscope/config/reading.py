@@ -38,35 +38,29 @@ def load_yaml(text: str) -> Any:
     """Parse YAML text into plain values.
 
     Raises:
-        yaml.YAMLError: Invalid YAML, a tag of another type, a duplicate key, or aliases that expand to more than 200,000
-            values or contain themselves. Values that Python cannot represent raise other YAML_ERRORS.
+        yaml.YAMLError: Invalid YAML, a tag of another type, a duplicate key, or more than 200,000 values with aliases
+            expanded. Values that Python cannot represent and aliases that contain themselves raise other YAML_ERRORS.
     """
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None
-        _expanded_size(node, {}, ())
+        _expanded_size(node, {})
         return loader.construct_document(node)
     finally:
         loader.dispose()
 
 
-def _expanded_size(node: yaml.Node, sizes: dict[int, int], ancestors: tuple[int, ...]) -> int:
-    """Number of values in a node, with aliases counted at each use."""
-    if id(node) in ancestors:
-        raise yaml.constructor.ConstructorError(None, None, "an alias contains itself", node.start_mark)
+def _expanded_size(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Number of values in a node, with aliases counted at each use; one that contains itself is a RecursionError."""
     if id(node) not in sizes:
-        path = (*ancestors, id(node))
-        total = 1
-        if isinstance(node, yaml.SequenceNode):
-            total += sum(_expanded_size(child, sizes, path) for child in node.value)
-        elif isinstance(node, yaml.MappingNode):
-            total += sum(_expanded_size(part, sizes, path) for pair in node.value for part in pair)
-        if total > _NODES:
-            text = f"aliases expand to more than {_NODES:,} values"
-            raise yaml.constructor.ConstructorError(None, None, text, node.start_mark)
-        sizes[id(node)] = total
+        children = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            children = [part for pair in node.value for part in pair]
+        sizes[id(node)] = 1 + sum(_expanded_size(child, sizes) for child in children)
+        if sizes[id(node)] > _NODES:
+            raise yaml.constructor.ConstructorError(None, None, f"more than {_NODES:,} values", node.start_mark)
     return sizes[id(node)]
 
 

@@ -9,13 +9,12 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from sharpscope.config.base import Spec, check_keys, fill_kinds, validate
+from sharpscope.config.base import Spec, check_keys, fill_kinds, known_settings, validate
 from sharpscope.config.method import Method
 from sharpscope.config.methods import METHODS, expand_method, method_label, parse_method, weight_layer
 from sharpscope.config.policy import EMBEDDED_NAMES, EMBEDDED_PREFIX, PolicySpec, RolloutSpec
 from sharpscope.config.probes import ProbesSpec
 from sharpscope.config.reading import merge, merge_all, nested, parse_override, read_yaml
-from sharpscope.config.removed import check_removed, without_removed
 from sharpscope.config.tasks import KnightsKnavesSpec, TaskSpec
 from sharpscope.config.training import (
     CheckpointSpec,
@@ -162,9 +161,16 @@ def read_recorded(folder: Path, values: Mapping[str, Any] | None = None, overrid
             raise UserError(f"{folder}: was recorded from another trainer, so there is no configuration to go on from")
         problem = f"has no {CONFIG_FILE}" if folder.is_dir() else "does not exist"
         raise UserError(f"{folder}: {problem}; give the folder of a run")
-    layers = [without_removed(read_yaml(file)), {"out": str(folder)}]
+    layers = [recorded_settings(read_yaml(file)), {"out": str(folder)}]
     layers += [nested(path, value) for path, value in (values or {}).items()]
     return make_config(merge_all([*layers, *map(parse_override, overrides)]))
+
+
+def recorded_settings(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a recorded run that this version has; one with a `name` is of 0.2, which measured in another way."""
+    if "name" in data:
+        data = {part: value for part, value in data.items() if part not in ("recording", "probes", "health")}
+    return known_settings(RunConfig, data)
 
 
 def config_data(
@@ -189,9 +195,8 @@ def make_config(data: Mapping[str, Any]) -> RunConfig:
     """Validate nested values as a configuration.
 
     Raises:
-        UserError: A field is unknown, removed or invalid.
+        UserError: A field is unknown or invalid.
     """
-    check_removed(data)
     if data.get("method") is not None:
         data = {**data, "method": expand_method(data["method"])}
     data = _default_policy(fill_kinds(RunConfig, data))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from sharpscope.config.base import Spec
-from sharpscope.rules import FIELDS, RULES
+from sharpscope.rules import RULES
 
 
 class OptimizerSpec(Spec):
@@ -147,10 +147,18 @@ class CheckpointSpec(Spec):
     keep_last: int = Field(1, ge=1, description="Number of newest checkpoints to keep.")
 
 
+JUDGED = {name: rule for name, rule in RULES.items() if rule.known != "log"}
+"""Rules that are judged during a run."""
+
+
 class Limit(Spec):
     """Threshold of a health rule and what follows when it applies."""
 
-    threshold: float = Field(description="Value from which the rule applies.")
+    threshold: float = Field(
+        description="Value from which the rule applies; default: "
+        + ", ".join(f"{name} {'≤' if rule.below else '≥'} {rule.threshold:g}" for name, rule in JUDGED.items())
+        + ".",
+    )
     action: Literal["off", "warn", "skip_step", "stop"] = Field(
         "warn",
         description="warn: report it; skip_step: also leave this step's updates out (its tokens are recorded); stop: also end the run, "
@@ -163,76 +171,38 @@ class Limit(Spec):
         return "off" if value is False else value  # YAML reads a bare `off` as false
 
 
-def _limit(name: str) -> Any:
-    rule = RULES[name]
-    side = "At or below" if rule.below else "At or above"
-    return Field(
-        Limit(threshold=rule.threshold),
-        description=f"{side} this {rule.statistic}: {rule.meaning.format_map(FIELDS['sharpscope'])}.",
-    )
-
-
 class HealthSpec(Spec):
     """Rules that detect failing runs (`sharpscope.rules`); each time a rule applies, it adds a row to the events table."""
+
+    model_config = ConfigDict(extra="allow")
+    similar_fields = dict.fromkeys(JUDGED, Limit)
+    __pydantic_extra__: dict[str, Limit]
 
     non_finite: Literal["skip_step", "stop"] = Field(
         "stop",
         description="Action on a non-finite loss, gradient, reward or token weight: skip the update (for a reward: its group), or also "
         "stop the run. Non-finite model weights always stop the run.",
     )
-    reward_collapse: Limit = _limit("reward_collapse")
-    reward_constant: Limit = _limit("reward_constant")
-    dead_groups: Limit = _limit("dead_groups")
-    truncation: Limit = _limit("truncation")
-    length_growth: Limit = _limit("length_growth")
-    entropy_collapse: Limit = _limit("entropy_collapse")
-    entropy_rise: Limit = _limit("entropy_rise")
-    near_uniform: Limit = _limit("near_uniform")
-    policy_destroyed: Limit = _limit("policy_destroyed")
-    kl_drift: Limit = _limit("kl_drift")
-    kl_sign: Limit = _limit("kl_sign")
-    zero_gradient: Limit = _limit("zero_gradient")
-    drift: Limit = _limit("drift")
-    gradient_spike: Limit = _limit("gradient_spike")
-    update_spike: Limit = _limit("update_spike")
-    gradient_growth: Limit = _limit("gradient_growth")
-    gradient_clipping: Limit = _limit("gradient_clipping")
-    ratio_clipping: Limit = _limit("ratio_clipping")
-    temperature_gap: Limit = _limit("temperature_gap")
-    weight_saturation: Limit = _limit("weight_saturation")
-    clipped_weights: Limit = _limit("clipped_weights")
-    logp_mismatch: Limit = _limit("logp_mismatch")
-    mismatch_kl: Limit = _limit("mismatch_kl")
-    sampler_ratio: Limit = _limit("sampler_ratio")
-    ratio_tail: Limit = _limit("ratio_tail")
-    sampler_logp: Limit = _limit("sampler_logp")
-    memory: Limit = _limit("memory")
 
     @model_validator(mode="before")
     @classmethod
-    def _complete_limits(cls, data: Any) -> Any:
-        """Fill the missing fields of a limit with its defaults."""
+    def _complete(cls, data: Any) -> Any:
+        """Add the rules and thresholds that are not given."""
         if not isinstance(data, Mapping):
             return data
-        return {
-            name: {"threshold": RULES[name].threshold, **value}
-            if name in RULES and isinstance(value, Mapping)
-            else value
-            for name, value in data.items()
-        }
+        given = {name: {"threshold": rule.threshold} | dict(data.get(name, {})) for name, rule in JUDGED.items()}
+        return dict(data) | given
 
     @model_validator(mode="after")
     def _skips_in_time(self) -> HealthSpec:
-        late = next(
-            (n for n, limit in self.limits.items() if limit.action == "skip_step" and RULES[n].known != "before"), None
-        )
-        if late is not None:
-            raise ValueError(
-                f"{late}.action = skip_step: is known after the step's updates only; set it to warn or stop"
-            )
+        for name, limit in self.limits.items():
+            if limit.action == "skip_step" and RULES[name].known != "before":
+                raise ValueError(
+                    f"{name}.action = skip_step: is known after the step's updates only; set it to warn or stop"
+                )
         return self
 
     @property
     def limits(self) -> dict[str, Limit]:
         """Threshold and action by rule."""
-        return {name: getattr(self, name) for name, rule in RULES.items() if rule.known != "log"}
+        return self.__pydantic_extra__

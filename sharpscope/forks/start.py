@@ -19,9 +19,9 @@ from sharpscope.config import (
     RunConfig,
     TokenWeight,
     build_config,
+    known_settings,
     parse_methods,
     read_recorded,
-    without_none_kinds,
 )
 from sharpscope.config.policy import EMBEDDED_PREFIX
 from sharpscope.config.token_weights import UniformWeight
@@ -197,7 +197,7 @@ class State:
             self.step, self._cursor = progress.step, progress.cursor
             self._state = dict(progress.entropy_control)
             method = config.resolved_method.unlabeled
-            calibrated = Method.model_validate(without_none_kinds(progress.method))
+            calibrated = Method.model_validate(known_settings(Method, progress.method))
             self.methods = {name: calibrated if one.unlabeled == method else one for name, one in self.methods.items()}
         self.warm = bool(self.optimizer.state)
         self.lr = positive_learning_rate(config, min(self.step + 1, config.steps))

@@ -599,7 +599,7 @@ class Recorder(Guard):
 
     def _check_gap(self, gap: float) -> None:
         """Report `gap`, the mean |ln π of the trainer − ln π of the recorder| before the first update [nats], if it is large."""
-        limit = self.config.health.logp_mismatch.threshold
+        limit = self.config.health.limits["logp_mismatch"].threshold
         if gap > limit:
             text = (
                 "the trainer's log-probabilities are not those of the recorder's forward pass (dropout, positions of padded "

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sharpscope import distributed
-from sharpscope.config import is_reference, without_none_kinds
+from sharpscope.config import is_reference, known_settings
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
@@ -471,7 +471,7 @@ class _Run:
         self.order.cursor = progress.cursor
         self.recent, self.rows = list(progress.recent_log_grad_norms), list(progress.rows)
         self.shown = set(progress.said)
-        self.method = type(self.method).model_validate(without_none_kinds(progress.method))
+        self.method = type(self.method).model_validate(known_settings(Method, progress.method))
         self.observers.restore(progress.measuring)
         vars(self.learner.state).update(progress.entropy_control)
         return step_of(checkpoint)

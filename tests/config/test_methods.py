@@ -236,7 +236,7 @@ MISTAKES = [
     ("math:pi", None, "module 'math' has no function 'pi'"),
     ("grpo-sg+weight.taw=3", None, "method.weight.taw: unknown field; did you mean 'tau'"),
     ("grpo-sg+weight.tau=-1", None, "weight.tau = -1"),
-    ("grpo+clip.kind=none", None, "removed in 0.3: set method.clip to null"),
+    ("grpo+clip.kind=none", None, "or set method.clip to null"),
     ("grpo-sg-entropy", OWN, "method grpo-sg-entropy, whose weights depend on the entropy"),
     ("ar-shuffled", "paper", "those of method ar-shuffled are linear"),
     ("grpo", "paper", "those of method grpo are uniform"),

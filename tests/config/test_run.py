@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharpscope.config import RunConfig, build_config, merge, parse_override, read_recorded, settings_of, to_yaml
-from sharpscope.config.removed import REMOVED
 from sharpscope.errors import UserError
 
 
@@ -108,8 +107,6 @@ def test_ablations_get_names_of_their_own():
         (["method.weight.kind=sigmod"], "method.weight.kind = 'sigmod': unknown; did you mean 'sigmoid'"),
         (["method.weight.tau=1"], "method.weight.tau: unknown field"),
         (["method=grpo-sg", "method.weight.tau=-1"], "method.weight.tau = -1: input should be greater than 0"),
-        (["name=mine"], "name: removed in 0.3: give `out`, the run's folder"),
-        (["method.penalty.kind=none"], "method.penalty.kind = none: removed in 0.3: set method.penalty to null"),
         (["method.sharpness.rho=0.1"], "method.sharpness.kind: missing; valid: gradient_norm_penalty, sam"),
         (["task.people=9"], "task.people"),
         (
@@ -231,18 +228,8 @@ def test_the_configuration_of_a_run_of_version_0_2_is_read(tmp_path: Path):
     for run in (Path(__file__).parents[1] / "data" / "pair").glob("*/config.yaml"):
         recorded = read_recorded(run.parent)
         assert recorded.method.tokens is None and recorded.rollout.prompts_per_step == 6
-    with pytest.raises(UserError, match="name: removed in"):
-        build_config(tmp_path / "config.yaml")
     with pytest.raises(UserError, match="give the folder of a run"):
         read_recorded(tmp_path.parent)
     (tmp_path / "config.yaml").rename(tmp_path / "run.json")
     with pytest.raises(UserError, match="recorded from another trainer"):
         read_recorded(tmp_path)
-
-
-@pytest.mark.parametrize("path", REMOVED)
-def test_a_removed_setting_says_what_to_use(path: str):
-    with pytest.raises(UserError) as caught:
-        build_config(None, [f"{path}=1"])
-    assert str(caught.value) == f"{path}: removed in 0.3: {REMOVED[path]}"
-    assert path not in {row.path for row in settings_of(RunConfig)}
