@@ -18,9 +18,8 @@ from sharpscope.analysis import measures
 from sharpscope.analysis import study as study_of_runs
 from sharpscope.analysis.claims import base, registry
 from sharpscope.cli import main
-from sharpscope.config import Method, describe, methods, named_method
+from sharpscope.config import describe, methods, named_method
 from sharpscope.config.probes import ProbesSpec
-from sharpscope.config.token_weights import PowerWeight
 from sharpscope.config.weighting import Weighting
 from sharpscope.probes import runner
 from sharpscope.probes.estimate import Estimate
@@ -41,10 +40,10 @@ def blocks(page: str, heading: str) -> list[str]:
 
 
 def test_a_named_method_is_a_value_a_text_and_an_equation(monkeypatch, capsys):
-    value, text, equation = blocks("CONTRIBUTING.md", "Add a method")
-    method = eval(value.strip(), {"Method": Method, "PowerWeight": PowerWeight})
-    monkeypatch.setitem(methods.METHODS, method.name, method)
-    monkeypatch.setitem(methods._texts(), method.name, yaml.safe_load(text)[method.name])
+    text, equation = blocks("CONTRIBUTING.md", "Add a method")
+    note = methods.method_note("sqrt-grpo", yaml.safe_load(text)["sqrt-grpo"])
+    method = note.method
+    monkeypatch.setitem(methods.methods(), method.name, note)
     assert describe("sqrt-grpo").differs == "Unlikely tokens weigh less."
     with pytest.raises(SystemExit):
         main(["methods", "sqrt-grpo"])

@@ -9,25 +9,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sharpscope.config import method as spec
-from sharpscope.config import selections
-from sharpscope.config.base import Schedule, check_keys, fill_kinds, short, validate
+from sharpscope.config.base import Part, check_keys, fill_kinds, short, validate
 from sharpscope.config.method import Method
 from sharpscope.config.reading import load_yaml, merge, method_layer, method_parts
 from sharpscope.config.token_weights import (
     ConstantWeight,
-    CovarianceGaussianWeight,
     CustomWeight,
-    EntropyAdvantageWeight,
     EntropyWeight,
-    LinearWeight,
     MeanOneWeight,
-    PepoWeight,
-    PolarityWeight,
     ReverseWeight,
     ShuffledWeight,
-    SigmoidWeight,
-    StareWeight,
     UniformWeight,
     token_weight_kinds,
 )
@@ -47,127 +38,18 @@ class MethodNote:
     choices: str = ""
 
 
-_SG = SigmoidWeight(percentiles="gradient")
-_AR_CLIP = spec.DualClip(low=0.2, high=0.24, bound=10.0)
-_CENTERED = spec.GroupAdvantage(scale="none")
-_TEMPORAL_CLIP = spec.PpoClip(low=0.2, high=0.28)
-_FADING = Schedule(start=0.99, end=0.0, until=0.8)
+def method_note(name: str, entry: Mapping[str, Any]) -> MethodNote:
+    """A named method from its entry in methods.yaml: `settings` where it differs from GRPO, and texts."""
+    texts = {key: text for key, text in entry.items() if key != "settings"}
+    return MethodNote(Method.model_validate({"name": name} | entry.get("settings", {})), **texts)
 
-METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (
-        Method(name="grpo"),
-        Method(name="grpo-sg", weight=_SG),
-        Method(name="tr-grpo", weight=_SG, weight_on="ratio", kl=spec.Kl(weighted=True)),
-        Method(name="ar", weight=LinearWeight(alpha=0.2), clip=_AR_CLIP, aggregate="token_mean"),
-        Method(name="lopti", passes=spec.LoptiPasses(eta=0.4), clip=_AR_CLIP, aggregate="token_mean"),
-        Method(
-            name="ar-lopti",
-            weight=LinearWeight(alpha=0.3),
-            passes=spec.LoptiPasses(eta=0.5),
-            clip=_AR_CLIP,
-            aggregate="token_mean",
-        ),
-        Method(name="cov-grpo", weight=CovarianceGaussianWeight()),
-        Method(name="cov-grpo-completion", weight=CovarianceGaussianWeight(over="completion")),
-        Method(name="clip-cov", clip=spec.PpoClip(low=1.0, high=1.0), tokens=selections.ClipCovTokens()),
-        Method(name="kl-cov", clip=None, penalty=spec.KlCovPenalty()),
-        Method(name="gspo", ratio=spec.SequenceRatio(), clip=spec.PpoClip(low=3e-4, high=4e-4)),
-        Method(name="holder", ratio=spec.HolderRatio(p=Schedule(start=2.0, end=-2.0))),
-        Method(
-            name="dapo",
-            clip=spec.PpoClip(low=0.2, high=0.28),
-            aggregate="token_mean",
-            sampling=spec.Sampling(dynamic=True, overlong=spec.Overlong()),
-        ),
-        Method(name="dr-grpo", advantage=spec.GroupAdvantage(scale="none"), aggregate="constant"),
-        Method(name="cispo", clip=spec.CispoClip(), aggregate="token_mean"),
-        Method(name="bnpo", aggregate="token_mean"),
-        Method(name="dual-clip", clip=spec.DualClip()),
-        Method(name="sapo", clip=spec.SapoClip()),
-        Method(name="gmpo", ratio=spec.SequenceRatio(), clip=spec.GmpoClip()),
-        Method(name="dppo", clip=spec.DppoMask()),
-        Method(name="dppo-kl", clip=spec.DppoMask(divergence="kl", low=0.05, high=0.05)),
-        Method(
-            name="luspo", ratio=spec.SequenceRatio(), clip=spec.PpoClip(low=2e-3, high=2.5e-3), aggregate="sequence_sum"
-        ),
-        Method(name="vespo", clip=spec.VespoGate(), aggregate="token_mean"),
-        Method(name="papo", weight=PolarityWeight()),
-        Method(name="ppo-ewma", proximal=spec.EwmaProximal()),
-        Method(name="high-entropy", tokens=selections.HighEntropyTokens()),
-        Method(
-            name="stapo",
-            clip=spec.PpoClip(low=0.2, high=0.28),
-            tokens=selections.SpuriousTokens(),
-            aggregate="kept_mean",
-        ),
-        Method(
-            name="lp-reg", clip=spec.PpoClip(low=1.0, high=9.0), penalty=spec.LpRegPenalty(), aggregate="token_mean"
-        ),
-        Method(name="grpo-sam", sharpness=spec.Sam()),
-        Method(name="grpo-gnp", sharpness=spec.GradientNormPenalty()),
-        Method(name="lite-ppo", advantage=spec.GroupAdvantage(scale="batch"), aggregate="token_mean"),
-        Method(name="rloo", advantage=spec.LeaveOneOutAdvantage(), aggregate="sequence_sum"),
-        Method(name="reinforce-pp", advantage=spec.WhitenedAdvantage(), aggregate="token_mean"),
-        Method(
-            name="reinforce-pp-baseline", advantage=spec.WhitenedAdvantage(baseline="group"), aggregate="token_mean"
-        ),
-        Method(name="opo", advantage=spec.LengthBaselineAdvantage(), aggregate="token_mean"),
-        Method(name="otb", advantage=spec.TokenBaselineAdvantage(), aggregate="token_mean"),
-        Method(name="gdpo", advantage=spec.DecoupledAdvantage()),
-        Method(name="maxrl", advantage=spec.MeanScaledAdvantage(), aggregate="token_mean"),
-        Method(
-            name="wapo",
-            advantage=_CENTERED,
-            ratio=spec.TokenRatio(to="sampler"),
-            clip=spec.PpoClip(low=1.0, high=9.0),
-            tokens=selections.AdvantageTokens(),
-            aggregate="kept_groups",
-        ),
-        Method(name="delight", advantage=_CENTERED, clip=spec.DelightGate(), aggregate="token_mean"),
-        Method(
-            name="stare",
-            weight=StareWeight(),
-            clip=spec.DualClip(low=0.2, high=0.2, bound=3.0),
-            aggregate="token_mean",
-        ),
-        Method(name="rsi-s", tokens=selections.RelativeSurpriseTokens(), aggregate="kept_mean"),
-        Method(name="pepo", weight=PepoWeight(), clip=spec.PpoClip(low=0.2, high=0.28), aggregate="token_mean"),
-        Method(
-            name="tp-schedule",
-            clip=_TEMPORAL_CLIP,
-            tokens=selections.SuffixTokens(context=_FADING),
-            aggregate="kept_mean",
-        ),
-        Method(
-            name="forking-schedule",
-            clip=_TEMPORAL_CLIP,
-            tokens=selections.HighEntropyTokens(share=Schedule(start=0.01, end=1.0, until=0.8), over="completion"),
-            aggregate="kept_mean",
-        ),
-        Method(
-            name="entropy-schedule",
-            weight=EntropyAdvantageWeight(strength=_FADING),
-            clip=_TEMPORAL_CLIP,
-            aggregate="token_mean",
-        ),
-        Method(name="capo", tokens=selections.CurvatureTokens(), aggregate="kept_sequence_mean"),
-        Method(
-            name="dr-capo",
-            advantage=_CENTERED,
-            tokens=selections.CurvatureTokens(max_objective=5e-4, max_kl=1e-3),
-            aggregate="kept_sequence_mean",
-        ),
-        Method(
-            name="rein-capo",
-            advantage=spec.LeaveOneOutAdvantage(),
-            clip=None,
-            tokens=selections.CurvatureTokens(max_objective=0.1, max_kl=1e-5),
-            aggregate="kept_sequence_mean",
-        ),
-        Method(name="aggc", module_clip=spec.ModuleClip()),
-    )
-}
+
+@cache
+def methods() -> dict[str, MethodNote]:
+    """The named methods (methods.yaml)."""
+    entries = load_yaml(Path(__file__).with_name("methods.yaml").read_text(encoding="utf-8"))
+    return {name: method_note(name, entry) for name, entry in entries.items()}
+
 
 SUFFIXES: dict[str, str] = {
     "shuffled": "each token's weight is drawn from its completion's by the gradient they carry (matched: tokens permutes)",
@@ -181,12 +63,12 @@ SUFFIXES: dict[str, str] = {
 
 def method_names() -> list[str]:
     """Names of the methods, without the controls."""
-    return list(METHODS)
+    return list(methods())
 
 
 def control_names() -> list[str]:
     """Names of the controls: every weighted method with every suffix that applies to it."""
-    return [f"{name}-{suffix}" for name, method in METHODS.items() for suffix in SUFFIXES if _applies(method, suffix)]
+    return [f"{name}-{suffix}" for name, note in methods().items() for suffix in SUFFIXES if _applies(note.method, suffix)]
 
 
 def _applies(method: Method, suffix: str) -> bool:
@@ -203,8 +85,8 @@ def named_method(name: str) -> Method:
     Raises:
         UserError: The method is unknown, or the control does not apply to it.
     """
-    if name in METHODS:
-        return METHODS[name]
+    if name in methods():
+        return methods()[name].method
     suffix = _suffix(name)
     if suffix is not None:
         base = name.removesuffix(f"-{suffix}")
@@ -243,9 +125,9 @@ def describe(name: str) -> MethodNote:
     Raises:
         UserError: The method is unknown, or the control does not apply to it.
     """
+    if name in methods():
+        return methods()[name]
     method, suffix = named_method(name), _suffix(name)
-    if name in METHODS:
-        return MethodNote(method, **_texts()[name])
     if suffix is None:
         differs = "The function's weights multiply the clipped surrogate."
         return MethodNote(method, "GRPO with token weights of the user's own", name, "GRPO with w_t·min(…)", differs)
@@ -260,18 +142,12 @@ def describe(name: str) -> MethodNote:
     )
 
 
-@cache
-def _texts() -> dict[str, dict[str, str]]:
-    texts: dict[str, dict[str, str]] = load_yaml(Path(__file__).with_name("methods.yaml").read_text(encoding="utf-8"))
-    return texts
-
-
 def constants(method: Method) -> str:
     """The numbers in the parts of a method that differ from GRPO's, as `clip.low 0.2, clip.high 0.28`."""
     found = []
     for part in Method.model_fields:
         value = getattr(method, part)
-        if isinstance(value, spec.Part) and value != getattr(METHODS["grpo"], part):
+        if isinstance(value, Part) and value != getattr(named_method("grpo"), part):
             numbers = {name: n for name, n in value if isinstance(n, float | int) and not isinstance(n, bool)}
             found += [f"{part}.{name} {number:g}" for name, number in numbers.items()]
     return ", ".join(found)

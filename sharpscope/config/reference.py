@@ -15,7 +15,7 @@ from sharpscope.config.method import (
     VespoGate,
     WhitenedAdvantage,
 )
-from sharpscope.config.methods import METHODS
+from sharpscope.config.methods import methods, named_method
 from sharpscope.config.token_weights import (
     ConstantWeight,
     Control,
@@ -42,7 +42,7 @@ def reference_method(method: Method) -> Method:
     unweighted = method.model_copy(update=removed)
     if unweighted != method.unlabeled:
         return unweighted
-    return METHODS["grpo"].model_copy(update={"kl": kl})
+    return named_method("grpo").model_copy(update={"kl": kl})
 
 
 def is_reference(method: Method) -> bool:
@@ -62,7 +62,8 @@ def same_at_one_update(method: Method) -> str | None:
     plain = _at_ratio_one(method)
     if plain == method or method.passes is not None:
         return None
-    for name, other in METHODS.items():
+    for name, note in methods().items():
+        other = note.method
         if _at_ratio_one(other) == other and other.model_copy(update={"name": method.name, "kl": method.kl}) == plain:
             return name
     return None

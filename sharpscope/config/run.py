@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from sharpscope.config.base import Spec, check_keys, fill_kinds, known_settings, validate
 from sharpscope.config.method import Method
-from sharpscope.config.methods import METHODS, expand_method, method_label, parse_method, weight_layer
+from sharpscope.config.methods import expand_method, method_label, named_method, parse_method, weight_layer
 from sharpscope.config.policy import EMBEDDED_NAMES, EMBEDDED_PREFIX, PolicySpec, RolloutSpec
 from sharpscope.config.probes import ProbesSpec
 from sharpscope.config.reading import merge, merge_all, nested, parse_override, read_yaml
@@ -47,7 +47,7 @@ class RunConfig(Spec):
     task: TaskSpec = Field(default_factory=KnightsKnavesSpec, description="Prompts and their scoring.")
     policy: PolicySpec = Field(default_factory=PolicySpec, description="The model to train.")
     rollout: RolloutSpec = Field(default_factory=RolloutSpec, description="How completions are sampled.")
-    method: Method = Field(default_factory=lambda: METHODS["grpo"], description="The objective.")
+    method: Method = Field(default_factory=lambda: named_method("grpo"), description="The objective.")
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec, description="AdamW and its schedule.")
     update: UpdateSpec = Field(default_factory=UpdateSpec, description="Mini-batches, inner epochs, microbatches.")
     evaluation: EvaluationSpec = Field(
