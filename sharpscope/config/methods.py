@@ -68,7 +68,9 @@ def method_names() -> list[str]:
 
 def control_names() -> list[str]:
     """Names of the controls: every weighted method with every suffix that applies to it."""
-    return [f"{name}-{suffix}" for name, note in methods().items() for suffix in SUFFIXES if _applies(note.method, suffix)]
+    return [
+        f"{name}-{suffix}" for name, note in methods().items() for suffix in SUFFIXES if _applies(note.method, suffix)
+    ]
 
 
 def _applies(method: Method, suffix: str) -> bool:
