@@ -81,6 +81,11 @@ def relative(found: Tensor | float, expected: Tensor | float) -> str:
     return f"{float(((a - b).abs() / size).max()):.1e}"
 
 
+def product(one: Tensor, other: Tensor) -> float:
+    """Inner product in float64: in float32 that of 1e8 numbers is off by a percent."""
+    return float(one.double() @ other.double())
+
+
 # -- plain autograd ----------------------------------------------------------------------------------------------------
 
 
@@ -121,7 +126,7 @@ def local_norm(model: nn.Module, ids: Tensor, at: int) -> float:
     with torch.no_grad():
         cache = model(input_ids=ids[:, : at - 1], use_cache=True).past_key_values
     logits = model(input_ids=ids[:, at - 1 : at], past_key_values=cache, use_cache=True).logits[0, -1].float()
-    return float(flat_gradient(torch.log_softmax(logits, -1)[ids[0, at]], model).norm())
+    return float(flat_gradient(torch.log_softmax(logits, -1)[ids[0, at]], model).double().norm())
 
 
 def head_norm(model: nn.Module, ids: Tensor, at: int) -> float:
@@ -149,8 +154,8 @@ def tokens(table: Table, model: nn.Module, plain: nn.Module, batch: TokenBatch) 
         norms, shares = [], []
         for row, at in places:
             gradient = flat_gradient(log_probabilities(plain, ids[row : row + 1, : at + 1])[0, at], plain)
-            norms.append(float(gradient.norm()))
-            shares.append(float(coef[row, at] * (gradient @ whole) / (whole @ whole)))
+            norms.append(float(gradient.double().norm()))
+            shares.append(float(coef[row, at]) * product(gradient, whole) / product(whole, whole))
         return torch.tensor(norms), torch.tensor(shares)
 
     (exact, shares), seconds, memory = table.measured(loop)
@@ -206,7 +211,7 @@ def surface(table: Table, model: nn.Module, plain: nn.Module, batch: TokenBatch)
         gradient = flat_gradient(plain_loss(plain, batch, name, anchor), plain)
         with lm_surface(model, Objective(name, batch), check="off") as one:  # type: ignore[arg-type]
             rise, seconds, memory = table.measured(lambda one=one: sharpness(one, None, radius.rho, "sam"))
-        expected = value(name, radius.rho * gradient / gradient.norm()) - value(name)
+        expected = value(name, radius.rho * gradient / gradient.double().norm().float()) - value(name)
         table.add(f"SAM, {name}: {rise.value:.3g}", relative(rise.value, expected), seconds, memory)
     gradient = flat_gradient(plain_loss(plain, batch, "expected_failure", anchor), plain)
     step = gradient.sign()  # AdamW's first step
@@ -246,8 +251,8 @@ def _curvature(table: Table, model: nn.Module, plain: nn.Module, batch: TokenBat
         )
         with sdpa_kernel(SDPBackend.MATH):
             image = plain_product(plain, few, name, anchor, found.vectors[0])
-        rest = float((image - found.largest * found.vectors[0]).norm()) / found.largest
-        quotient = float(found.vectors[0] @ image)
+        rest = float((image - found.largest * found.vectors[0]).double().norm()) / found.largest
+        quotient = product(found.vectors[0], image)
         error = f"{relative(found.largest, quotient)}; ‖Hv − λv‖/λ {rest:.1e} by a plain product"
         name_of = f"top eigenvalue and trace, {name} ({found.products} products): {found.largest:.4g}"
         table.add(name_of, error, seconds, memory)
@@ -256,7 +261,7 @@ def _curvature(table: Table, model: nn.Module, plain: nn.Module, batch: TokenBat
     for _ in range(PROBES):
         probe = torch.randint(0, 2, (len(image),), generator=generator).float() * 2 - 1
         with sdpa_kernel(SDPBackend.MATH):
-            each.append(float(probe @ plain_product(plain, few, name, anchor, probe)))
+            each.append(product(probe, plain_product(plain, few, name, anchor, probe)))
     draws = torch.tensor(each)
     spread = math.hypot(found.trace_std_error, float(draws.std()) / math.sqrt(len(draws)))
     error = f"plain {float(draws.mean()):.4g}: {(found.trace - float(draws.mean())) / spread:+.1f} standard errors"

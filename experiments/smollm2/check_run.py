@@ -95,7 +95,7 @@ def plain_step(folder: Path, model: nn.Module, step: Step, lr: float) -> Iterato
         chosen = step.tokens["loss_coef"].where(step.tokens["update"] == row.update, 0.0)
         gradient = step.gradient(model, chosen)
         yield gradient
-        clipped = gradient * min(1.0, 1.0 / float(gradient.norm()))
+        clipped = gradient * min(1.0, 1.0 / float(gradient.double().norm()))
         for p, part in zip(named.values(), clipped.split([p.numel() for p in named.values()]), strict=True):
             p.grad = part.view_as(p)
         optimizer.step()
@@ -103,7 +103,7 @@ def plain_step(folder: Path, model: nn.Module, step: Step, lr: float) -> Iterato
 
 def angle(one: Tensor, other: Tensor) -> float:
     """Angle between two vectors [degrees]."""
-    one, other = one / one.norm(), other / other.norm()
+    one, other = one.double() / one.double().norm(), other.double() / other.double().norm()
     return math.degrees(2 * math.atan2(float((one - other).norm()), float((one + other).norm())))
 
 
@@ -138,12 +138,12 @@ def main() -> None:
     for row, gradient in zip(
         step.updates.itertuples(), plain_step(whole, model, step, config.optimizer.lr), strict=True
     ):
-        error = abs(float(gradient.norm()) / row.grad_norm - 1)
+        error = abs(float(gradient.double().norm()) / row.grad_norm - 1)
         print(f"| gradient norm of update {row.update}: {row.grad_norm:.4f} | relative error {error:.1e} | |")
     named = dict(model.named_parameters())
     move = torch.cat([(after[name] - before[name]).reshape(-1) for name in named])
     plain = torch.cat([(p.detach() - before[name]).reshape(-1) for name, p in named.items()])
-    error = float((move - plain).norm() / move.norm())
+    error = float((move - plain).double().norm() / move.double().norm())
     seconds = time.process_time() - began
     print(
         f"| change of the weights by plain autograd and AdamW | relative error {error:.1e} | {seconds:.0f} |",

@@ -18,7 +18,7 @@ from sharpscope.errors import UserError
 from sharpscope.memory import require_memory
 from sharpscope.probes.estimate import Estimate, html_table, with_prompts
 from sharpscope.probes.lanczos import Eigenpairs, NotFiniteError, Operator, eigenpairs, hutchpp, t_interval
-from sharpscope.probes.surface import LossFn, Surface, opened
+from sharpscope.probes.surface import LossFn, Surface, length, opened
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def curvature(
         began = time.perf_counter()
         loss, gradient = surface.gradient() if at is None else at
         missing = np.full(1, np.nan)
-        start = Curvature(loss, float(gradient.norm()), missing, missing, torch.zeros(0), seed=seed)
+        start = Curvature(loss, length(gradient), missing, missing, torch.zeros(0), seed=seed)
         start = replace(start, trace_probes=trace_probes)
         if not (math.isfinite(loss) and bool(gradient.isfinite().all())):
             finite = "finite" if gradient.isfinite().all() else "not finite"
@@ -262,7 +262,7 @@ def _measured(
     """`start` with the eigenpairs and their measured residuals, and why these are not reliable."""
     residuals = np.array(
         [
-            float((hessian @ vector).sub_(vector, alpha=float(value)).norm())
+            length((hessian @ vector).sub_(vector, alpha=float(value)))
             for value, vector in zip(pairs.values, pairs.vectors, strict=True)
         ]
     )

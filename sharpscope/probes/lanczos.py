@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sharpscope.probes.surface import common_dtype, flatten, size_of, unflatten
+from sharpscope.probes.surface import common_dtype, flatten, inner, length, size_of, unflatten
 
 STEADY = 3
 """Number of consecutive products at which the Ritz pairs must meet the tolerance."""
@@ -132,8 +132,8 @@ class Krylov:
         for _ in range(3):
             raw = torch.randn(self.operator.size, generator=self._generator, dtype=self.operator.dtype)
             raw = raw.to(self.operator.device)  # drawn on the CPU, so that it does not depend on the device
-            raw, _ = self._orthogonal(raw / raw.norm())
-            left = float(raw.norm())
+            raw, _ = self._orthogonal(raw / length(raw))
+            left = length(raw)
             if left > 1e-3:
                 break
         self._basis[self.size] = raw / left
@@ -146,7 +146,7 @@ class Krylov:
         """
         vector = self._basis[self.size]
         image = self.operator @ vector
-        norm = float(image.norm())
+        norm = length(image)
         if not np.isfinite(norm):
             raise NotFiniteError(f"Hessian product {self.operator.products} is not finite")
         self.size += 1
@@ -154,7 +154,7 @@ class Krylov:
         j = self.size - 1
         self.projection[: j + 1, j] = self.projection[j, : j + 1] = coefficients
         self._scale = max(self._scale, norm)
-        beta = float(rest.norm())
+        beta = length(rest)
         # If only rounding is left, the subspace is invariant.
         eps = torch.finfo(self.operator.dtype).eps
         invariant = beta <= 8 * eps * self._scale
@@ -163,7 +163,7 @@ class Krylov:
             if beta <= eps**0.5 * self._scale:
                 # Much of the rest may be rounding of the projection, within the span of the basis.
                 rest, _ = self._orthogonal(rest)
-                left = float(rest.norm())
+                left = length(rest)
                 invariant = left < 0.5
                 rest /= left
         self.beta = 0.0 if invariant else beta
@@ -198,11 +198,11 @@ class Krylov:
         """`vector` orthogonalized twice against the basis, and its coefficients in the basis."""
         if self.size == 0:
             return vector, np.zeros(0)
-        first = self.basis @ vector
-        vector = torch.addmv(vector, self.basis.T, first, alpha=-1)
-        second = self.basis @ vector
-        vector = vector.addmv_(self.basis.T, second, alpha=-1)
-        return vector, (first.double() + second.double()).cpu().numpy()
+        first = inner(self.basis, vector)
+        vector = torch.addmv(vector, self.basis.T, first.to(vector), alpha=-1)
+        second = inner(self.basis, vector)
+        vector = vector.addmv_(self.basis.T, second.to(vector), alpha=-1)
+        return vector, (first + second).cpu().numpy()
 
 
 def eigenpairs(
@@ -331,8 +331,8 @@ def hutchpp(
         probe = (2 * signs - 1).to(device=operator.device, dtype=operator.dtype)
         if subspace is not None:
             for _ in range(2):
-                probe = torch.addmv(probe, subspace.basis.T, subspace.basis @ probe, alpha=-1)
-        sample = float(torch.dot(probe, operator @ probe))
+                probe = torch.addmv(probe, subspace.basis.T, inner(subspace.basis, probe).to(probe), alpha=-1)
+        sample = float(inner((operator @ probe)[None], probe))
         if not math.isfinite(sample):
             raise NotFiniteError(f"Hessian product {operator.products} is not finite")
         samples.append(sample)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sharpscope.probes.lanczos import Operator
-from sharpscope.probes.surface import Surface, flatten
+from sharpscope.probes.surface import Surface, flatten, length
 
 if TYPE_CHECKING:
     from sharpscope.probes.hessian import Curvature
@@ -63,8 +63,8 @@ def curvature_by_pyhessian(
     for value, parts in zip(values, vectors, strict=True):
         given = iter(parts)
         flat = flatten([next(given) if used else None for used in curved], surface.parameters)
-        flat = flat / flat.norm()
-        found.append((float(value), float((hessian @ flat).sub_(flat, alpha=float(value)).norm()), flat))
+        flat = flat / length(flat)
+        found.append((float(value), length((hessian @ flat).sub_(flat, alpha=float(value))), flat))
     upper = sorted((one for one in found if one[0] > 0), key=lambda one: -one[0])
     lower = [(value, residual) for value, residual, _ in found if value < 0]
     worst = max(one[1] for one in found) / max(abs(one[0]) for one in found)

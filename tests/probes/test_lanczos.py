@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from scipy.sparse.linalg import eigsh
 
 import sharpscope
-from sharpscope.probes.lanczos import eigenpairs, hutchpp, t_interval
+from sharpscope.probes.lanczos import Operator, eigenpairs, hutchpp, t_interval
+from sharpscope.probes.surface import inner, length
 from tests.probes.spectra import generator, operator, quadratic, with_spectrum
 
 
@@ -86,3 +88,15 @@ def test_trace_of_the_whole_space_is_exact_and_one_probe_is_refused():
     assert found.value == pytest.approx(6) and found.std_error == 0
     with pytest.raises(ValueError, match="at least 2"):
         hutchpp(operator(matrix), probes=1, generator=generator())
+
+
+def test_float32_vectors_of_a_real_model_have_the_lengths_and_products_of_float64():
+    size = 2**24  # here a float32 sum is 1e-3 too small
+    v = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    exact = float(v.double() @ v.double())
+    assert abs(length(v) ** 2 / exact - 1) < 1e-6
+    assert abs(float(inner(v[None], v)) / exact - 1) < 1e-6
+    squares = v.square()
+    operator = Operator(lambda x: x * squares, size, torch.float32, v.device)
+    found = hutchpp(operator, probes=2, sketch=0, generator=torch.Generator().manual_seed(1))
+    assert abs(found.value / exact - 1) < 1e-6  # random signs give the trace of a diagonal matrix exactly
