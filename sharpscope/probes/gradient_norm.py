@@ -21,7 +21,7 @@ from sharpscope.probes.estimate import Estimate
 from sharpscope.probes.language_model import lm_surface
 from sharpscope.probes.objectives import Objective, group_normalized, rollout_batch
 from sharpscope.probes.probe_set import Drawn
-from sharpscope.probes.surface import common_dtype, size_of
+from sharpscope.probes.surface import common_dtype, inner, size_of
 
 GradientOf = Literal["surrogate", "expected_failure"]
 NAMES: tuple[GradientOf, ...] = ("surrogate", "expected_failure")
@@ -137,5 +137,5 @@ def _product(a: Tensor, b: Tensor) -> tuple[float, float]:
     product of both halves' noise enters twice, so the error is not understated where ∇J is small.
     """
     whole_a, whole_b = a.sum(0), b.sum(0)
-    influence = a @ whole_b + b @ whole_a  # (B,)
-    return float(whole_a @ whole_b), math.sqrt(len(a)) * float(influence.std())
+    influence = inner(a, whole_b) + inner(b, whole_a)  # (B,)
+    return float(inner(whole_a[None], whole_b)), math.sqrt(len(a)) * float(influence.std())
