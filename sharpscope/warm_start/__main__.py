@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
 
-from sharpscope.errors import UserError, nearest
+from sharpscope.errors import UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,19 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if options.threads:
         torch.set_num_threads(options.threads)
-    spec, names = WARM_STARTS[options.policy], [field.name for field in fields(WARM_STARTS[options.policy])]
+    spec = WARM_STARTS[options.policy]
     for setting in options.set:
         name, _, text = setting.partition("=")
-        if name not in names:
-            raise UserError(f"--set {setting}: unknown field{nearest(name, names)}")
-        value, default = yaml.safe_load(text), getattr(spec, name)
-        if isinstance(default, float) and type(value) is int:
-            value = float(value)
+        value, default = yaml.safe_load(text), getattr(spec, name, None)
+        value = float(value) if isinstance(default, float) and type(value) is int else value
         if type(value) is not type(default):
-            raise UserError(f"--set {setting}: must be of the type of the default, {default!r}")
+            raise UserError(f"--set {setting}: no such field, or not of the type of its default, {default!r}")
         spec = replace(spec, **{name: value})
 
     def show(step: int, loss: float) -> None:
+        """Print the progress."""
         print(f"update {step} of {spec.steps}: loss {loss:.3f} nats/token")
 
     out = options.out or Path("policies") / options.policy

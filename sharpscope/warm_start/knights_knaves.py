@@ -58,17 +58,13 @@ def holds(statement: Sequence[Any], roles: Sequence[bool]) -> bool:
     if operator == "lying":
         return not roles[parts[0]]
     values = [holds(part, roles) for part in parts]
-    if operator == "not":
-        return not values[0]
-    if operator == "and":
-        return all(values)
-    if operator == "or":
-        return any(values)
-    if operator == "->":
-        return values[1] or not values[0]
-    if operator == "<=>":
-        return values[0] == values[1]
-    raise ValueError(f"unknown operator {operator!r}")
+    return {
+        "not": not values[0],
+        "and": all(values),
+        "or": any(values),
+        "->": values[-1] or not values[0],
+        "<=>": values[0] == values[-1],
+    }[operator]
 
 
 def evaluated(statement: Sequence[Any], names: Sequence[str], roles: Sequence[bool]) -> str:
@@ -96,15 +92,10 @@ def _claim(statement: Sequence[Any]) -> tuple[int, bool] | None:
 
 
 def trials(names: Sequence[str], statements: Sequence[Sequence[Any]]) -> str:
-    """Text of the `reason` style.
-
-    Example: "Ava knight, Leo knight: Ava says Leo knave no, no. Ava knight, Leo knave: … yes."
+    """Text of the `reason` style: "Ava knight, Leo knight: Ava says Leo knave no, no. Ava knight, Leo knave: … yes.".
 
     A trial lists the roles and then evaluates each person's statement, up to the first false statement of a knight or true
     statement of a knave ("no."). The first consistent trial is the last one ("yes.").
-
-    Raises:
-        ValueError: the puzzle has no solution.
     """
     text = []
     for roles in product((True, False), repeat=len(names)):
@@ -132,16 +123,9 @@ def phrases() -> list[str]:
     )
 
 
-def completion(meta: Mapping[str, Any], answer: str, style: Style) -> str:
-    """Completion `<think>…</think><answer>…</answer>` for a puzzle's `meta` (names, statements) and solution text."""
-    reasoning = trials(meta["names"], meta["statements"]) if style == "reason" else GUESS
-    return f"{OPENING}{reasoning}</think><answer>{answer}</answer>"
-
-
-def puzzles(people: int, count: int, seed: int, split: Literal["train", "heldout"] = "train") -> list[Example]:
-    """`count` puzzles of the task's training or held-out split; for all seeds the two share no content."""
-    sizes = {"train_size": 1, "heldout_size": 0} | {f"{split}_size": count}
-    return make_task(KnightsKnavesSpec(people=people, **sizes, seed=seed)).splits()[split]
+def puzzles(people: int, count: int, seed: int) -> list[Example]:
+    """`count` puzzles of the task's training split; for all seeds they share no content with the held-out ones."""
+    return make_task(KnightsKnavesSpec(people=people, train_size=count, heldout_size=0, seed=seed)).splits()["train"]
 
 
 def renamed(text: str, names: Sequence[str], others: Sequence[str]) -> str:
@@ -246,9 +230,8 @@ def demonstrations(
         style: Style = "guess" if rng.random() < guess_share else "reason"
         names, others = example.meta["names"], tuple(rng.sample(all_names, people))
         quiz = renamed(example.meta["quiz"], names, others)
-        text = completion(
-            {"names": others, "statements": example.meta["statements"]}, renamed(example.answer, names, others), style
-        )
+        reasoning = trials(others, example.meta["statements"]) if style == "reason" else GUESS
+        text = f"{OPENING}{reasoning}</think><answer>{renamed(example.answer, names, others)}</answer>"
         if rng.random() < chat_share:
             prompt = chat(longer_wording(quiz, rng), rng.choice(all_names), rng)
             yield Demonstration(prompt, text.removeprefix(OPENING), style, people)

@@ -6,33 +6,32 @@ directly, which a small model can do for one operation but hardly for three.
 
 from __future__ import annotations
 
+import ast
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, cast
 
 from sharpscope.tasks import Example, MathSpec, make_task
 from sharpscope.warm_start.knights_knaves import GUESS, OPENING, Demonstration, Style
 
 EASY = 300
 """Largest number of questions of level 1, which has few."""
-PRECEDENCE = {"+": 1, "-": 1, "*": 2}
 
 Pool = Mapping[tuple[str, int], Sequence[Example]]
 """(family, level) -> questions."""
 
 
 def questions(
-    families: Sequence[str], levels: Sequence[int], count: int, seed: int, split: Literal["train", "heldout"] = "train"
+    families: Sequence[str], levels: Sequence[int], count: int, seed: int
 ) -> dict[tuple[str, int], list[Example]]:
-    """`count` questions (at most `EASY` of level 1) of the task's training or held-out split, by family and level."""
+    """`count` questions (at most `EASY` of level 1) of the task's training split, by family and level."""
     pool = {}
     for family in families:
         for level in levels:
             size = min(count, EASY) if level == 1 else count
-            sizes = {"train_size": 1, "heldout_size": 0} | {f"{split}_size": size}
-            spec = MathSpec(families=(family,), levels=(level,), **sizes, seed=seed)
-            pool[family, level] = make_task(spec).splits()[split]
+            spec = MathSpec(families=(family,), levels=(level,), train_size=size, heldout_size=0, seed=seed)
+            pool[family, level] = make_task(spec).splits()["train"]
     return pool
 
 
@@ -48,33 +47,22 @@ def _arithmetic(question: str) -> list[str]:
 
 
 def _reduce(expression: str, steps: list[str]) -> int:
-    """Evaluate an expression of integers, +, −, * and brackets; appends "a + b = c" to `steps` for every operation."""
-    operators: list[str] = []
-    values: list[int] = []
+    """Evaluate an expression of integers, +, − and *; appends "a + b = c" to `steps` for every operation, innermost first."""
 
-    def apply() -> None:
-        """Apply the last operator to the last two values and write the step down."""
-        sign, right, left = operators.pop(), values.pop(), values.pop()
-        value = {"+": left + right, "-": left - right, "*": left * right}[sign]
-        steps.append(f"{left} {sign} {right} = {value}")
-        values.append(value)
+    def value(node: Any) -> int:
+        """Value of a part of the expression."""
+        if isinstance(node, ast.Constant):
+            return cast(int, node.value)
+        left, right = value(node.left), value(node.right)
+        sign, result = {
+            ast.Add: ("+", left + right),
+            ast.Sub: ("-", left - right),
+            ast.Mult: ("*", left * right),
+        }[type(node.op)]
+        steps.append(f"{left} {sign} {right} = {result}")
+        return result
 
-    for token in re.findall(r"\d+|[-+*()]", expression):
-        if token.isdigit():
-            values.append(int(token))
-        elif token == "(":
-            operators.append(token)
-        elif token == ")":
-            while operators[-1] != "(":
-                apply()
-            operators.pop()
-        else:
-            while operators and operators[-1] != "(" and PRECEDENCE[operators[-1]] >= PRECEDENCE[token]:
-                apply()
-            operators.append(token)
-    while operators:
-        apply()
-    return values[0]
+    return value(ast.parse(expression, mode="eval").body)
 
 
 _LINEAR = re.compile(r"Solve for x: (\d*)x ([+-]) (\d+) = (?:(\d*)x ([+-]) )?(-?\d+)")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import tokenizers
 import torch
@@ -39,7 +39,7 @@ class WarmStartSpec:
 
     Attributes:
         policy: embedded policy whose demonstrations are used.
-        weights: share of demonstrations by number of people, family of question or number of hops.
+        weights: share of demonstrations by number of people (2 to 7), family of question or number of hops (1 to 3).
         levels: math: share of demonstrations by level, 1 to 3.
         questions: distinct puzzles of the most frequent size, questions per family and level, or per world and hops.
         worlds: tool_qa: generated worlds, distinct from those of the task's seeds.
@@ -48,11 +48,9 @@ class WarmStartSpec:
         layers, width, feed_forward, heads: sizes of the transformer; `width` is a multiple of 2 × `heads`.
         vocabulary: maximum vocabulary of the tokenizer [tokens].
         corpus: demonstrations used to train the tokenizer.
-        steps: optimizer updates.
-        batch: demonstrations per update.
+        steps, batch: optimizer updates, and demonstrations per update.
         micro_tokens: maximum size of a forward pass, including padding, at least one row [tokens].
-        muon_lr: peak learning rate of Muon, for the layers' matrices.
-        lr: peak learning rate of AdamW, for embeddings, biases and gains.
+        muon_lr, lr: peak learning rates of Muon, for the layers' matrices, and of AdamW, for the other parameters.
         beta2: decay of AdamW's squared gradient average; beta1 is 0.9.
         weight_decay: decoupled decay of the layers' matrices.
         warmup: updates of linear warm-up.
@@ -60,9 +58,6 @@ class WarmStartSpec:
         max_grad_norm: maximum global L2 norm of the gradient.
         logit_scale: factor on the final norm's gain after training, which scales all logits.
         seed: seed of weights, demonstrations and their order.
-
-    Raises:
-        UserError: `weights` or `levels` is empty, has a negative share, or a key that the demonstrations do not have.
     """
 
     policy: str = "knights_knaves"
@@ -90,15 +85,6 @@ class WarmStartSpec:
     max_grad_norm: float = 1.0
     logit_scale: float = 1.0
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        allowed = {"knights_knaves": range(2, 8), "math": ("arithmetic", "linear", "modular"), "tool_qa": range(1, 4)}
-        for name, keys in (("weights", allowed[self.policy]), ("levels", range(1, 4))):
-            shares: dict[Any, float] = getattr(self, name)
-            if not all(key in keys and share >= 0 for key, share in shares.items()) or not any(shares.values()):
-                raise UserError(
-                    f"{name} = {shares}: give shares of at least 0, one above 0, of {', '.join(map(str, keys))}"
-                )
 
 
 WARM_STARTS: dict[str, WarmStartSpec] = {
@@ -135,22 +121,12 @@ WARM_STARTS: dict[str, WarmStartSpec] = {
 """The warm start of each embedded policy; it recreates the shipped one."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """Tokens of a demonstration.
-
-    Attributes:
-        prompt: token ids of the prompt.
-        completion: token ids of the completion, including the end-of-text token.
-        mask: 1 for completion tokens in the loss, else 0.
-    """
+class Row(NamedTuple):
+    """Token ids of a demonstration's prompt and completion, and 1 for completion tokens in the loss, else 0."""
 
     prompt: list[int]
     completion: list[int]
     mask: list[int]
-
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.completion)
 
 
 def warm_start(
@@ -288,25 +264,26 @@ def _row(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> Ro
 
 
 def _batches(rows: Sequence[Row], max_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of rows sorted by length, with at most `max_tokens` tokens including padding, or one row.
+    """Batches of rows sorted by length (L), with at most `max_tokens` tokens including padding, or one row.
 
     Lengths differ tenfold; with a fixed number of rows, half of the tokens would be padding.
 
     Yields:
-        input_ids (n, L), labels (n, L), which are −100 outside the loss, and the indices of the n rows.
+        input_ids (n, L) and labels (n, L), which are −100 outside the loss.
     """
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i].prompt + rows[i].completion))
     while order:
-        lengths = [len(rows[i]) for i in order]
+        lengths = [len(rows[i].prompt + rows[i].completion) for i in order]
         number = max([1, *(n for n, length in enumerate(lengths, 1) if n * length <= max_tokens)])
-        indices, order = order[:number], order[number:]
+        batch, order = [rows[i] for i in order[:number]], order[number:]
         input_ids = torch.zeros(number, lengths[number - 1], dtype=torch.long)
         labels = torch.full(input_ids.shape, -100)
-        for line, i in enumerate(indices):
-            row = rows[i]
-            input_ids[line, : len(row)] = torch.tensor(row.prompt + row.completion)
-            targets = torch.tensor(row.completion).where(torch.tensor(row.mask).bool(), -100)
-            labels[line, len(row.prompt) : len(row)] = targets
+        for line, row in enumerate(batch):
+            stop = len(row.prompt + row.completion)
+            input_ids[line, :stop] = torch.tensor(row.prompt + row.completion)
+            labels[line, len(row.prompt) : stop] = torch.tensor(row.completion).where(
+                torch.tensor(row.mask).bool(), -100
+            )
         yield input_ids, labels
 
 
@@ -341,7 +318,7 @@ def orthogonal(matrices: torch.Tensor, iterations: int = 5) -> torch.Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay (K. Jordan et al., 2024); torch has it only since 2.9.
 
-    An update has spectral norm about lr·sqrt(max(1, out/in)). Matrices of the same shape are processed as one batch.
+    An update has spectral norm about lr·sqrt(max(1, out/in)).
 
     Args:
         matrices: parameters (out, in).
@@ -359,18 +336,14 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all matrices that have a `.grad`."""
         for group in self.param_groups:
-            shapes: dict[tuple[int, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
             for matrix in group["params"]:
                 if matrix.grad is None:
                     continue
-                state = self.state[matrix]
-                average = state.setdefault("average", torch.zeros_like(matrix))
+                average = self.state[matrix].setdefault("average", torch.zeros_like(matrix))
                 average.lerp_(matrix.grad, 1 - group["momentum"])
                 direction = matrix.grad.lerp(average, group["momentum"])
-                wide = direction if direction.shape[0] <= direction.shape[1] else direction.T
-                shapes.setdefault(tuple(wide.shape), []).append((matrix, wide))
-            for members in shapes.values():
-                for (matrix, _), update in zip(members, orthogonal(torch.stack([w for _, w in members])), strict=True):
-                    applied = update if matrix.shape[0] <= matrix.shape[1] else update.T
-                    scale = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
-                    matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(applied, alpha=-group["lr"] * scale)
+                tall = direction.shape[0] > direction.shape[1]
+                update = orthogonal((direction.T if tall else direction).contiguous()[None])[0]
+                update = update.T if tall else update
+                scale = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
+                matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)

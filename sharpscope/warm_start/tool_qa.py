@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 from sharpscope.tasks import Example, InteractiveTask, ToolQaSpec, make_task, respond_all
 from sharpscope.tasks.tool_world import SYLLABLES
@@ -28,23 +28,13 @@ class SearchQuestion:
     replies: tuple[str, ...]
 
 
-def search_questions(
-    hops: Sequence[int], worlds: int, count: int, seed: int, split: Literal["train", "heldout"] = "train"
-) -> dict[int, list[SearchQuestion]]:
-    """Generate questions of the task's training or held-out split, by number of hops.
-
-    Args:
-        hops: numbers of hops.
-        worlds: number of generated worlds.
-        count: number of questions per world and number of hops.
-        seed: seed of the worlds.
-        split: split of the task.
-    """
+def search_questions(hops: Sequence[int], worlds: int, count: int, seed: int) -> dict[int, list[SearchQuestion]]:
+    """Generate questions of the task's training split, by number of hops: `count` per world and number of hops."""
     pool: dict[int, list[SearchQuestion]] = {number: [] for number in hops}
     for world in range(worlds):
-        sizes = {"train_size": 1, "heldout_size": 0} | {f"{split}_size": count}
-        task = make_task(ToolQaSpec(hops=tuple(hops), **sizes, seed=FIRST_WORLD * (1 + seed) + world))
-        examples = task.splits()[split]
+        seed_of_world = FIRST_WORLD * (1 + seed) + world
+        task = make_task(ToolQaSpec(hops=tuple(hops), train_size=count, heldout_size=0, seed=seed_of_world))
+        examples = task.splits()["train"]
         for example, replies in zip(examples, _replies(cast(InteractiveTask, task), examples), strict=True):
             pool[int(example.meta["level"])].append(SearchQuestion(example, replies))
     return pool
@@ -86,9 +76,8 @@ def phrases(questions: Sequence[SearchQuestion]) -> list[str]:
     texts |= {GUESS, "What is the ", " of the ", " of ", "?\n", "Doc 1(Title: ", "\n\n"}
     texts |= {f"\nDoc {i}(Title: " for i in (2, 3)}
     for question in questions:
-        for thing, relation, value in question.example.meta["chain"]:
+        for _, relation, _ in question.example.meta["chain"]:
             texts |= {relation, f", {relation}", f" {relation}: "}
-            assert thing != value
         for reply in question.replies:
             texts |= _fixed_texts(reply)
     return sorted(texts)

@@ -8,7 +8,6 @@ from itertools import islice
 
 import pytest
 
-from sharpscope.errors import UserError
 from sharpscope.policy.embedded import build_tokenizer, load_tokenizer
 from sharpscope.tasks import MathSpec, ToolQaSpec, make_task
 from sharpscope.warm_start import tool_qa as demonstrations_tool
@@ -66,7 +65,6 @@ def test_rows_are_tokenized_turn_by_turn_and_replies_are_not_imitated(asked):
         assert tokenizer.decode(heard) == "".join(reply for reply, _ in demonstration.later)
         turns = [demonstration.completion, *(turn for _, turn in demonstration.later)]
         assert tokenizer.decode(own[:-1]) == "".join(turns)
-        assert len(row) < 192
 
 
 @pytest.mark.parametrize("spec", [TINY_MATH, TINY_TOOL])
@@ -77,24 +75,7 @@ def test_what_is_held_out_is_never_shown(spec):
     assert not train & {example.prompt for example in make_task(asked).splits()["heldout"]}
 
 
-@pytest.mark.parametrize("spec", [TINY_MATH, TINY_TOOL])
-def test_the_same_seed_gives_the_same_policy(spec, tmp_path):
-    for name in ("first", "second"):
-        warm_start(spec, tmp_path / name)
-    first, second = (
-        [(tmp_path / name / file).read_bytes() for file in ("model.safetensors", "tokenizer.json")]
-        for name in ("first", "second")
-    )
-    assert first == second
-    written = json.loads((tmp_path / "first" / "warm_start.json").read_text())
-    assert written["spec"]["policy"] == spec.policy
-    assert load_tokenizer(tmp_path / "first")("<search>x</search>")["input_ids"]
-
-
-@pytest.mark.parametrize(
-    ("policy", "fields"),
-    [("math", {"levels": {4: 1.0}}), ("math", {"weights": {"word": 1.0}}), ("tool_qa", {"weights": {4: 1}})],
-)
-def test_impossible_demonstrations_are_refused(policy, fields):
-    with pytest.raises(UserError, match="give shares"):
-        replace(WARM_STARTS[policy], **fields)
+def test_a_policy_of_another_task_is_written(tmp_path):
+    warm_start(TINY_TOOL, tmp_path / "policy")
+    assert json.loads((tmp_path / "policy" / "warm_start.json").read_text())["spec"]["policy"] == "tool_qa"
+    assert load_tokenizer(tmp_path / "policy")("<search>x</search>")["input_ids"]
