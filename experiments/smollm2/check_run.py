@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sharpscope
 from experiments.smollm2.check import flat_gradient, log_probabilities
-from sharpscope.config import ForkSpec, load_config
-from sharpscope.forks.start import SharedDraws, Start
+from sharpscope.config import ForkSpec
+from sharpscope.forks.start import SharedDraws, Start, resolve
 from sharpscope.tasks import make_task
 
 STEPS, ROWS = 3, 16
@@ -125,7 +125,7 @@ def main() -> None:
     after, moments = state(whole, STEPS)
     again, again_moments = state(cut, STEPS)
     print(f"| weights and AdamW's moments of the resumed run | {same(again | again_moments, after | moments)} | |")
-    config, began = load_config(whole / "config.yaml"), time.process_time()
+    config, began = resolve("fork", whole, None, None, None, ()), time.process_time()
     place = whole / "checkpoints" / f"step-{STEPS - 1:06d}"
     start = Start(config, ForkSpec(warm_up=0), {"grpo": config.method}, place, make_task(config.task))
     start.update("grpo", 0, SharedDraws())
