@@ -32,16 +32,15 @@ class LeaveOneOutAdvantage(Part):
 class WhitenedAdvantage(Part):
     """Returns minus their mean, divided by their std over all loss tokens of the step (REINFORCE++, arXiv 2501.03262).
 
-    A_t = (G_t − mean G)/√(var G + 1e-8), G_t = gamma^n·R_i, n the number of loss tokens after t; with `kl.place=reward` the
-    divergence at and after t, discounted to t, is subtracted from G_t (without a baseline; otherwise from R_i). Long completions count
-    more often in mean and var (divided by n − 1, as in verl). With `baseline=group`, R_i − mean R replaces R_i.
+    A_t = (G_t − mean G)/√(var G + 1e-8), G_t = R_i; with `kl.place=reward` the divergence at and after t is subtracted from G_t
+    (without a baseline; otherwise from R_i). Long completions count more often in mean and var (divided by n − 1, as in verl).
+    With `baseline=group`, R_i − mean R replaces R_i.
     """
 
     kind: Literal["whitened"] = "whitened"
     baseline: Literal["none", "group"] = Field(
         "none", description="none: REINFORCE++; group: subtract the group's mean reward first (its baseline form)."
     )
-    gamma: float = Field(1.0, gt=0, le=1, description="Discount per loss token; 1 as in verl and OpenRLHF.")
 
 
 class LengthBaselineAdvantage(Part):
@@ -83,17 +82,12 @@ class DecoupledAdvantage(Part):
 
 
 class MeanScaledAdvantage(Part):
-    """A_i = (R_i − mean R)/mean R within the group; 0 if the mean is not positive (MaxRL, arXiv 2602.02710).
+    """A_i = (R_i − mean R)/mean R within the group, R = 1 for a correct answer, else 0; 0 if none is (MaxRL, arXiv 2602.02710).
 
-    For R of 0 and 1 it estimates the gradient of the log of the success rate, truncated at order G.
+    It estimates the gradient of the log of the success rate, truncated at order G.
     """
 
     kind: Literal["mean_scaled"] = "mean_scaled"
-    of: Literal["correct", "reward"] = Field(
-        "correct",
-        description="correct: R is 1 for a correct answer, else 0, as in the paper; reward: R is the reward, which should not "
-        "be negative.",
-    )
 
 
 Advantage = Annotated[
@@ -175,11 +169,9 @@ class DualClip(Part):
 
 
 class SapoClip(Part):
-    """Objective (4/τ)·sigmoid(τ·(r − 1))·A: a smooth gate instead of a clip (SAPO, arXiv 2511.20347)."""
+    """Objective (4/τ)·sigmoid(τ·(r − 1))·A, τ = 1 where A > 0, else 1.05: a smooth gate instead of a clip (SAPO, arXiv 2511.20347)."""
 
     kind: Literal["sapo"] = "sapo"
-    tau_positive: float = Field(1.0, gt=0, description="τ where A > 0; published 1.")
-    tau_negative: float = Field(1.05, gt=0, description="τ elsewhere; published 1.05.")
 
 
 class GmpoClip(Part):
@@ -207,13 +199,12 @@ class DppoMask(Part):
 
 
 class VespoGate(Part):
-    """Objective φ(W)·A·ln π, φ(W) = sg[W^k·exp(λ·(1 − W))], W = Π_t r_t in [1e-8, e^20] (VESPO, arXiv 2602.10693)."""
+    """Objective φ(W)·A·ln π, φ(W) = sg[W^k·exp(λ·(1 − W))], W = Π_t r_t in [1e-8, e^20] (VESPO, arXiv 2602.10693).
+
+    k = 2 and λ = 3 where A ≥ 0, else k = 3 and λ = 2, as in TRL.
+    """
 
     kind: Literal["vespo"] = "vespo"
-    k_positive: float = Field(2.0, ge=0, description="k where A ≥ 0; 2 as in TRL.")
-    lambda_positive: float = Field(3.0, gt=0, description="λ where A ≥ 0; 3 as in TRL.")
-    k_negative: float = Field(3.0, ge=0, description="k where A < 0; 3 as in TRL.")
-    lambda_negative: float = Field(2.0, gt=0, description="λ where A < 0; 2 as in TRL.")
 
 
 class DelightGate(Part):
@@ -307,21 +298,18 @@ class FixedEntropyBonus(Part):
     coef: NonNegative = Field(0.001, description="Weight of the mean entropy [loss per nat]; ours, tune it.")
 
 
-class AdaptiveEntropyBonus(Band):
+class AdaptiveEntropyBonus(Part):
     """A bonus as in `fixed` whose coefficient holds the entropy at a target (Skywork-OR1, arXiv 2505.22312).
 
-    After an update whose tokens had mean entropy H, coef ← min(coef + step, high) if H ≤ target, else max(coef − step, low).
-    An update has the bonus if H of the update before was ≤ target; the first one has none.
+    After an update whose tokens had mean entropy H, coef ← min(coef + step, 1) if H ≤ target, else max(coef − step, 0);
+    it starts at 0. An update has the bonus if H of the update before was ≤ target; the first one has none.
     """
 
     kind: Literal["adaptive"] = "adaptive"
     target: float = Field(0.2, gt=0, description="Target of H [nats]; 0.2 as in TRL.")
-    initial: float = Field(0.0, ge=0, description="First coefficient [loss per nat]; 0 as in TRL.")
     step: float = Field(
         0.005, gt=0, description="Change of the coefficient per update [loss per nat]; 0.005 as in TRL."
     )
-    low: float = Field(0.0, ge=0, description="Smallest coefficient; 0 as in TRL.")
-    high: float = Field(1.0, gt=0, description="Largest coefficient, > low; 1 as in TRL.")
 
 
 EntropyBonus = Annotated[FixedEntropyBonus | AdaptiveEntropyBonus, Field(discriminator="kind")]
@@ -343,7 +331,7 @@ class KlCovPenalty(Part):
 class LpRegPenalty(Part):
     """Add coef·k3(π, q) where π < q, on the `share` of the tokens with A < 0 that are least likely (Lp-Reg, arXiv 2510.03222).
 
-    k3 = q/π − 1 − ln(q/π). q is π_old without tokens below min_p·max_j π_old(j), renormalized: it protects rare tokens that
+    k3 = q/π − 1 − ln(q/π). q is π_old without tokens below 0.02·max_j π_old(j), renormalized: it protects rare tokens that
     are not noise. A sampled token that q leaves out has no penalty. The tokens are chosen by π_old once a step, π < q is
     tested in every update.
     """
@@ -357,12 +345,6 @@ class LpRegPenalty(Part):
         "0.005).",
     )
     coef: NonNegative = Field(1.0, description="Weight of the term; 1 as in the authors' scripts.")
-    min_p: float = Field(
-        0.02,
-        gt=0,
-        lt=1,
-        description="Smallest probability that q keeps, in units of the largest at the position; published 0.02.",
-    )
 
 
 Penalty = Annotated[KlCovPenalty | LpRegPenalty, Field(discriminator="kind")]
@@ -424,27 +406,22 @@ class ModuleClip(Part):
     """Clip the gradient of each type of module by the history of its norm, before the clip of the global norm (AGGC, arXiv 2601.11864).
 
     A group has the parameters of one module type (`q_proj`, `down_proj`, `norm`, …) over all layers. With S the moving average
-    of its norm n: n > high·S is scaled to high·S, n < low·S up to low·S but at most by `max_raise`; then S ← decay·S + (1 −
-    decay)·(scaled norm). S starts at the first norm, which is not clipped.
+    of its norm n: n > high·S is scaled to high·S; then S ← 0.95·S + 0.05·(scaled norm). S starts at the first norm, which is not
+    clipped.
     """
 
     kind: Literal["aggc"] = "aggc"
-    decay: float = Field(0.95, ge=0, lt=1, description="Decay of the average per update; 0.95 as in the authors' code.")
     high: Annotated[float, Field(gt=1)] | Schedule = Field(
         2.0, description="Largest norm, in units of S; ours (their 0.6 clips a norm that does not change)."
     )
-    low: Annotated[float, Field(ge=0, lt=1)] | Schedule = Field(
-        0.0, description="Smallest norm, in units of S; 0: norms are not raised, their default."
-    )
-    max_raise: float = Field(1.1, gt=1, description="Largest factor of a norm that is raised; 1.1 as in their code.")
 
     def scaled(self, norm: float, average: float | None) -> tuple[float, float]:
         """Factor for a group's gradient of this norm, and the average after it; None before the first. Schedules must be resolved."""
         if average is None:
             return 1.0, norm
-        low, high = number(self.low) * average, number(self.high) * average
-        factor = high / norm if norm > high else min(low / norm, self.max_raise) if 0 < norm < low else 1.0
-        return factor, self.decay * average + (1 - self.decay) * factor * norm
+        high = number(self.high) * average
+        factor = high / norm if norm > high else 1.0
+        return factor, 0.95 * average + 0.05 * factor * norm
 
 
 class Overlong(Part):
@@ -453,7 +430,6 @@ class Overlong(Part):
     buffer: float = Field(
         0.2, gt=0, le=1, description="Share of the completion limit over which the penalty grows; published 4096/20480."
     )
-    scale: float = Field(1.0, ge=0, description="Penalty at the limit, ≥ 0, in units of reward; published 1.")
 
 
 class Sampling(Part):
@@ -542,8 +518,7 @@ class Method(Part):
             )
         if self.kl.coef > 0 and self.kl.estimator == "k3_corrected" and self.proximal is not None:
             raise ValueError("kl.estimator=k3_corrected needs proximal=null: its ratio is π/π_old")
-        blind = isinstance(advantage, DecoupledAdvantage) or getattr(advantage, "of", "") == "correct"
-        if self.kl_in_reward and blind:
+        if self.kl_in_reward and isinstance(advantage, DecoupledAdvantage | MeanScaledAdvantage):
             raise ValueError(
                 f"kl.place=reward has no effect with advantage.kind={advantage.kind}, which does not see the total reward; "
                 "set kl.place=loss"
@@ -569,9 +544,9 @@ class Method(Part):
         return self.kl.coef > 0 and self.kl.place == "reward"
 
     @property
-    def proxy_min_p(self) -> float | None:
-        """Threshold of the filtered policy that the loss compares with, None without one."""
-        return self.penalty.min_p if isinstance(self.penalty, LpRegPenalty) else None
+    def needs_proxy(self) -> bool:
+        """Whether the loss compares with π_old without its least likely tokens."""
+        return isinstance(self.penalty, LpRegPenalty)
 
     @property
     def needs_statistics(self) -> bool:

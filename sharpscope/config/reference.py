@@ -139,12 +139,12 @@ def weight_rotation_bound(weight: Weighting) -> float | None:
         case UniformWeight() | ConstantWeight():
             return 0.0
         case MeanOneWeight():
-            return weight_rotation_bound(weight.inner)  # the common factor cancels
+            return weight_rotation_bound(weight.of)  # the common factor cancels
         case PolarityWeight():
             alpha = float(weight.alpha)  # type: ignore[arg-type]  # schedules are resolved
             return rotation_bound(1 - alpha, 1 + alpha)
         case Control() if not weight.bounded:
-            return weight_rotation_bound(weight.inner)
+            return weight_rotation_bound(weight.of)
     bounds = weight.bounds
     if bounds is None or bounds[0] <= 0 or math.isinf(bounds[1]):
         return None

@@ -69,16 +69,12 @@ class CurvatureTokens(Part):
 
     With v = e_y − π, h the layer's input, g = A·v⊗h and G the step per learning rate that AdamW would make from its present
     moments on g alone: m_H = lr·⟨g, G⟩ + lr²/2·A·[(v·u)² − uᵀFu] with u = Gh and F = diag π − ππᵀ, m_F = lr²/2·(v·u)². A
-    token is kept if m_H and m_F are below their thresholds. Only the `top` most likely words and y have a gradient here.
+    token is kept if |m_H| and m_F are below their thresholds. Only the 50 most likely words and y have a gradient here.
     """
 
     kind: Literal["curvature"] = "curvature"
-    max_objective: float = Field(0.01, gt=0, description="Bound of m_H; published 0.01 (Dr.CAPO 5e-4, ReinCAPO 0.1).")
+    max_objective: float = Field(0.01, gt=0, description="Bound of |m_H|; published 0.01 (Dr.CAPO 5e-4, ReinCAPO 0.1).")
     max_kl: float = Field(1e-4, gt=0, description="Bound of m_F [nats]; published 1e-4 (Dr.CAPO 1e-3, ReinCAPO 1e-5).")
-    symmetric: bool = Field(True, description="Whether m_H must be above −max_objective; false: at least 0.")
-    top: int = Field(
-        50, ge=1, description="Words of the vocabulary with a gradient; published: those of top-k sampling, 50."
-    )
 
 
 class ClipCovTokens(Band):
@@ -116,7 +112,8 @@ class AdvantageTokens(Part):
 class SpuriousTokens(Part):
     """Leave tokens with A > 0, π < probability and H < h out of the surrogate (STAPO, arXiv 2602.15620).
 
-    h is the `quantile` (linearly interpolated) of the entropy over tokens of the step, all under the policy at its start.
+    h is the `quantile` (linearly interpolated) of the entropy over the step's loss tokens with A > 0 and π < probability (the
+    paper's later version), all under the policy at its start.
     """
 
     kind: Literal["stapo"] = "stapo"
@@ -127,12 +124,7 @@ class SpuriousTokens(Part):
         0.75,
         ge=0,
         le=1,
-        description="Quantile of the entropy; published 0.75 over rare, 0.8 over all (earlier version).",
-    )
-    over: Literal["rare", "all"] = Field(
-        "rare",
-        description="Tokens of the quantile. rare: loss tokens with A > 0 and π < probability (the paper's later version); "
-        "all: all loss tokens (its first version).",
+        description="Quantile of the entropy; published 0.75.",
     )
 
 

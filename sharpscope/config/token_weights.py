@@ -8,17 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_a
 from pydantic import Field, model_validator
 
 from sharpscope.config.base import NonNegative, Positive, Real, Schedule, Share
-from sharpscope.config.sigmoid import COUNTED, Counted, EntropyWeight, SigmoidWeight
 from sharpscope.config.weighting import (
+    PAPER_SIGMOID,
     Weighting,
     find_token_weight,
     number,
+    percentile,
+    statistic_values,
     top_tokens,
 )
 from sharpscope.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
+
+
+Offset = Annotated[float, Field(le=1)] | Schedule
+Counted = Literal["tokens", "gradient"]
+COUNTED = "tokens: every loss token counts once; gradient: by the gradient it carries, |A|·(its coefficient in the mean)·‖p − e_y‖"
 
 
 # -- weightings --------------------------------------------------------------------------------------------------------
@@ -44,11 +51,6 @@ class LinearWeight(Weighting):
 
     kind: Literal["linear"] = "linear"
     alpha: Share = Field(0.2, description="Share of the weight that follows π; published 0.2, with Lopti 0.3.")
-
-    @property
-    def bounded(self) -> bool:
-        """True."""
-        return True
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -167,11 +169,6 @@ class StareWeight(Weighting):
     )
 
     @property
-    def bounded(self) -> bool:
-        """True."""
-        return True
-
-    @property
     def bounds(self) -> tuple[float, float]:
         """[M, W]."""
         return self.M, self.W
@@ -222,19 +219,18 @@ class PepoWeight(Weighting):
 
 
 class EntropyAdvantageWeight(Weighting):
-    """A ← A + strength·min(alpha·H, |A|/kappa), as a weight: w = 1 + strength·sign(A)·min(alpha·H/|A|, 1/kappa); 1 where A = 0."""
+    """A ← A + strength·min(0.4·H, |A|/2), as a weight: w = 1 + strength·sign(A)·min(0.4·H/|A|, 1/2); 1 where A = 0.
+
+    0.4 and 2 are those of the authors' runs (default of their code: 1 and 1).
+    """
 
     kind: Literal["entropy_advantage"] = "entropy_advantage"
     strength: Share = Field(1.0, description="Factor of the term; a schedule lets it fade (arXiv 2605.25381).")
-    alpha: float = Field(
-        0.4, ge=0, description="Advantage per nat; 0.4 in the authors' runs (default of their code: 1)."
-    )
-    kappa: float = Field(2.0, ge=1, description="The term is at most |A|/kappa; 2 in the authors' runs (default: 1).")
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
         """See the class."""
         size = step.token_advantage.abs()
-        term = xp.minimum(self.alpha * step.entropy / xp.where(size > 0, size, 1.0), xp.full_like(size, 1 / self.kappa))
+        term = (0.4 * step.entropy / xp.where(size > 0, size, 1.0)).clip(max=0.5)
         return 1 + number(self.strength) * step.token_advantage.sign() * term
 
 
@@ -251,11 +247,6 @@ class CustomWeight(Weighting):
     def _exists(self) -> Self:
         find_token_weight(self.function)  # a wrong name must stop a run before anything is written
         return self
-
-    @property
-    def bounded(self) -> bool:
-        """Whether the function is registered with bounds."""
-        return self.bounds is not None
 
     @property
     def bounds(self) -> tuple[float, float] | None:
@@ -278,90 +269,229 @@ class CustomWeight(Weighting):
         Raises:
             UserError: it raises, or returns another type, shape, dtype or range than declared.
         """
-        registered, shape = find_token_weight(self.function), tuple(step.mask.shape)
         try:
-            weight = registered.function(step, **self.arguments)
+            weight = find_token_weight(self.function).function(step, **self.arguments)
         except UserError:
             raise
         except Exception as error:
             raise UserError(f"method.weight: {self.title} raised {type(error).__name__}: {error}") from error
-        problem = ""
-        if not isinstance(weight, xp.Tensor):
-            problem = f"{type(weight).__name__}; return a tensor of shape {shape}"
-        elif tuple(weight.shape) != shape:
-            problem = f"shape {tuple(weight.shape)}; it must be (N, T) = {shape}"
-        elif not weight.is_floating_point():
-            problem = f"{weight.dtype}; return floating-point weights"
-        if problem:
-            raise UserError(f"method.weight: {self.title} returned {problem}")
+        shape, given = tuple(step.mask.shape), tuple(getattr(weight, "shape", ()))
+        if not isinstance(weight, xp.Tensor) or given != shape or not weight.is_floating_point():
+            found = f"{type(weight).__name__} of shape {given} and type {getattr(weight, 'dtype', '?')}"
+            raise UserError(f"method.weight: {self.title} returned {found}; it must be a float tensor (N, T) = {shape}")
         inside = weight[step.mask.bool()]
-        if registered.bounds is not None and bool(xp.isfinite(inside).all()):
-            low, high = registered.bounds
-            if bool((inside < low - 1e-6).any()) or bool((inside > high + 1e-6).any()):
-                least, most = float(inside.min()), float(inside.max())
-                declared = f"declares weights in [{low}, {high}] but returned [{least:.4g}, {most:.4g}]"
-                raise UserError(f"method.weight: {self.title} {declared}")
+        if self.bounds is not None and bool(
+            ((inside < self.bounds[0] - 1e-6) | (inside > self.bounds[1] + 1e-6)).any()
+        ):
+            found = f"[{float(inside.min()):.4g}, {float(inside.max()):.4g}]"
+            raise UserError(f"method.weight: {self.title} declares weights in {list(self.bounds)} but returned {found}")
         return weight.to(device=step.logp.device, dtype=step.logp.dtype)
+
+
+# -- sigmoids ----------------------------------------------------------------------------------------------------------
+
+
+class _Sigmoid(Weighting):
+    """w = clip(alpha·[sigmoid((±u − u0)/tau) − mu], L, U), with tau and u0 from the first step where they are empty."""
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether one of the six constants is empty."""
+        return any(getattr(self, name) is None for name in PAPER_SIGMOID)
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether tau or u0 come from percentiles over the gradient."""
+        return self.percentiles == "gradient" and not {"tau", "u0"} <= set(self.constants())  # type: ignore[attr-defined]
+
+    def constants(self) -> dict[str, float | Schedule]:
+        """alpha, tau, mu, L, U, u0 as far as they are known before a calibration."""
+        return {name: value for name in PAPER_SIGMOID if (value := getattr(self, name)) is not None}
+
+    def signed(self, u: Any) -> Any:
+        """The statistic with the sign in which it raises the weight."""
+        return u
+
+    def at_statistic(self, u: Any, xp: Any) -> Any:
+        """clip(alpha·[sigmoid((±u − u0)/tau) − mu], L, U)."""
+        known = self.constants()
+        alpha, tau, mu, low, high, u0 = (number(known.get(name)) for name in ("alpha", "tau", "mu", "L", "U", "u0"))
+        return (alpha * (xp.sigmoid((self.signed(u) - u0) / tau) - mu)).clip(low, high)
+
+    def calibrated(self, step: Any, xp: Any) -> Self:
+        """Tau and u0 such that the 10th and 90th percentile of ±u land on L and U.
+
+        With a = logit(L/alpha + mu) and b = logit(U/alpha + mu): tau = (u90 − u10)/(b − a), u0 = u10 − a·tau.
+
+        Raises:
+            UserError: u90 equals u10, the bounds lie outside the sigmoid's reach, or no token carries a gradient.
+        """
+        known = self.constants()
+        if not {"tau", "u0"} <= set(known):
+            known = self._location(known, step, xp) | known
+        return self.replace(**known)
+
+    def _location(self, known: dict[str, Any], step: Any, xp: Any) -> dict[str, float | Schedule]:
+        mask = step.mask.bool()
+        if not bool(mask.any()):
+            raise UserError("method.weight: the first step has no loss tokens to calibrate on; set tau and u0")
+        u = self.signed(statistic_values(self, step, xp))
+        mass = step.mass if self.percentiles == "gradient" else None  # type: ignore[attr-defined]
+        if mass is not None and not bool((mass[mask] > 0).any()):
+            raise UserError(
+                "method.weight.percentiles = gradient: no token of the first step carries a gradient; set tau and u0, or "
+                "percentiles to tokens"
+            )
+        u10, u90 = percentile(u, mask, 10, mass), percentile(u, mask, 90, mass)
+        now = {
+            name: value.value(step.progress) if isinstance(value, Schedule) else value for name, value in known.items()
+        }
+        a, b = (_logit(now[name] / now["alpha"] + now["mu"], name, now[name]) for name in ("L", "U"))
+        tau = now.get("tau")
+        if tau is None:
+            if not (math.isfinite(u90 - u10) and u90 > u10):
+                raise UserError(
+                    f"method.weight: the first step's 10th and 90th percentile over {self.percentiles} are {u10:.6g} and "  # type: ignore[attr-defined]
+                    f"{u90:.6g}, nothing to calibrate on; set tau and u0, or raise rollout.prompts_per_step"
+                )
+            tau = (u90 - u10) / (b - a)
+        return {"tau": tau, "u0": u10 - a * tau}
+
+
+def _logit(share: float, name: str, bound: float) -> float:
+    if not 0 < share < 1:
+        raise UserError(
+            f"method.weight.{name}: {bound} is out of the sigmoid's reach, {name}/alpha + mu = {share:.4g} must be in "
+            f"(0, 1); set tau and u0, or change {name}, alpha or mu"
+        )
+    return math.log(share) - math.log1p(-share)
+
+
+def fitted_gain(low: float, high: float) -> tuple[float, float]:
+    """Alpha and mu with which the sigmoid's values 0.75 and 0.95, as published for [1, 1.4], land on `low` and `high`.
+
+    alpha = (U − L)/0.2 and mu = 0.75 − L/alpha: 2 and 0.25 for the published bounds.
+    """
+    alpha = PAPER_SIGMOID["alpha"] * (high - low) / (PAPER_SIGMOID["U"] - PAPER_SIGMOID["L"])
+    return alpha, PAPER_SIGMOID["L"] / PAPER_SIGMOID["alpha"] + PAPER_SIGMOID["mu"] - low / alpha
+
+
+class SigmoidWeight(_Sigmoid):
+    """w = clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U), GRPO-SG's shape (arXiv 2511.00066).
+
+    A constant left empty is the preset's. Preset `paper`: alpha 2, tau 9, mu 0.25, L 1, U 1.4, u0 0. Preset `calibrated`:
+    L and U as published, tau and u0 such that the 10th and the 90th percentile of u in the first step land on L and U
+    (tau = (u90 − u10)/1.846, u0 = u10 − 1.099·tau). With other bounds, empty alpha and mu follow them (`fitted_gain`).
+    """
+
+    kind: Literal["sigmoid"] = "sigmoid"
+    preset: Literal["auto", "paper", "calibrated"] = Field(
+        "auto", description="auto: calibrated on an embedded policy, else paper."
+    )
+    percentiles: Counted = Field("tokens", description=f"What the calibration's percentiles count. {COUNTED}.")
+    input: Literal["logit", "log_odds", "logp", "prob"] = Field(
+        "logit",
+        description="u, of the sampled token: logit (undivided, no shift invariance), log_odds ln π/(1 − π) [nats], "
+        "logp ln π [nats], prob π. The published constants only do something with the logit (our reading).",
+    )
+    alpha: Positive | None = Field(None, description="Gain; published 2.0. Empty: (U − L)/0.2, unless mu is given.")
+    tau: Positive | None = Field(None, description="Width of the sigmoid, unit of u; published 9.0.")
+    mu: Offset | None = Field(
+        None, description="Subtracted from the sigmoid; published 0.25. Empty: 0.75 − L/alpha, unless alpha is given."
+    )
+    L: NonNegative | None = Field(None, description="Smallest weight; published 1.0.")
+    U: Positive | None = Field(None, description="Largest weight, > L; published 1.4.")
+    u0: Real | None = Field(None, description="Location of the sigmoid, unit of u; published 0.")
+
+    @model_validator(mode="after")
+    def _bounds_have_a_gain(self) -> Self:
+        if self.alpha is None and self.mu is None and (isinstance(self.L, Schedule) or isinstance(self.U, Schedule)):
+            raise ValueError("a schedule of L or U needs alpha or mu, which follow fixed bounds only; set alpha")
+        return self
+
+    def constants(self) -> dict[str, float | Schedule]:
+        """The given constants, else the preset's; calibrated tau and u0 are missing."""
+        known: dict[str, float | Schedule] = dict(PAPER_SIGMOID)
+        if self.preset != "paper":
+            del known["tau"], known["u0"]
+        known |= super().constants()
+        if self.alpha is None and self.mu is None:
+            known["alpha"], known["mu"] = fitted_gain(number(known["L"]), number(known["U"]))
+        return known
+
+    @property
+    def statistic(self) -> str:  # type: ignore[override]  # depends on a field here
+        """`input`."""
+        return self.input
+
+    def with_preset(self, old: str, new: str) -> Self:
+        """See `Weighting`."""
+        return self.replace(preset=new) if self.preset == old else self
+
+    def calibrated(self, step: Any, xp: Any) -> Self:
+        """See `_Sigmoid`; preset `auto` becomes `calibrated`."""
+        return super(SigmoidWeight, self.with_preset("auto", "calibrated")).calibrated(step, xp)
+
+
+class EntropyWeight(_Sigmoid):
+    """The sigmoid of the entropy H at the position instead of the sampled token: u = −H (`low`) or H (`high`) [nats].
+
+    The control that separates the token's probability from the certainty of the policy at that position. The form is ours.
+    """
+
+    kind: Literal["entropy"] = "entropy"
+    direction: Literal["low", "high"] = Field("low", description="Which entropy is weighted most.")
+    percentiles: Counted = Field("tokens", description=f"What the calibration's percentiles count. {COUNTED}.")
+    alpha: Positive = Field(2.0, description="Gain.")
+    mu: Offset = Field(0.25, description="Subtracted from the sigmoid.")
+    L: NonNegative = Field(1.0, description="Smallest weight.")
+    U: Positive = Field(1.4, description="Largest weight, > L.")
+    tau: Positive | None = Field(None, description="Width of the sigmoid [nats]; empty: from the first step.")
+    u0: Real | None = Field(None, description="Location of the sigmoid [nats]; empty: from the first step.")
+
+    statistic: ClassVar[str | None] = "entropy"
+
+    def signed(self, u: Any) -> Any:
+        """−u where low entropy has the largest weight, else u."""
+        return -u if self.direction == "low" else u
 
 
 # -- controls ----------------------------------------------------------------------------------------------------------
 
 
 class Control(Weighting):
-    """Base of the controls, which change the weights of another weighting, `of`."""
+    """Base of the controls, which change the weights of another weighting."""
 
-    @property
-    def inner(self) -> Weighting:
-        """The weighting that the control changes."""
-        weighting: Weighting = self.of  # type: ignore[attr-defined]  # a field of every control
-        return weighting
+    of: TokenWeight = Field(description="The weighting that is changed.")
 
     @property
     def needs_calibration(self) -> bool:
         """See `Weighting`."""
-        return self.inner.needs_calibration
+        return self.of.needs_calibration
 
     @property
     def needs_gradient(self) -> bool:
         """See `Weighting`."""
-        return self.inner.needs_gradient
+        return self.of.needs_gradient
 
     def with_preset(self, old: str, new: str) -> Self:
         """See `Weighting`."""
-        return self.model_copy(update={"of": self.inner.with_preset(old, new)})
+        return self.model_copy(update={"of": self.of.with_preset(old, new)})
 
     def moved(self, entropy: float) -> Self:
         """See `Weighting`."""
-        inner = self.inner.moved(entropy)
-        return self if inner is self.inner else self.model_copy(update={"of": inner})
+        inner = self.of.moved(entropy)
+        return self if inner is self.of else self.model_copy(update={"of": inner})
 
     def calibrated(self, step: Any, xp: Any) -> Self:
         """The control around the calibrated weighting."""
-        return self.model_copy(update={"of": self.inner.calibrated(step, xp)})
+        return self.model_copy(update={"of": self.of.calibrated(step, xp)})
 
 
-class _SameBounds(Control):
-    """A control whose weights have the bounds of the inner ones, unless they are rescaled to match the gradient."""
-
-    @property
-    def bounded(self) -> bool:
-        """See `Weighting`."""
-        return self.inner.bounded and self.matched != "gradient"  # type: ignore[attr-defined]  # a field of both
-
-    @property
-    def bounds(self) -> tuple[float, float] | None:
-        """Bounds of the inner weighting, where they hold here."""
-        return self.inner.bounds if self.bounded else None
-
-
-class ReverseWeight(_SameBounds):
+class ReverseWeight(Control):
     """w ← L + U − w, for weightings with bounds: the ablation that the paper reports as worse."""
 
     kind: Literal["reverse"] = "reverse"
-    matched: Literal["none", "gradient"] = Field(
-        "none", description="gradient: multiply the weights so that their mean over the gradient is that of `of`."
-    )
-    of: TokenWeight = Field(description="The weighting that is reversed; it must have bounds.")
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:
@@ -370,32 +500,22 @@ class ReverseWeight(_SameBounds):
         return self
 
     @property
-    def statistic(self) -> str | None:  # type: ignore[override]  # depends on fields here
-        """That of `of`, unless the weights are matched."""
-        return self.of.statistic if self.matched == "none" else None
+    def bounds(self) -> tuple[float, float] | None:
+        """Those of `of`."""
+        return self.of.bounds
 
     @property
     def pointwise(self) -> bool:
         """See `Weighting`."""
-        return self.of.pointwise and self.matched == "none"
-
-    def at_statistic(self, u: Any, xp: Any) -> Any:
-        """L + U − w."""
-        bounds = self.bounds
-        if bounds is None:
-            return super().at_statistic(u, xp)
-        return bounds[0] + bounds[1] - self.of.at_statistic(u, xp)
+        return self.of.pointwise
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
-        """L + U − w, matched if asked for."""
-        bounds = self.of.bounds
-        assert bounds is not None  # validated
-        weight = self.of.evaluate(step, xp, generator)
-        flipped = bounds[0] + bounds[1] - weight
-        return flipped if self.matched == "none" else _matched(flipped, weight, step)
+        """L + U − w."""
+        assert self.bounds is not None  # validated
+        return sum(self.bounds) - self.of.evaluate(step, xp, generator)
 
 
-class ShuffledWeight(_SameBounds):
+class ShuffledWeight(Control):
     """The same weights on other tokens of the same completion: their distribution stays, their alignment is lost.
 
     With `matched=gradient` each token's weight is drawn with replacement, so that the weights have over the gradient the
@@ -410,13 +530,18 @@ class ShuffledWeight(_SameBounds):
         "them with probability proportional to the gradient that they carry, then multiply all so that the mean over the "
         "gradient is that of `of`.",
     )
-    of: TokenWeight = Field(description="The weighting whose weights are moved.")
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """Those of `of`, unless the weights are multiplied."""
+        return None if self.matched == "gradient" else self.of.bounds
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
         """The moved weights.
 
         Raises:
             ValueError: no generator is given.
+            UserError: the drawn weights are all 0.
         """
         if generator is None:
             raise ValueError("shuffled weights need a generator")
@@ -426,7 +551,11 @@ class ShuffledWeight(_SameBounds):
             random_order = xp.where(mask, key, 2.0).argsort(dim=-1, stable=True)  # (N, T) loss tokens first, shuffled
             in_order = (~mask).to(xp.int8).argsort(dim=-1, stable=True)  # (N, T) loss tokens first, in order
             return xp.empty_like(weight).scatter_(-1, in_order, weight.gather(-1, random_order))
-        return _matched(drawn(weight, mask, step.mass, key, xp), weight, step)
+        moved = drawn(weight, mask, step.mass, key, xp)
+        mean = _mean(moved, step, "gradient")
+        if not bool(mean > 0):
+            raise UserError("method.weight: matched = gradient around weights that are all 0; choose another weighting")
+        return moved * (_mean(weight, step, "gradient") / mean).to(weight.dtype)
 
 
 def drawn(weight: Tensor, mask: Tensor, mass: Tensor, key: Tensor, xp: Any) -> Tensor:
@@ -448,7 +577,6 @@ class ConstantWeight(Control):
 
     kind: Literal["constant"] = "constant"
     matched: Counted = Field("tokens", description=f"What the mean counts. {COUNTED}.")
-    of: TokenWeight = Field(description="The weighting whose mean is taken.")
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
         """The mean weight."""
@@ -461,7 +589,6 @@ class MeanOneWeight(Control):
 
     kind: Literal["mean_one"] = "mean_one"
     matched: Counted = Field("tokens", description=f"What the mean counts. {COUNTED}.")
-    of: TokenWeight = Field(description="The weighting that is rescaled.")
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
         """The rescaled weights.
@@ -474,14 +601,6 @@ class MeanOneWeight(Control):
         if not bool(mean > 0):
             raise UserError("method.weight: mean_one around weights that are all 0; choose another weighting")
         return weight / mean
-
-
-def _matched(weight: Tensor, like: Tensor, step: Any) -> Tensor:
-    """Weights (N, T) multiplied so that their mean over the gradient is that of `like` (N, T)."""
-    mean = _mean(weight, step, "gradient")
-    if not bool(mean > 0):
-        raise UserError("method.weight: matched = gradient around weights that are all 0; choose another weighting")
-    return weight * (_mean(like, step, "gradient") / mean).to(weight.dtype)
 
 
 def _mean(weight: Tensor, step: Any, counted: Counted) -> Tensor:
@@ -516,7 +635,7 @@ TokenWeight = Annotated[
     | MeanOneWeight,
     Field(discriminator="kind"),
 ]
-for _control in (ReverseWeight, ShuffledWeight, ConstantWeight, MeanOneWeight):
+for _control in (Control, ReverseWeight, ShuffledWeight, ConstantWeight, MeanOneWeight):
     _control.model_rebuild()
 
 

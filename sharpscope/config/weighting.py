@@ -1,7 +1,6 @@
 """Base of the token weights: what a weighting declares and computes, and functions of the user's own by name.
 
-Importing this module does not import torch: formulas get the array namespace `xp`, which is `torch` in training and may be
-a NumPy namespace with `exp`, `log`, `expm1` and `sigmoid` where a curve is drawn.
+Importing this module does not import torch: formulas get it as `xp`.
 """
 
 from __future__ import annotations
@@ -139,14 +138,16 @@ class Weighting(Part):
         return self.statistic is not None
 
     @property
-    def bounded(self) -> bool:
-        """Whether the weight has `bounds`."""
-        return "L" in type(self).model_fields
-
-    @property
     def bounds(self) -> tuple[float, float] | None:
         """[L, U] that contains every weight, or None. Schedules must be resolved (`at`)."""
-        return (number(self._published("L")), number(self._published("U"))) if self.bounded else None
+        if "L" not in type(self).model_fields:
+            return None
+        return number(self._published("L")), number(self._published("U"))
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the weight has `bounds`."""
+        return self.at(0.0).bounds is not None
 
     @property
     def needs_calibration(self) -> bool:

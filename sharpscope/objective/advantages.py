@@ -46,7 +46,7 @@ def estimate_advantages(
         group: (N,) integer labels, in any order.
         mask: (N, T) loss tokens, bool or 0/1.
         parts: (N,) finite by name, the reward's parts; for `decoupled`.
-        correct: (N,) whether each answer is correct; for `mean_scaled` with `of="correct"`.
+        correct: (N,) whether each answer is correct; for `mean_scaled`.
         logp: (N, T) [nats] of the sampled tokens at the start of the step, anything outside the mask; for
             `token_baseline`.
         collision: (N, T) Σ_v π_v² at the same places.
@@ -80,10 +80,8 @@ def estimate_advantages(
         case DecoupledAdvantage():
             return _decoupled(spec, group, parts or {}).to(reward.dtype)
         case MeanScaledAdvantage():
-            if spec.of == "reward":
-                return _mean_scaled(reward, group)
             if correct is None:
-                raise ValueError("advantage.kind=mean_scaled with of=correct needs correct")
+                raise ValueError("advantage.kind=mean_scaled needs correct")
             return _mean_scaled(correct.to(reward), group)
 
 
@@ -125,32 +123,18 @@ def _leave_one_out(reward: Tensor, group: Tensor) -> Tensor:
 def _whitened(
     spec: WhitenedAdvantage, reward: Tensor, group: Tensor, mask: Tensor, token_reward: Tensor | None
 ) -> Tensor:
-    value = reward.double()
-    counts = mask.double()
-    after = counts.flip(1).cumsum(1).flip(1) - counts  # (N, T) loss tokens after this one
+    returns = reward.double()[:, None].expand(mask.shape)  # (N, T)
     if spec.baseline == "group":
         centered, member, _, informative = _centered(reward, group)
-        value = torch.where(informative[member], centered, 0.0)
-    elif token_reward is not None:
+        returns = torch.where(informative[member], centered, 0.0)[:, None].expand(mask.shape)
+    elif token_reward is not None:  # without what came before the token
         given = torch.where(mask, token_reward.double(), 0.0)
-        value = value - given.sum(1)
-    returns = value[:, None] * spec.gamma**after  # (N, T)
-    if spec.baseline == "none" and token_reward is not None:
-        returns = returns + _discounted(given, mask, spec.gamma)
+        returns = returns - (given.cumsum(1) - given)
     inside = returns[mask]
     if inside.numel() == 0 or not bool(inside.max() > inside.min()):
         return torch.zeros_like(returns).to(reward.dtype)
     white = (returns - inside.mean()) / (inside.var(correction=1) + SQUARE_EPSILON).sqrt()
     return torch.where(mask, white, 0.0).to(reward.dtype)
-
-
-def _discounted(given: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """(N, T) Σ_{s ≥ t} gamma^(loss tokens from t to before s)·given_s, 0 outside the mask."""
-    returns, later = torch.zeros_like(given), torch.zeros_like(given[:, 0])
-    for position in reversed(range(given.shape[1])):
-        later = torch.where(mask[:, position], given[:, position] + gamma * later, later)
-        returns[:, position] = later
-    return returns
 
 
 def _length_baseline(reward: Tensor, group: Tensor, mask: Tensor) -> Tensor:
@@ -260,20 +244,19 @@ def _groups(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def overlong_penalty(sampling: Sampling, length: Tensor, max_completion_length: int) -> Tensor:
     """DAPO's soft overlong penalty, to be added to the reward (arXiv 2503.14476); 0 if `sampling.overlong` is empty.
 
-    With B = buffer·limit: 0 up to limit − B tokens, then −scale·(length − (limit − B))/B, −scale at the limit and
-    beyond.
+    With B = buffer·limit: 0 up to limit − B tokens, then −(length − (limit − B))/B, −1 at the limit and beyond.
 
     Args:
-        sampling: its `overlong` holds buffer and scale.
+        sampling: its `overlong` holds the buffer.
         length: (N,) completion lengths [tokens].
         max_completion_length: the limit [tokens].
 
     Returns:
-        (N,) float32 in [−scale, 0].
+        (N,) float32 in [−1, 0].
     """
     spec = sampling.overlong
     if spec is None:
         return torch.zeros(length.shape, dtype=torch.float32, device=length.device)
     buffer = spec.buffer * max_completion_length
     excess = length.double() - (max_completion_length - buffer)
-    return (-spec.scale * (excess / buffer).clamp(0.0, 1.0)).float()
+    return (-(excess / buffer).clamp(0.0, 1.0)).float()

@@ -89,7 +89,7 @@ def policy_loss(
     if isinstance(method.clip, GmpoClip):
         objective, clipped = gmpo_objective(method.clip, log_ratio, plan.advantage, mask)
     elif isinstance(method.clip, VespoGate):
-        factor = vespo_factor(method.clip, log_ratio.detach(), plan.advantage, mask, plan.correction)
+        factor = vespo_factor(log_ratio.detach(), plan.advantage, mask, plan.correction)
         objective = factor * plan.advantage * logp
         clipped = torch.zeros_like(mask, dtype=torch.int32)
     else:
@@ -132,13 +132,13 @@ class MethodState:
     """What a method keeps between updates.
 
     Attributes:
-        coef: coefficient of an adaptive entropy bonus; None before its first use.
+        coef: coefficient of an adaptive entropy bonus.
         last: mean entropy of the last update's tokens [nats]; None before the first update or without a bonus.
         weight: the settings of a token weight that moves from step to step, as of the last one.
         norms: moving average of the gradient norm of each module type (`ModuleClip`).
     """
 
-    coef: float | None = None
+    coef: float = 0.0
     last: float | None = None
     weight: dict[str, Any] = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)
@@ -153,15 +153,13 @@ class MethodState:
     def applied(self, spec: EntropyBonus | None) -> float:
         """The coefficient in the next update's loss; schedules of a fixed bonus must be resolved (`at`)."""
         if isinstance(spec, AdaptiveEntropyBonus):
-            coef = spec.initial if self.coef is None else self.coef
-            return coef if self.last is not None and self.last <= spec.target else 0.0
+            return self.coef if self.last is not None and self.last <= spec.target else 0.0
         return float(spec.coef) if isinstance(spec, FixedEntropyBonus) else 0.0  # type: ignore[arg-type]
 
     def count(self, spec: EntropyBonus | None, entropy: float) -> None:
         """Change the coefficient after an update whose tokens had this mean entropy [nats]."""
         if isinstance(spec, AdaptiveEntropyBonus):
-            coef = spec.initial if self.coef is None else self.coef
-            self.coef = min(coef + spec.step, spec.high) if entropy <= spec.target else max(coef - spec.step, spec.low)
+            self.coef = min(self.coef + spec.step, 1.0) if entropy <= spec.target else max(self.coef - spec.step, 0.0)
         self.last = entropy
 
 
@@ -196,7 +194,7 @@ def clipped_objective(clip: Clip | None, ratio: Tensor, advantage: Tensor, logp:
         logp: (n, T) [nats]; read by cispo, dppo and delight only.
     """
     if isinstance(clip, SapoClip):
-        tau = _choose(advantage > 0, clip.tau_positive, clip.tau_negative, ratio)
+        tau = _choose(advantage > 0, 1.0, 1.05, ratio)
         return torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantage, torch.zeros_like(ratio, dtype=torch.int32)
     if isinstance(clip, DppoMask):
         flags = dppo_masked(clip, ratio.detach(), advantage, logp.detach())
@@ -230,7 +228,7 @@ def gmpo_objective(clip: GmpoClip, log_ratio: Tensor, advantage: Tensor, mask: T
     return importance_ratio(SequenceRatio(), bounded, mask) * advantage, above.int() - below.int()
 
 
-def vespo_factor(clip: VespoGate, log_ratio: Tensor, advantage: Tensor, mask: Tensor, correction: Tensor) -> Tensor:
+def vespo_factor(log_ratio: Tensor, advantage: Tensor, mask: Tensor, correction: Tensor) -> Tensor:
     """φ(W) = exp(λ + k·ln W − λ·W) (n, T), k and λ by the sign of A.
 
     W is the product of a completion's ratios, each multiplied by its sampler correction. As in TRL, ln r_t is bounded by
@@ -239,8 +237,8 @@ def vespo_factor(clip: VespoGate, log_ratio: Tensor, advantage: Tensor, mask: Te
     least = math.log(1e-8)
     terms = log_ratio.clamp(-20.0, 20.0) + correction.log().clamp(least, 20.0)
     log_product = torch.where(mask, terms, 0.0).sum(-1, keepdim=True).clamp(least, 20.0)  # (n, 1)
-    k = _choose(advantage >= 0, clip.k_positive, clip.k_negative, log_ratio)  # (n, T)
-    rate = _choose(advantage >= 0, clip.lambda_positive, clip.lambda_negative, log_ratio)
+    k = _choose(advantage >= 0, 2.0, 3.0, log_ratio)  # (n, T)
+    rate = _choose(advantage >= 0, 3.0, 2.0, log_ratio)
     return (rate + k * log_product - rate * log_product.exp()).exp()
 
 

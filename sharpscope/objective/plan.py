@@ -176,8 +176,7 @@ def _kept(
         if step.curvature is None:
             raise ValueError("method.tokens.kind=curvature needs curvature")
         objective, kl = step.curvature.unbind(-1)
-        low = objective > -tokens.max_objective if tokens.symmetric else objective >= 0
-        return mask & low & (objective < tokens.max_objective) & (kl < tokens.max_kl)
+        return mask & (objective.abs() < tokens.max_objective) & (kl < tokens.max_kl)
     if isinstance(tokens, ClipCovTokens):
         if generator is None:
             raise ValueError("Clip-Cov's draw needs a generator")
@@ -193,8 +192,7 @@ def _kept(
         rare = mask & (step.token_advantage > 0) & (step.logp < math.log(tokens.probability))
         if not bool(rare.any()):
             return mask
-        pool = rare if tokens.over == "rare" else mask
-        return mask & ~(rare & (step.entropy < percentile(step.entropy, pool, 100 * tokens.quantile)))
+        return mask & ~(rare & (step.entropy < percentile(step.entropy, rare, 100 * tokens.quantile)))
     return mask
 
 

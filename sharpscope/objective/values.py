@@ -33,7 +33,7 @@ class StepTensors:
         sampler_logp: (N, T) [nats] as the sampler drew the tokens, before top-p and top-k; None: not known.
         gradient_mass: (N, T) from `gradient_mass`: the size of each token's gradient by its logits at weight 1, up to a
             common factor; None: not known.
-        proxy_logp: (N, T) [nats] under π_old without tokens below `Method.proxy_min_p`, renormalized; −inf for a token that
+        proxy_logp: (N, T) [nats] under π_old without tokens below `PROXY_MIN_P`, renormalized; −inf for a token that
             is left out; None: not computed.
         curvature: (N, T, 2) m_H and m_F of `CurvatureTokens`; None: not computed.
 

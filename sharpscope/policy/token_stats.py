@@ -159,8 +159,14 @@ def _entropy(hidden: Tensor, targets: Tensor, head: Head, temperature: float) ->
     return -(log_p.exp() * log_p).sum(-1)
 
 
+PROXY_MIN_P = 0.02
+"""Smallest probability that Lp-Reg's filtered policy keeps, in units of the largest at the position; published."""
+CURVATURE_TOP = 50
+"""Words of the vocabulary with a gradient in CAPO's model: those of the published top-k sampling."""
+
+
 @torch.no_grad()
-def flat_proxy(hidden: Tensor, head: Head, targets: Tensor, temperature: float, min_p: float) -> Tensor:
+def flat_proxy(hidden: Tensor, head: Head, targets: Tensor, temperature: float, min_p: float = PROXY_MIN_P) -> Tensor:
     """Log-probabilities (M,) [nats] under p = softmax(z/T) without tokens below min_p·max_j p_j, renormalized.
 
     −inf for a target that is left out. `hidden` is (M, d), `targets` (M,) long.
@@ -201,7 +207,7 @@ def flat_curvature(
     temperature: float,
     *,
     advantage: Tensor,
-    top: int,
+    top: int = CURVATURE_TOP,
     lr: float,
     moments: Moments | None,
 ) -> Tensor:

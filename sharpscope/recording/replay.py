@@ -229,7 +229,7 @@ def _check_method(rows: StepRows, method: Method) -> None:
         method.sharpness is not None
         or method.entropy is not None
         or method.pass_count > 1
-        or method.proxy_min_p is not None
+        or method.needs_proxy
         or getattr(method.tokens, "kind", "") == "curvature"
     ):
         raise UserError(

@@ -221,8 +221,8 @@ class Learner:
     ) -> Plan:
         """What is fixed for a step; `stats` are of the present policy."""
         tensors = step_tensors(rollouts, advantage, stats, stats.logp, progress, method)
-        if method.proxy_min_p is not None:
-            proxy = self.scorer.per_token(rollouts, partial(flat_proxy, min_p=method.proxy_min_p))
+        if method.needs_proxy:
+            proxy = self.scorer.per_token(rollouts, flat_proxy)
             tensors = replace(tensors, proxy_logp=proxy)
         if isinstance(method.tokens, CurvatureTokens):
             tensors = replace(tensors, curvature=self.curvature(rollouts, advantage, method.tokens))
@@ -248,7 +248,7 @@ class Learner:
         if state:
             averages = state["exp_avg"], state["exp_avg_sq"]
             moments = Moments(*averages, int(state["step"]), group["betas"], group["eps"])
-        function = partial(flat_curvature, top=spec.top, lr=float(group["lr"]), moments=moments)
+        function = partial(flat_curvature, lr=float(group["lr"]), moments=moments)
         each = per_token(advantage.to(rollouts.completion_ids.device), rollouts.completion_mask)
         return self.scorer.per_token(rollouts, function, 2, advantage=each)
 

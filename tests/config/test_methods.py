@@ -95,16 +95,14 @@ def test_published_constants():
         "gspo": "clip.low 0.0003, clip.high 0.0004",
         "cispo": "clip.low 1, clip.high 4",
         "dual-clip": "clip.low 0.2, clip.high 0.2, clip.bound 3",
-        "sapo": "clip.tau_positive 1, clip.tau_negative 1.05",
         "gmpo": "clip.low 0.4, clip.high 0.4",
         "dppo": "clip.low 0.15, clip.high 0.15, clip.bound 20",
         "dppo-kl": "clip.low 0.05, clip.high 0.05, clip.bound 20",
         "luspo": "clip.low 0.002, clip.high 0.0025",
-        "vespo": "clip.k_positive 2, clip.lambda_positive 3, clip.k_negative 3, clip.lambda_negative 2",
         "ppo-ewma": "proximal.decay 0.889",
         "high-entropy": "tokens.share 0.2",
         "stapo": "clip.low 0.2, clip.high 0.28, tokens.probability 0.002, tokens.quantile 0.75",
-        "lp-reg": "clip.low 1, clip.high 9, penalty.share 0.01, penalty.coef 1, penalty.min_p 0.02",
+        "lp-reg": "clip.low 1, clip.high 9, penalty.share 0.01, penalty.coef 1",
     }
     assert {name: constants(named_method(name)) for name in texts} == texts
     assert [named_method("holder").at(p).ratio.p for p in (0.0, 0.25, 1.0)] == [2.0, 1.0, -2.0]
@@ -153,7 +151,6 @@ def test_a_label_names_what_was_changed():
         ({"clip": {"kind": "sapo"}, "proximal": {"kind": "ewma"}}, r"proximal\.kind=ewma needs clip"),
         ({"clip": {"kind": "dual", "high": 0.5, "bound": 1.4}}, "bound = 1.4 must be above"),
         ({"correction": {"kind": "mask", "low": 2.0, "high": 1.0}}, "must be below high"),
-        ({"entropy": {"kind": "adaptive", "low": 0.5, "high": 0.1}}, "must be below high"),
         ({"kl": Kl(coef=0.1, estimator="k3_corrected"), "proximal": {"kind": "ewma"}}, "needs proximal=null"),
         ({"kl": {"place": "reward", "weighted": True}}, "kl.place=reward needs"),
         ({"kl": {"place": "reward", "coef": 0.1}, "advantage": {"kind": "decoupled"}}, "has no effect with"),

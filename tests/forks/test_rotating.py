@@ -79,7 +79,7 @@ def test_a_checkpoint_gives_the_numbers_of_the_trace(folder, step):
 
 
 def test_an_adaptive_entropy_bonus_has_its_coefficient_of_the_checkpoint(tiny_policy, tmp_path):
-    entropy = {"kind": "adaptive", "target": 50.0, "initial": 0.2, "step": 0.1, "high": 1.0}
+    entropy = {"kind": "adaptive", "target": 50.0, "step": 0.1}
     values = {
         **TOY,
         "policy.model": str(tiny_policy),

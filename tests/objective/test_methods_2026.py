@@ -148,19 +148,14 @@ def test_the_schedules_reach_plain_selection_at_four_fifths():
 
 
 @laws
-@given(st.lists(st.floats(0.1, 10.0), min_size=2, max_size=12), st.floats(1.1, 4.0), st.floats(0.0, 0.95))
-def test_the_clip_by_module_bounds_a_norm_by_its_own_history(norms: list[float], high: float, decay: float):
-    spec, average = ModuleClip(decay=decay, high=high), None
+@given(st.lists(st.floats(0.1, 10.0), min_size=2, max_size=12), st.floats(1.1, 4.0))
+def test_the_clip_by_module_bounds_a_norm_by_its_own_history(norms: list[float], high: float):
+    spec, average = ModuleClip(high=high), None
     for norm in norms:
         factor, after = spec.scaled(norm, average)
         if average is not None:
             assert norm * factor == pytest.approx(min(norm, high * average))
-            assert after == pytest.approx(decay * average + (1 - decay) * min(norm, high * average))
+            assert after == pytest.approx(0.95 * average + 0.05 * min(norm, high * average))
         average = after
-    assert spec.scaled(norms[0], norms[0]) == (
-        1.0,
-        pytest.approx(norms[0]),
-    )  # a norm that does not change is not clipped
-    raising = ModuleClip(low=0.9, max_raise=1.1)
-    assert raising.scaled(0.85, 1.0)[0] == pytest.approx(0.9 / 0.85)
-    assert raising.scaled(0.1, 1.0)[0] == 1.1 and raising.scaled(0.0, 1.0)[0] == 1.0
+    same = spec.scaled(norms[0], norms[0])
+    assert same == (1.0, pytest.approx(norms[0]))  # a norm that does not change is not clipped

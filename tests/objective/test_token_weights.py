@@ -105,7 +105,6 @@ def test_a_schedule_of_a_bound_needs_alpha():
 
 
 CONTROLS = [
-    ReverseWeight(of=LinearWeight(alpha=0.9), matched="gradient"),
     ShuffledWeight(of=LinearWeight(alpha=0.9), matched="gradient"),
     ConstantWeight(of=LinearWeight(alpha=0.9), matched="gradient"),
     ShuffledWeight(of=ReverseWeight(of=LinearWeight(alpha=0.9)), matched="gradient"),

@@ -282,11 +282,10 @@ def cov_grpo_completion(b: Batch) -> Dual:
     return weighted_grpo(b, weight)
 
 
-def stapo(b: Batch, probability: float, quantile: float, over: str = "rare") -> Dual:
+def stapo(b: Batch, probability: float, quantile: float) -> Dual:
     adv = advantages(b)
     rare = [k for k in b.tokens() if adv[k[0]] > 0 and math.exp(b.old[k[0]][k[1]]) < probability]
-    pool = rare if over == "rare" else b.tokens()
-    threshold = percentile([b.entropy[i][t] for i, t in pool], quantile) if pool else 0.0
+    threshold = percentile([b.entropy[i][t] for i, t in rare], quantile) if rare else 0.0
     silent = {(i, t) for i, t in rare if b.entropy[i][t] < threshold}
     left = len(b.tokens()) - len(silent)
     loss = Dual(0.0)
@@ -527,9 +526,9 @@ def leave_one_out(b: Batch) -> list[float]:
     return out
 
 
-def whitened(b: Batch, baseline: bool, gamma: float = 1.0) -> dict:
+def whitened(b: Batch, baseline: bool) -> dict:
     start = advantages(b, divide=False) if baseline else b.reward
-    returns = {(i, t): start[i] * gamma ** sum(s > t for s in b.row(i)) for i, t in b.tokens()}
+    returns = {(i, t): start[i] for i, t in b.tokens()}
     mean = sum(returns.values()) / len(returns)
     variance = sum((x - mean) ** 2 for x in returns.values()) / (len(returns) - 1)
     return {k: (x - mean) / math.sqrt(variance + 1e-8) for k, x in returns.items()}

@@ -82,13 +82,8 @@ def trl_method(trainer: Any, weights: Method | None) -> tuple[Method, list[str]]
 
 
 def _adaptive_entropy(args: Any, coef: float) -> AdaptiveEntropyBonus:
-    return AdaptiveEntropyBonus(
-        initial=coef,
-        target=float(args.entropy_target),
-        step=float(args.entropy_coef_delta),
-        low=float(args.entropy_coef_min),
-        high=float(args.entropy_coef_max),
-    )
+    assert (coef, args.entropy_coef_min, args.entropy_coef_max) == (0.0, 0.0, 1.0)
+    return AdaptiveEntropyBonus(target=float(args.entropy_target), step=float(args.entropy_coef_delta))
 
 
 def _advantage(trainer: Any) -> Advantage:
@@ -101,17 +96,12 @@ def _advantage(trainer: Any) -> Advantage:
 
 def _clip(trainer: Any, notes: list[str]) -> Any:
     """The clip of TRL's loss; adds to `notes` what none of ours says."""
-    args, loss_type, delta = trainer.args, trainer.loss_type, trainer.args.delta
+    loss_type, delta = trainer.loss_type, trainer.args.delta
     low, high = float(trainer.epsilon_low), float(trainer.epsilon_high)
     if loss_type == "sapo":
-        return SapoClip(tau_positive=args.sapo_temperature_pos, tau_negative=args.sapo_temperature_neg)
+        return SapoClip()
     if loss_type == "vespo":
-        return VespoGate(
-            k_positive=args.vespo_k_pos,
-            lambda_positive=args.vespo_lambda_pos,
-            k_negative=args.vespo_k_neg,
-            lambda_negative=args.vespo_lambda_neg,
-        )
+        return VespoGate()
     if loss_type == "cispo":
         if high > 1:
             return CispoClip(high=high - 1)

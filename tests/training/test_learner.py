@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -26,6 +27,7 @@ from sharpscope.objective import Method, named_method, policy_loss
 from sharpscope.policy import load_policy
 from sharpscope.policy.rollouts import join_rollouts
 from sharpscope.policy.scoring import Scorer
+from sharpscope.policy.token_stats import flat_proxy
 from sharpscope.recording.norms import Norms
 from sharpscope.recording.rows import steps_row, token_columns, update_columns
 from sharpscope.tasks import make_task
@@ -576,7 +578,7 @@ def test_the_adaptive_bonus_follows_the_entropy(world):
         learner_of(policy), drawn, named_method("grpo").model_copy(update={"entropy": FixedEntropyBonus(coef=0.0)})
     )
     level = every.updates[0].entropy
-    spec = AdaptiveEntropyBonus(target=1.02 * level, initial=0.1, step=0.3, low=0.05, high=0.6)
+    spec = AdaptiveEntropyBonus(target=1.02 * level, step=0.3)
     method = named_method("grpo").model_copy(update={"entropy": spec})
     observed = learner_of(policy, inner_epochs=4)
     gradients, learned = [], []
@@ -585,19 +587,19 @@ def test_the_adaptive_bonus_follows_the_entropy(world):
     )
     for _ in range(2):  # the state outlives a step
         learned += learn(observed, drawn, method).updates
-    coef, last, applied = 0.1, math.inf, list[float]()
+    coef, last, applied = 0.0, math.inf, list[float]()
     for update in learned:
         applied.append(coef if last <= spec.target else 0.0)
         assert update.entropy > 0
-        coef = min(coef + 0.3, 0.6) if update.entropy <= spec.target else max(coef - 0.3, 0.05)
+        coef = min(coef + 0.3, 1.0) if update.entropy <= spec.target else max(coef - 0.3, 0.0)
         last = update.entropy
-    assert applied[0] == 0.0 and max(applied) == 0.6  # what it is for: applied, up to its bound
+    assert applied[0] == 0.0 and max(applied) == 1.0  # what it is for: applied, up to its bound
     assert (observed.state.coef, observed.state.last) == (coef, last)
     table = pd.DataFrame(update_columns(1, learn(observed, drawn, method).updates))
     assert table["entropy"].notna().all()
 
 
-def test_lp_reg_and_stapo_in_training(world):
+def test_lp_reg_and_stapo_in_training(world, monkeypatch):
     """Coefficients from the definitions: the filtered policy by softmax over the whole vocabulary, the step's own counts."""
     policy, drawn = world
     rollouts, mask = drawn.rollouts, drawn.rollouts.completion_mask.bool()
@@ -611,7 +613,8 @@ def test_lp_reg_and_stapo_in_training(world):
     adv, count = drawn.advantage.tolist(), len(probabilities)
     # Lp-Reg at ratio 1: −A/count, and 1 − q/π more on the chosen tokens
     method = named_method("lp-reg")
-    method = method.model_copy(update={"penalty": method.penalty.model_copy(update={"share": 0.9, "min_p": 0.1})})
+    method = method.model_copy(update={"penalty": method.penalty.model_copy(update={"share": 0.9})})
+    monkeypatch.setattr("sharpscope.training.learner.flat_proxy", partial(flat_proxy, min_p=0.1))
     observed = learner_of(policy, microbatch_tokens=64)
     for group in observed.optimizer.param_groups:
         group["lr"] = 0.0
