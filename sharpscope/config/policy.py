@@ -24,7 +24,6 @@ class LoraSpec(Spec):
         description="names of the linear layers to adapt, such as [q_proj, v_proj]; all-linear = all except the "
         "output layer",
     )
-    seed: int = Field(0, ge=0, lt=2**31, description="seed of the A matrices; the B matrices start at zero")
 
     @field_validator("target_modules")
     @classmethod
@@ -57,7 +56,6 @@ class PolicySpec(Spec):
         "auto",
         description="`chat` applies the tokenizer's chat template, `plain` does not; `auto` = chat if there is a template",
     )
-    trust_remote_code: bool = Field(False, description="whether to run Python code from the model's repository")
 
 
 class SamplingSpec(Spec):

@@ -17,6 +17,12 @@ def _distinct(values: tuple[T, ...]) -> tuple[T, ...]:
     return values
 
 
+def _check_apart(name: str, seen: tuple[int, ...], unseen: tuple[int, ...]) -> None:
+    both = sorted(set(seen) & set(unseen))
+    if both:
+        raise ValueError(f"unseen_{name}: {both} are also in {name}; remove them from one of the two")
+
+
 def _with_prompt(template: str) -> str:
     if template and "{prompt}" not in template:
         raise ValueError("must contain {prompt}, which the question replaces")
@@ -44,10 +50,6 @@ class KnightsKnavesSpec(Spec):
         (), description="numbers of people in the split `unseen`, not used in training, 2 to 7"
     )
     unseen_size: int = Field(200, ge=0, le=1_000_000, description="puzzles for each unseen number of people")
-    depth: int = Field(
-        2, ge=2, le=4, description="maximum nesting depth of a statement [levels]; at 1 no puzzle has a unique solution"
-    )
-    width: int = Field(2, ge=2, le=5, description="maximum number of operands of an and/or")
     style: Literal["compact", "logic_rl"] = Field(
         "compact", description="prompt: the puzzle alone, or Logic-RL's chat prompt ending with <think>"
     )
@@ -59,16 +61,8 @@ class KnightsKnavesSpec(Spec):
         return (self.people,) if isinstance(self.people, int) else self.people
 
     @model_validator(mode="after")
-    def _possible(self) -> KnightsKnavesSpec:
-        both = set(self.sizes) & set(self.unseen_people)
-        if both:
-            raise ValueError(f"unseen_people: {sorted(both)} are also in people; remove them from one of the two")
-        # the sampler needs `width` distinct elementary claims; there are 2n − 1, all except "I am a knave"
-        smallest = min((*self.sizes, *self.unseen_people))
-        if self.width > 2 * smallest - 1:
-            raise ValueError(
-                f"width = {self.width}: {smallest} people allow at most {2 * smallest - 1} distinct claims"
-            )
+    def _apart(self) -> KnightsKnavesSpec:
+        _check_apart("people", self.sizes, self.unseen_people)
         return self
 
 
@@ -98,9 +92,7 @@ class MathSpec(Spec):
 
     @model_validator(mode="after")
     def _apart(self) -> MathSpec:
-        both = set(self.levels) & set(self.unseen_levels)
-        if both:
-            raise ValueError(f"unseen_levels: {sorted(both)} are also in levels; remove them from one of the two")
+        _check_apart("levels", self.levels, self.unseen_levels)
         return self
 
 
@@ -113,9 +105,6 @@ class GymSpec(Spec):
     train_size: int = Field(900, ge=1, le=1_000_000, description="training questions")
     heldout_size: int = Field(200, ge=0, le=1_000_000, description="held-out questions; 0: none")
     template: Template = Field("{prompt}\n", description="prompt template; the question replaces {prompt}")
-    allow_eval: bool = Field(
-        False, description="whether to allow a scorer that passes the model's text to Python's eval"
-    )
     seed: int = Field(0, ge=0, description="seed of the questions (not of training)")
 
 
@@ -229,28 +218,18 @@ class ToolQaSpec(Spec):
     seed: int = Field(0, ge=0, description="seed of the world and the questions (not of training)")
 
     @model_validator(mode="after")
-    def _apart(self) -> ToolQaSpec:
-        both = set(self.hops) & set(self.unseen_hops)
-        if both:
-            raise ValueError(f"unseen_hops: {sorted(both)} are also in hops; remove them from one of the two")
-        return self
-
-    @model_validator(mode="after")
     def _no_unused_field(self) -> ToolQaSpec:
         """Reject fields without effect. Defaults are allowed, since the stored configuration of a run has all fields."""
+        _check_apart("hops", self.hops, self.unseen_hops)
         if self.corpus and self.retriever_url:
             raise ValueError(f"corpus = {self.corpus!r}: has no effect with retriever_url; remove one of the two")
-        if self.questions is None:
-            if self.corpus:
-                raise ValueError(
-                    f"corpus = {self.corpus!r}: needs a data set of questions; set questions, or remove corpus"
-                )
-            return self
-        for name in _GENERATOR_FIELDS:
+        if self.corpus and self.questions is None:
+            raise ValueError(f"corpus = {self.corpus!r}: needs a data set of questions; set questions, or remove it")
+        for name in _GENERATOR_FIELDS if self.questions is not None else ():
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
                 raise ValueError(f"{name} = {value}: applies to generated questions only; remove it, or questions")
-        if self.questions.scorer == "logic_rl":
+        if self.questions is not None and self.questions.scorer == "logic_rl":
             raise ValueError(
                 "questions.scorer = logic_rl: scores puzzles only; use exact_match, exact, numeric or math"
             )

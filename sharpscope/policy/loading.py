@@ -134,7 +134,7 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
     """Load the model on its device and its tokenizer; also return their folder, file or hub id."""
     location = _locate(spec.model)
     source = location
-    options: dict[str, Any] = {"trust_remote_code": spec.trust_remote_code}
+    options: dict[str, Any] = {"trust_remote_code": False}
     if location.endswith(GGUF):
         if importlib.util.find_spec("gguf") is None:
             raise UserError(

@@ -45,10 +45,9 @@ class GymTask:
             raise UserError(
                 f"task.name = '{spec.name}': reasoning-gym has no such dataset{nearest(spec.name, DATASETS)}"
             )
-        if spec.name in EVALUATING and not spec.allow_eval:
+        if spec.name in EVALUATING:
             raise UserError(
-                f"task.name = '{spec.name}': its scorer passes model output to Python's eval;"
-                " set task.allow_eval=true if you trust the model"
+                f"task.name = '{spec.name}': its scorer passes model output to Python's eval; choose another"
             )
         self.spec = spec
         self.name = f"gym:{spec.name}"

@@ -48,7 +48,10 @@ def test_a_function_by_import_path_from_the_working_directory(tmp_path: Path, mo
 
 
 BAD = {
-    "shape": (lambda step: step.logp[:, 0], r"of shape \(2,\) and type torch.float64; it must be a float tensor \(N, T\) = \(2, 1\)"),
+    "shape": (
+        lambda step: step.logp[:, 0],
+        r"of shape \(2,\) and type torch.float64; it must be a float tensor \(N, T\) = \(2, 1\)",
+    ),
     "sign": (lambda step: step.logp, "negative weights"),
     "nan": (lambda step: step.logp * torch.nan, "not finite"),
     "integer": (lambda step: torch.ones(2, 1, dtype=torch.long), "torch.int64; it must be a float tensor"),

@@ -47,7 +47,7 @@ def test_splits_are_disjoint_over_seeds_and_repeatable():
         ("leg_countin", {}, "did you mean 'leg_counting'"),
         ("leg_counting", {"options": {"max_animal": 3}}, r"rejected by leg_counting .*max_animal"),
         ("leg_counting", {"options": {"min_animals": 5, "max_animals": 2}}, "rejected by leg_counting"),
-        ("countdown", {}, "task.allow_eval=true"),
+        ("countdown", {}, "passes model output to Python's eval"),
         (
             "coin_flip",
             {"options": {"min_trials": 1, "max_trials": 1}, "train_size": 3000},

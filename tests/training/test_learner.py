@@ -770,7 +770,7 @@ def gradients_of(path, target):
     """Gradient and coefficients of the first update of each new method, from a saved world; run by every process."""
     policy, drawn = torch.load(path, weights_only=False)
     found = {}
-    for name in [*NEW, "aggc"]:
+    for name in [*NEW, "dr-capo", "rein-capo", "aggc"]:
         observed = warmed(learner_of(policy, microbatch_tokens=64, max_grad_norm=1e-3))
         observed.state.norms = dict.fromkeys(observed._module_types.values(), 1e-4)
         kept = [p.detach().clone() for p in observed.parameters]
