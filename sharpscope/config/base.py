@@ -101,15 +101,20 @@ def _takes_numbers_only(annotation: Any) -> bool:
 
 
 def plain_types(annotation: Any) -> typing.Iterator[Any]:
-    """Yield the types in an annotation; a `Literal` is yielded unchanged."""
-    arguments = typing.get_args(annotation)
-    if typing.get_origin(annotation) is typing.Annotated:
+    """Yield the members of a union, without the `Annotated` around them."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
         yield from plain_types(arguments[0])
-    elif arguments and typing.get_origin(annotation) is not typing.Literal:
-        for argument in arguments:
-            yield from plain_types(argument)
+    elif origin in (typing.Union, types.UnionType):
+        for member in arguments:
+            yield from plain_types(member)
     else:
         yield annotation
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The models in a union."""
+    return [member for member in plain_types(annotation) if isinstance(member, type) and issubclass(member, BaseModel)]
 
 
 def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
@@ -120,23 +125,11 @@ def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
 
 def part_model(annotation: Any, value: Mapping[str, Any]) -> type[BaseModel] | None:
     """The model in a union that `value` selects by its `kind`, or the only model."""
-    kinds, members = kinds_of(annotation), list(_models(annotation))
+    kinds, members = kinds_of(annotation), _models(annotation)
     kind = value.get("kind")
     if isinstance(kind, str) and kind in kinds:
         return kinds[kind]
     return members[0] if len(members) == 1 else None
-
-
-def _models(annotation: Any) -> typing.Iterator[type[BaseModel]]:
-    """The models in a union, not those inside a list or mapping."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        yield from _models(arguments[0])
-    elif origin in (typing.Union, types.UnionType):
-        for member in arguments:
-            yield from _models(member)
-    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
 
 
 def annotations_of(model: type[BaseModel]) -> dict[str, Any]:
@@ -145,25 +138,34 @@ def annotations_of(model: type[BaseModel]) -> dict[str, Any]:
     return {name: info.annotation for name, info in model.model_fields.items()} | dict(similar)
 
 
-def check_keys(model: type[BaseModel], data: Mapping[str, Any], prefix: str = "") -> None:
-    """Check that `model` and its parts have all keys of `data`.
+def check_keys(model: type[BaseModel], data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Check that `model` and its parts have all keys of `data`, and add the default `kind` to parts without one.
 
     Raises:
         UserError: A key is unknown; the message suggests the nearest valid name.
     """
-    fields = annotations_of(model)
-    for key, value in data.items():
-        path = f"{prefix}.{key}" if prefix else str(key)
+    fields, checked = annotations_of(model), {}
+    for key, given in data.items():
+        path, value = f"{prefix}.{key}" if prefix else str(key), given
         if key not in fields:
             raise UserError(f"{path}: unknown field{nearest(str(key), fields)}")
         if isinstance(value, Mapping):
-            part, kinds = part_model(fields[key], value), kinds_of(fields[key])
-            if part is not None:
-                check_keys(part, value, path)
-            elif kinds:
-                given = f" = {short(value['kind'])}: unknown" if "kind" in value else ": missing"
+            kinds, default = kinds_of(fields[key]), _default(model, key)
+            if "kind" not in value and hasattr(default, "kind"):
+                value = {"kind": default.kind, **value}
+            part = part_model(fields[key], value)
+            if part is None and kinds:
+                named = f" = {short(value['kind'])}: unknown" if "kind" in value else ": missing"
                 null = f", or set {path} to null" if type(None) in plain_types(fields[key]) else ""
-                raise UserError(f"{path}.kind{given}{nearest(str(value.get('kind', '')), kinds)}{null}")
+                raise UserError(f"{path}.kind{named}{nearest(str(value.get('kind', '')), kinds)}{null}")
+            value = value if part is None else check_keys(part, value, path)
+        checked[key] = value
+    return checked
+
+
+def _default(model: type[BaseModel], name: str) -> Any:
+    info = model.model_fields.get(name)
+    return None if info is None else info.get_default(call_default_factory=True)
 
 
 def known_settings(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,22 +185,6 @@ def known_settings(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str,
         return value if part is None else known_settings(part, value)
 
     return {name: known(fields[name], value) for name, value in data.items() if name in fields}
-
-
-def fill_kinds(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the default `kind` to parts without one, so that `--set task.people=4` needs no `--set task.kind=…`."""
-    filled = dict(data)
-    for name, info in model.model_fields.items():
-        value = filled.get(name)
-        if not isinstance(value, Mapping):
-            continue
-        default = info.get_default(call_default_factory=True)
-        kind = getattr(default, "kind", None)
-        if "kind" not in value and kind is not None:
-            value = {"kind": kind, **value}
-        part = part_model(info.annotation, value)
-        filled[name] = value if part is None else fill_kinds(part, value)
-    return filled
 
 
 def validate(model: type[typing.Any], data: Mapping[str, Any]) -> typing.Any:

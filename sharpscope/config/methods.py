@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sharpscope.config.base import Part, check_keys, fill_kinds, short, validate
+from sharpscope.config.base import Part, check_keys, short, validate
 from sharpscope.config.method import Method
 from sharpscope.config.reading import load_yaml, merge, method_layer, method_parts
 from sharpscope.config.token_weights import (
@@ -51,14 +51,26 @@ def methods() -> dict[str, MethodNote]:
     return {name: method_note(name, entry) for name, entry in entries.items()}
 
 
-SUFFIXES: dict[str, str] = {
-    "shuffled": "each token's weight is drawn from its completion's by the gradient they carry (matched: tokens permutes)",
-    "reverse": "w ← L + U − w",
-    "constant": "every weight is the step's mean, weighted by the gradient",
-    "mean-one": "weights divided by the step's mean, weighted by the gradient",
-    "entropy": "the weight depends on the position's entropy instead of the token's probability",
+SUFFIXES: dict[str, tuple[str, Callable[[Any], Weighting]]] = {
+    "shuffled": (
+        "each token's weight is drawn from its completion's by the gradient they carry (matched: tokens permutes)",
+        lambda weight: ShuffledWeight(of=weight, matched="gradient"),
+    ),
+    "reverse": ("w ← L + U − w", lambda weight: ReverseWeight(of=weight)),
+    "constant": (
+        "every weight is the step's mean, weighted by the gradient",
+        lambda weight: ConstantWeight(of=weight, matched="gradient"),
+    ),
+    "mean-one": (
+        "weights divided by the step's mean, weighted by the gradient",
+        lambda weight: MeanOneWeight(of=weight, matched="gradient"),
+    ),
+    "entropy": (
+        "the weight depends on the position's entropy instead of the token's probability",
+        lambda weight: EntropyWeight(percentiles="gradient"),
+    ),
 }
-"""Suffixes of the controls: `<method>-<suffix>` replaces the method's weight."""
+"""Suffixes of the controls: `<method>-<suffix>` replaces the method's weight. What it says, and the new weight."""
 
 
 def method_names() -> list[str]:
@@ -96,25 +108,12 @@ def named_method(name: str) -> Method:
         if not _applies(method, suffix):
             why = "are all 1" if isinstance(method.weight, UniformWeight) else "have no bounds"
             raise UserError(f"method = {name!r}: control {suffix!r} does not apply to {base!r}, whose weights {why}")
-        return method.model_copy(update={"name": name, "weight": _control(method.weight, suffix)})
+        return method.model_copy(update={"name": name, "weight": SUFFIXES[suffix][1](method.weight)})
     if ":" in name:
         return Method(name=name, weight=CustomWeight(function=name))
     close = nearest(name, [*method_names(), *control_names()])
     hint = close if "did you mean" in close else "; `sharpscope methods` lists them; own weights: module:function"
     raise UserError(f"method = {name!r}: unknown{hint}")
-
-
-def _control(weight: Any, suffix: str) -> Weighting:
-    match suffix:
-        case "shuffled":
-            return ShuffledWeight(of=weight, matched="gradient")
-        case "reverse":
-            return ReverseWeight(of=weight)
-        case "constant":
-            return ConstantWeight(of=weight, matched="gradient")
-        case "mean-one":
-            return MeanOneWeight(of=weight, matched="gradient")
-    return EntropyWeight(percentiles="gradient")
 
 
 def _suffix(name: str) -> str | None:
@@ -138,8 +137,8 @@ def describe(name: str) -> MethodNote:
         method=method,
         title=f"{base.title}, control: {suffix}",
         source=f"control of this project around {base.method.name} ({base.source})",
-        loss=f"{base.loss}; control: {SUFFIXES[suffix]}",
-        differs=f"As {base.method.name}, but {SUFFIXES[suffix]}.",
+        loss=f"{base.loss}; control: {SUFFIXES[suffix][0]}",
+        differs=f"As {base.method.name}, but {SUFFIXES[suffix][0]}.",
         choices=base.choices,
     )
 
@@ -184,9 +183,7 @@ def parse_method(text: str, token_weights: str | None = None) -> Method:
         data = expand_method(text)
         if token_weights is not None:
             data = merge(data, weight_layer(token_weights, data))
-        data = fill_kinds(Method, data)
-        check_keys(Method, data, "method")
-        method: Method = validate(Method, data)
+        method: Method = validate(Method, check_keys(Method, data, "method"))
     except UserError as error:
         raise UserError(f"--methods {text}: {error}") from None
     return method

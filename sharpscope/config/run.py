@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from sharpscope.config.base import Spec, check_keys, fill_kinds, known_settings, validate
+from sharpscope.config.base import Spec, check_keys, known_settings, validate
 from sharpscope.config.method import Method
 from sharpscope.config.methods import expand_method, method_label, named_method, parse_method, weight_layer
 from sharpscope.config.policy import EMBEDDED_NAMES, EMBEDDED_PREFIX, PolicySpec, RolloutSpec
@@ -199,9 +199,7 @@ def make_config(data: Mapping[str, Any]) -> RunConfig:
     """
     if data.get("method") is not None:
         data = {**data, "method": expand_method(data["method"])}
-    data = _default_policy(fill_kinds(RunConfig, data))
-    check_keys(RunConfig, data)
-    config: RunConfig = validate(RunConfig, data)
+    config: RunConfig = validate(RunConfig, _default_policy(check_keys(RunConfig, data)))
     return config.model_copy(update={"method": _as_auto(config.method, config)})
 
 
