@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import math
 import reprlib
@@ -9,6 +11,8 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -43,14 +47,12 @@ NONE_KINDS = ("none", "all", "behavior", "single", "local")
 class Schedule(Spec):
     """A constant that changes over training: a function of progress (0 at the first step, 1 at the last)."""
 
-    kind: Literal["linear", "cosine"] = Field(
-        "linear", description="linear: start + (end − start)·progress/until; cosine: half a cosine from start to end."
-    )
+    kind: Literal["linear", "cosine"] = "linear"
+    """linear: start + (end − start)·progress/until; cosine: half a cosine from start to end."""
     start: float = Field(description="Value at progress 0, in the unit of the field.")
     end: float = Field(description="Value at progress `until` and after it.")
-    until: float = Field(
-        1.0, gt=0, le=1, description="Progress at which `end` is reached; 0.8: after 80 % of the steps."
-    )
+    until: float = Field(1.0, gt=0, le=1)
+    """Progress at which `end` is reached; 0.8: after 80 % of the steps."""
 
     def value(self, progress: float) -> float:
         """The constant at `progress` in [0, 1]."""
@@ -239,6 +241,18 @@ class SettingInfo:
     description: str
 
 
+@cache
+def field_docs(model: type[BaseModel]) -> dict[str, str]:
+    """Descriptions of a model's fields: of `Field`, or the docstring below the field."""
+    docs: dict[str, str] = {}
+    for base in reversed([base for base in model.__mro__ if issubclass(base, Spec)]):
+        (body,) = ast.parse(inspect.getsource(base)).body
+        for field, text in pairwise(body.body):  # type: ignore[attr-defined]  # of a class
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                docs[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    return docs | {name: info.description for name, info in model.model_fields.items() if info.description}
+
+
 def settings_of(
     model: type[BaseModel], prefix: str = "", kind: str = "", parents: tuple[type[BaseModel], ...] = ()
 ) -> typing.Iterator[SettingInfo]:
@@ -255,7 +269,7 @@ def settings_of(
         else:
             shown = "required" if info.is_required() else json.dumps(default, ensure_ascii=False)  # also valid YAML
         values = " | ".join([*kinds, *(["null"] if type(None) in types_ else [])]) if parts else ""
-        text = info.description or ""
+        text = field_docs(model).get(name, "")
         yield SettingInfo(path, kind, shown, values if parts else type_text(info.annotation, info.metadata), text)
         for each, part in parts:
             if part not in parents:  # a weighting of a weighting, questions of another task: listed once

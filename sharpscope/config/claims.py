@@ -14,19 +14,14 @@ class ClaimsSpec(Spec):
 
     baseline: str = Field("grpo", description="Baseline method.")
     treatment: str = Field("grpo-sg", description="Method that the claims are tested for.")
-    order: tuple[str, ...] = Field(
-        ("C7", "C4", "C10"), description="Primary claims, in the order in which they are tested."
-    )
+    order: tuple[str, ...] = ("C7", "C4", "C10")
+    """Primary claims, in the order in which they are tested."""
     level: float = Field(0.05, gt=0, lt=0.5, description="Error rate of each test.")
-    margins: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        default_factory=dict,
-        description="Claim to the smallest effect that matters, in the unit of its rule: 0.02 is two points.",
-    )
-    least_rotation: float = Field(
-        5.0,  # half of what weights in [1, 1.4] can do to orthogonal token gradients, arctan(0.4/(2·√1.4)) = 9.6°
-        ge=0,
-        description="Mean rotation of the update that a method must cause to be compared [degrees].",
-    )
+    margins: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Claim to the smallest effect that matters, in the unit of its rule: 0.02 is two points."""
+    least_rotation: float = Field(5.0, ge=0)
+    """Mean rotation of the update that a method must cause to be compared [degrees]; by default half of what weights in
+    [1, 1.4] can do to orthogonal token gradients, arctan(0.4/(2·√1.4)) = 9.6°."""
 
     def margin(self, claim: str, default: float) -> float:
         """The declared margin of a claim, or `default`, that of its rule."""

@@ -15,34 +15,21 @@ OutcomeGroup = Literal["failure", "entropy", "sharpness"]
 class ForkSpec(Spec):
     """Counterfactual updates: what each arm does from one state, and what is measured."""
 
-    methods: tuple[str, ...] = Field(
-        ("grpo", "grpo-sg", "grpo-sg-reverse", "grpo-sg-shuffled"),
-        min_length=1,
-        description="Arms: [name=]method[+field=value…], such as grpo or strong=grpo-sg+weight.U=4. The first is the reference.",
-    )
+    methods: tuple[str, ...] = Field(("grpo", "grpo-sg", "grpo-sg-reverse", "grpo-sg-shuffled"), min_length=1)
+    """Arms: [name=]method[+field=value…], such as grpo or strong=grpo-sg+weight.U=4. The first is the reference."""
     batches: int = Field(30, ge=1, le=100_000, description="Batches of rollouts per state; every arm learns from each.")
-    outcomes: tuple[OutcomeGroup, ...] = Field(
-        ("failure", "entropy"),
-        min_length=1,
-        description="failure: expected failure on held-out and training prompts; entropy: on the held-out tokens; sharpness: SAM sharpness on "
-        "training prompts.",
-    )
+    outcomes: tuple[OutcomeGroup, ...] = Field(("failure", "entropy"), min_length=1)
+    """failure: expected failure on held-out and training prompts; entropy: on the held-out tokens; sharpness: SAM
+    sharpness on training prompts."""
     prompts: int = Field(64, ge=2, le=100_000, description="Held-out prompts per batch for the outcomes.")
-    samples: int = Field(
-        2, ge=1, le=10_000, description="Completions per held-out prompt; the training prompts get as many in total."
-    )
-    rho: float | None = Field(
-        None,
-        gt=0,
-        description="Radius of SAM sharpness [parameters' L2 norm]; null: that of the run's probes, else one whose saturation on the first "
-        "batch is moderate.",
-    )
-    warm_up: int = Field(
-        4,
-        ge=0,
-        description="Where no optimizer state is stored: steps of the reference method, at a learning rate of 0, whose gradients fill AdamW's "
-        "moments; 0: start from an empty state, whose first step is the gradient's sign.",
-    )
+    samples: int = Field(2, ge=1, le=10_000)
+    """Completions per held-out prompt; the training prompts get as many in total."""
+    rho: float | None = Field(None, gt=0)
+    """Radius of SAM sharpness [parameters' L2 norm]; null: that of the run's probes, else one whose saturation on the
+    first batch is moderate."""
+    warm_up: int = Field(4, ge=0)
+    """Where no optimizer state is stored: steps of the reference method, at a learning rate of 0, whose gradients
+    fill AdamW's moments; 0: start from an empty state, whose first step is the gradient's sign."""
 
     @field_validator("methods")
     @classmethod

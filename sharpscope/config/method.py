@@ -16,11 +16,9 @@ class GroupAdvantage(Part):
     """A_i = (R_i − mean R)/(std + 1e-4) within the group of one prompt, std with n − 1; 0 if the group's rewards are all equal."""
 
     kind: Literal["group"] = "group"
-    scale: Literal["group", "batch", "none"] = Field(
-        "group",
-        description="group: divide by the std of the group's rewards; batch: by that of all rewards of the step "
-        "(arXiv 2508.08221); none: no division (Dr. GRPO, arXiv 2503.20783).",
-    )
+    scale: Literal["group", "batch", "none"] = "group"
+    """group: divide by the std of the group's rewards; batch: by that of all rewards of the step (arXiv 2508.08221);
+    none: no division (Dr. GRPO, arXiv 2503.20783)."""
 
 
 class LeaveOneOutAdvantage(Part):
@@ -38,9 +36,8 @@ class WhitenedAdvantage(Part):
     """
 
     kind: Literal["whitened"] = "whitened"
-    baseline: Literal["none", "group"] = Field(
-        "none", description="none: REINFORCE++; group: subtract the group's mean reward first (its baseline form)."
-    )
+    baseline: Literal["none", "group"] = "none"
+    """none: REINFORCE++; group: subtract the group's mean reward first (its baseline form)."""
 
 
 class LengthBaselineAdvantage(Part):
@@ -68,11 +65,9 @@ class DecoupledAdvantage(Part):
     """
 
     kind: Literal["decoupled"] = "decoupled"
-    weights: dict[str, float] = Field(
-        {"answer": 1.0, "format": 1.0},
-        description="Weight of each part of the reward by its name in the task; a part that is not named or has weight 0 "
-        "does not count.",
-    )
+    weights: dict[str, float] = Field({"answer": 1.0, "format": 1.0})
+    """Weight of each part of the reward by its name in the task; a part that is not named or has weight 0 does not
+    count."""
 
     @model_validator(mode="after")
     def _has_a_part(self) -> Self:
@@ -106,9 +101,8 @@ class TokenRatio(Part):
     """r_t = π(y_t)/π_old(y_t), or π(y_t)/μ(y_t), μ the sampler's policy."""
 
     kind: Literal["token"] = "token"
-    to: Literal["old", "sampler"] = Field(
-        "old", description="Denominator: π_old, or the sampler's policy μ where it is known, else π_old (WAPO)."
-    )
+    to: Literal["old", "sampler"] = "old"
+    """Denominator: π_old, or the sampler's policy μ where it is known, else π_old (WAPO)."""
 
 
 class SequenceRatio(Part):
@@ -140,12 +134,8 @@ class CispoClip(Part):
 
     kind: Literal["cispo"] = "cispo"
     low: float = Field(1.0, gt=0, le=1, description="ε below 1; 1: no lower bound, as in MiniMax-M1.")
-    high: float = Field(
-        4.0,
-        gt=0,
-        description="ε above 1; MiniMax-M1 (arXiv 2506.13585) gives no number, "
-        "ScaleRL (arXiv 2510.13786) bounds r by 5.",
-    )
+    high: float = Field(4.0, gt=0)
+    """ε above 1; MiniMax-M1 (arXiv 2506.13585) gives no number, ScaleRL (arXiv 2510.13786) bounds r by 5."""
 
 
 class DualClip(Part):
@@ -157,9 +147,8 @@ class DualClip(Part):
     kind: Literal["dual"] = "dual"
     low: float = Field(0.2, gt=0, le=1, description="ε below 1; published 0.2.")
     high: float = Field(0.2, gt=0, description="ε above 1; published 0.2.")
-    bound: float = Field(
-        3.0, gt=1, description="Largest ratio of a token with A < 0 that has a gradient + high; published 3."
-    )
+    bound: float = Field(3.0, gt=1)
+    """Largest ratio of a token with A < 0 that has a gradient + high; published 3."""
 
     @model_validator(mode="after")
     def _above(self) -> Self:
@@ -190,9 +179,8 @@ class DppoMask(Part):
     """
 
     kind: Literal["dppo"] = "dppo"
-    divergence: Literal["tv", "kl"] = Field(
-        "tv", description="D, on the sampled token: tv: difference of probabilities; kl: binary KL(π_old‖π) [nats]."
-    )
+    divergence: Literal["tv", "kl"] = "tv"
+    """D, on the sampled token: tv: difference of probabilities; kl: binary KL(π_old‖π) [nats]."""
     low: float = Field(0.15, gt=0, description="Largest D where A < 0; published 0.15 for tv, 0.05 for kl.")
     high: float = Field(0.15, gt=0, description="Largest D where A > 0; published 0.15 for tv, 0.05 for kl.")
     bound: float = Field(20.0, ge=1, description="Largest factor r; 20 as in the implementations of verl and TRL.")
@@ -221,9 +209,8 @@ class TruncatedCorrection(Part):
     """Multiply the surrogate by min(ρ, high), ρ = π_old/μ, μ the sampler's policy (truncated importance sampling, TIS)."""
 
     kind: Literal["truncate"] = "truncate"
-    level: Literal["token", "sequence"] = Field(
-        "token", description="token: ρ of each token; sequence: their product over the completion."
-    )
+    level: Literal["token", "sequence"] = "token"
+    """token: ρ of each token; sequence: their product over the completion."""
     high: float = Field(2.0, gt=0, description="Largest factor; 2 as in verl and slime.")
 
 
@@ -231,9 +218,8 @@ class MaskedCorrection(Band):
     """Multiply the surrogate by ρ = π_old/μ where low ≤ ρ ≤ high, else by 0: IcePop; with low 0, MIS."""
 
     kind: Literal["mask"] = "mask"
-    level: Literal["token", "sequence"] = Field(
-        "token", description="token: ρ of each token; sequence: their product over the completion."
-    )
+    level: Literal["token", "sequence"] = "token"
+    """token: ρ of each token; sequence: their product over the completion."""
     low: float = Field(0.5, ge=0, description="Smallest ρ kept; IcePop 0.5, MIS 0.")
     high: float = Field(5.0, gt=0, description="Largest ρ kept, > low; IcePop 5 (TRL's masks: 3).")
 
@@ -260,26 +246,21 @@ class OffPolicyMask(Part):
     μ is the sampler's policy, or π_old where the sampler's log-probabilities are not known, as in TRL.
     """
 
-    threshold: float = Field(
-        0.5, ge=0, description="Largest mean [nats]; 0.5 as in TRL's documentation (the paper gives none)."
-    )
+    threshold: float = Field(0.5, ge=0)
+    """Largest mean [nats]; 0.5 as in TRL's documentation (the paper gives none)."""
 
 
 class Kl(Part):
     """β·k per token, in the loss or in the reward; k estimates KL(π‖π_ref), with d = ln π − ln π_ref."""
 
     coef: float = Field(0.0, ge=0, description="β; 0 needs no reference model.")
-    estimator: Literal["k1", "k2", "k3", "k3_corrected"] = Field(
-        "k3",
-        description="k1: d, whose gradient is zero on average at ratio 1; k2: d²/2; k3: exp(−d) − 1 + d; k3_corrected: r·k3 "
-        "with gradient r·d, unbiased off policy (arXiv 2512.02556; r as in `ratio`).",
-    )
+    estimator: Literal["k1", "k2", "k3", "k3_corrected"] = "k3"
+    """k1: d, whose gradient is zero on average at ratio 1; k2: d²/2; k3: exp(−d) − 1 + d; k3_corrected: r·k3 with
+    gradient r·d, unbiased off policy (arXiv 2512.02556; r as in `ratio`)."""
     weighted: bool = Field(False, description="Whether to multiply the term by the token's weight (TR-GRPO).")
-    place: Literal["loss", "reward"] = Field(
-        "loss",
-        description="loss: added to the loss; reward: subtracted from the token's reward, with π_old in place of π, before "
-        "the advantages. Estimators of an advantage for each completion take the sum over the completion.",
-    )
+    place: Literal["loss", "reward"] = "loss"
+    """loss: added to the loss; reward: subtracted from the token's reward, with π_old in place of π, before the
+    advantages. Estimators of an advantage for each completion take the sum over the completion."""
 
     @model_validator(mode="after")
     def _of_the_reward(self) -> Self:
@@ -307,9 +288,8 @@ class AdaptiveEntropyBonus(Part):
 
     kind: Literal["adaptive"] = "adaptive"
     target: float = Field(0.2, gt=0, description="Target of H [nats]; 0.2 as in TRL.")
-    step: float = Field(
-        0.005, gt=0, description="Change of the coefficient per update [loss per nat]; 0.005 as in TRL."
-    )
+    step: float = Field(0.005, gt=0)
+    """Change of the coefficient per update [loss per nat]; 0.005 as in TRL."""
 
 
 EntropyBonus = Annotated[FixedEntropyBonus | AdaptiveEntropyBonus, Field(discriminator="kind")]
@@ -319,12 +299,8 @@ class KlCovPenalty(Part):
     """Add coef·|ln r|, an estimate of D(π_old‖π), on the `share` of tokens with the largest covariance (KL-Cov, arXiv 2505.22617)."""
 
     kind: Literal["kl_cov"] = "kl_cov"
-    share: float = Field(
-        2e-4,
-        gt=0,
-        le=1,
-        description="Share of the step's loss tokens, at least one token; published 2e-4 (7 B model: 2e-3).",
-    )
+    share: float = Field(2e-4, gt=0, le=1)
+    """Share of the step's loss tokens, at least one token; published 2e-4 (7 B model: 2e-3)."""
     coef: NonNegative = Field(1.0, description="Weight of the term; published 1.")
 
 
@@ -337,13 +313,8 @@ class LpRegPenalty(Part):
     """
 
     kind: Literal["lp_reg"] = "lp_reg"
-    share: float = Field(
-        0.01,
-        gt=0,
-        le=1,
-        description="Share of the step's loss tokens with A < 0, at least one token; published 0.01 (32 B model: "
-        "0.005).",
-    )
+    share: float = Field(0.01, gt=0, le=1)
+    """Share of the step's loss tokens with A < 0, at least one token; published 0.01 (32 B model: 0.005)."""
     coef: NonNegative = Field(1.0, description="Weight of the term; 1 as in the authors' scripts.")
 
 
@@ -358,13 +329,9 @@ class EwmaProximal(Part):
     """
 
     kind: Literal["ewma"] = "ewma"
-    decay: float = Field(
-        0.889,
-        ge=0,
-        lt=1,
-        description="β of the average, applied after every update; after many updates the mean age is "
-        "β/(1 − β) updates, 8 by default; ours.",
-    )
+    decay: float = Field(0.889, ge=0, lt=1)
+    """β of the average, applied after every update; after many updates the mean age is β/(1 − β) updates, 8 by
+    default; ours."""
 
 
 class LoptiPasses(Part):
@@ -374,18 +341,16 @@ class LoptiPasses(Part):
     """
 
     kind: Literal["lopti"] = "lopti"
-    eta: float = Field(
-        0.4, ge=-1, le=1, description="Probability threshold; published 0.4, with advantage reweighting 0.5."
-    )
+    eta: float = Field(0.4, ge=-1, le=1)
+    """Probability threshold; published 0.4, with advantage reweighting 0.5."""
 
 
 class Sam(Part):
     """The gradient at θ + rho·g/‖g‖₂, g = ∇L(θ) (SAM, arXiv 2010.01412); applied at θ."""
 
     kind: Literal["sam"] = "sam"
-    rho: float = Field(
-        0.05, gt=0, description="Length of the ascent step [parameters' L2 norm]; 0.05 as in SAM, tune it."
-    )
+    rho: float = Field(0.05, gt=0)
+    """Length of the ascent step [parameters' L2 norm]; 0.05 as in SAM, tune it."""
 
 
 class GradientNormPenalty(Part):
@@ -411,9 +376,8 @@ class ModuleClip(Part):
     """
 
     kind: Literal["aggc"] = "aggc"
-    high: Annotated[float, Field(gt=1)] | Schedule = Field(
-        2.0, description="Largest norm, in units of S; ours (their 0.6 clips a norm that does not change)."
-    )
+    high: Annotated[float, Field(gt=1)] | Schedule = 2.0
+    """Largest norm, in units of S; ours (their 0.6 clips a norm that does not change)."""
 
     def scaled(self, norm: float, average: float | None) -> tuple[float, float]:
         """Factor for a group's gradient of this norm, and the average after it; None before the first. Schedules must be resolved."""
@@ -427,24 +391,17 @@ class ModuleClip(Part):
 class Overlong(Part):
     """DAPO's soft penalty on the reward of completions close to the length limit (arXiv 2503.14476)."""
 
-    buffer: float = Field(
-        0.2, gt=0, le=1, description="Share of the completion limit over which the penalty grows; published 4096/20480."
-    )
+    buffer: float = Field(0.2, gt=0, le=1)
+    """Share of the completion limit over which the penalty grows; published 4096/20480."""
 
 
 class Sampling(Part):
     """Resampling and reward shaping of a step's completions."""
 
-    dynamic: bool = Field(
-        False,
-        description="Whether to replace groups whose answers are all correct or all wrong by groups of new prompts (DAPO).",
-    )
-    max_redraws: int = Field(
-        10,
-        ge=1,
-        le=1000,
-        description="Maximum number of resampling rounds per step; ours (DAPO resamples until the batch is full).",
-    )
+    dynamic: bool = False
+    """Whether to replace groups whose answers are all correct or all wrong by groups of new prompts (DAPO)."""
+    max_redraws: int = Field(10, ge=1, le=1000)
+    """Maximum number of resampling rounds per step; ours (DAPO resamples until the batch is full)."""
     overlong: Overlong | None = Field(None, description="Soft penalty on overlong completions; empty: none.")
 
 
@@ -453,51 +410,40 @@ class Method(Part):
 
     name: str = Field(description="Name of the method in runs, traces and plots.")
     label: str | None = Field(None, description="Name in tables and legends; null: the name and what was changed.")
-    advantage: Advantage = Field(
-        default_factory=GroupAdvantage, description="How advantages are computed from rewards."
-    )
+    advantage: Advantage = Field(default_factory=GroupAdvantage)
+    """How advantages are computed from rewards."""
     ratio: Ratio = Field(default_factory=TokenRatio, description="Importance ratio that is clipped.")
-    weight: TokenWeight = Field(
-        default_factory=UniformWeight, description="Token weight w; no gradient flows through it."
-    )
-    weight_on: Literal["surrogate", "ratio"] = Field(
-        "surrogate", description="surrogate: w·(clipped objective); ratio: w multiplies the ratio inside the clip."
-    )
+    weight: TokenWeight = Field(default_factory=UniformWeight)
+    """Token weight w; no gradient flows through it."""
+    weight_on: Literal["surrogate", "ratio"] = "surrogate"
+    """surrogate: w·(clipped objective); ratio: w multiplies the ratio inside the clip."""
     clip: Clip | None = Field(default_factory=PpoClip, description="Clip of the ratio; null: r·A without a clip.")
     aggregate: Literal[
         "sequence_mean", "token_mean", "constant", "sequence_sum", "kept_mean", "kept_sequence_mean", "kept_groups"
-    ] = Field(
-        "sequence_mean",
-        description="sequence_mean: mean over a completion's tokens, then over completions; token_mean: mean over all "
-        "tokens; constant: sum divided by completions × completion limit; sequence_sum: sum over a completion's tokens, "
-        "mean over completions; kept_mean: sum divided by the tokens that `tokens` leaves in the surrogate; "
-        "kept_sequence_mean: mean over a completion's tokens that it leaves, then over completions; kept_groups: sum over a group "
-        "divided by completions × completion limit, mean over groups with a token left.",
-    )
-    truncated: Literal["keep", "mask"] = Field(
-        "keep",
-        description="mask: completions that the token limit ended have no loss tokens; they count in their group's "
-        "statistics and as completions, their tokens not in the token count (as TRL's mask_truncated_completions).",
-    )
-    correction: Correction | None = Field(
-        None, description="Factor of the surrogate for the difference between the sampler's policy and π_old."
-    )
-    off_policy: OffPolicyMask | None = Field(
-        None, description="Mask of completions that the policy has moved away from."
-    )
+    ] = "sequence_mean"
+    """sequence_mean: mean over a completion's tokens, then over completions; token_mean: mean over all tokens;
+    constant: sum divided by completions × completion limit; sequence_sum: sum over a completion's tokens, mean over
+    completions; kept_mean: sum divided by the tokens that `tokens` leaves in the surrogate; kept_sequence_mean: mean
+    over a completion's tokens that it leaves, then over completions; kept_groups: sum over a group divided by
+    completions × completion limit, mean over groups with a token left."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """mask: completions that the token limit ended have no loss tokens; they count in their group's statistics and as
+    completions, their tokens not in the token count (as TRL's mask_truncated_completions)."""
+    correction: Correction | None = None
+    """Factor of the surrogate for the difference between the sampler's policy and π_old."""
+    off_policy: OffPolicyMask | None = None
+    """Mask of completions that the policy has moved away from."""
     kl: Kl = Field(default_factory=Kl, description="Divergence from the reference policy.")
     entropy: EntropyBonus | None = Field(None, description="Bonus for the policy's entropy, another term of the loss.")
     tokens: Tokens | None = Field(None, description="Loss tokens in the surrogate; null: all.")
     penalty: Penalty | None = Field(None, description="Additional loss term on selected tokens.")
-    proximal: EwmaProximal | None = Field(
-        None, description="Policy on which the clip is centered; null: the behavior policy."
-    )
+    proximal: EwmaProximal | None = None
+    """Policy on which the clip is centered; null: the behavior policy."""
     passes: LoptiPasses | None = Field(None, description="Optimizer passes over a mini-batch; null: one.")
     sharpness: Sharpness | None = Field(None, description="Sharpness-aware gradient of the optimizer step.")
     module_clip: ModuleClip | None = Field(None, description="Clip of the gradient by type of module; null: none.")
-    sampling: Sampling = Field(
-        default_factory=Sampling, description="Resampling and reward shaping before the advantages."
-    )
+    sampling: Sampling = Field(default_factory=Sampling)
+    """Resampling and reward shaping before the advantages."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

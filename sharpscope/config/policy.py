@@ -19,11 +19,8 @@ class LoraSpec(Spec):
 
     r: int = Field(16, ge=1, le=4096, description="rank of each adapter")
     alpha: float = Field(32.0, gt=0, description="scale of the adapters' output: alpha/r")
-    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
-        "all-linear",
-        description="names of the linear layers to adapt, such as [q_proj, v_proj]; all-linear = all except the "
-        "output layer",
-    )
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """names of the linear layers to adapt, such as [q_proj, v_proj]; all-linear = all except the output layer"""
 
     @field_validator("target_modules")
     @classmethod
@@ -36,42 +33,31 @@ class LoraSpec(Spec):
 class PolicySpec(Spec):
     """The model to train, its precision, device and prompt format."""
 
-    model: str = Field(
-        "embedded:knights_knaves",
-        min_length=1,
-        description="`embedded:NAME` (shipped with the package), a local folder, a GGUF file, or a Hugging Face hub id",
-    )
+    model: str = Field("embedded:knights_knaves", min_length=1)
+    """`embedded:NAME` (shipped with the package), a local folder, a GGUF file, or a Hugging Face hub id"""
     revision: str | None = Field(None, description="branch, tag or commit of a hub id; null = its default branch")
-    dtype: Literal["float32", "float64", "bfloat16"] = Field(
-        "float32",
-        description="compute type. bfloat16: matrix products use autocast, while weights, gradients, optimizer state, "
-        "norms and logits stay float32; with `lora`, the frozen weights are bfloat16 too",
-    )
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """compute type. bfloat16: matrix products use autocast, while weights, gradients, optimizer state, norms and
+    logits stay float32; with `lora`, the frozen weights are bfloat16 too"""
     lora: LoraSpec | None = Field(None, description="train low-rank adapters only; null = all weights")
     device: str = Field("auto", description="`auto` (CUDA if available, else CPU), `cpu`, `cuda`, `cuda:1`, …")
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
-        "auto", description="attention kernel; `auto` = sdpa, or eager if the model caps its attention logits"
-    )
-    prompt_format: Literal["auto", "plain", "chat"] = Field(
-        "auto",
-        description="`chat` applies the tokenizer's chat template, `plain` does not; `auto` = chat if there is a template",
-    )
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """attention kernel; `auto` = sdpa, or eager if the model caps its attention logits"""
+    prompt_format: Literal["auto", "plain", "chat"] = "auto"
+    """`chat` applies the tokenizer's chat template, `plain` does not; `auto` = chat if there is a template"""
 
 
 class SamplingSpec(Spec):
     """How completions are sampled."""
 
     temperature: float = Field(1.0, ge=0, le=10, description="divisor of the logits; 0 = greedy")
-    top_p: float = Field(
-        1.0, gt=0, le=1, description="nucleus sampling: keep the most likely tokens up to this probability; 1 = off"
-    )
+    top_p: float = Field(1.0, gt=0, le=1)
+    """nucleus sampling: keep the most likely tokens up to this probability; 1 = off"""
     top_k: int = Field(0, ge=0, description="number of most likely tokens to keep; 0 = off")
-    max_new_tokens: int = Field(
-        192, ge=1, description="maximum length of a completion, including the end-of-text token [tokens]"
-    )
-    decode_batch: int = Field(
-        512, ge=1, description="completions decoded at once; limits memory, changes samples at most by rounding"
-    )
+    max_new_tokens: int = Field(192, ge=1)
+    """maximum length of a completion, including the end-of-text token [tokens]"""
+    decode_batch: int = Field(512, ge=1)
+    """completions decoded at once; limits memory, changes samples at most by rounding"""
 
 
 class RolloutSpec(SamplingSpec):

@@ -48,77 +48,48 @@ PRESETS: dict[str, dict[str, Any]] = {
 class ProbesSpec(Spec):
     """Sharpness and curvature on fixed prompts, shared by all methods of a study."""
 
-    preset: Preset = Field(
-        "light",
-        description="Defaults of the fields below: off; light: sharpness by perturbation and critical sharpness; standard: also "
-        "curvature and the expected failure, on more prompts; full.",
-    )
-    check: Check = Field(
-        "first",
-        description="When to compare score norms, attribution and curvature with autograd on the policy: at first use (first), at "
-        "every use (always), never (off). Numbers that differ are not recorded, with an event.",
-    )
-    every: int | None = Field(
-        None,
-        ge=0,
-        description="Interval between probes, also before the first and after the last step; null: these two only; 0: never [steps].",
-    )
-    probe_set: str | None = Field(
-        None, description="Parquet file of a probe set; null: built from the task and saved with the run."
-    )
-    probe_set_seed: int = Field(
-        0, ge=0, description="Seed of the probe set's prompts; use the same for all runs of a study."
-    )
+    preset: Preset = "light"
+    """Defaults of the fields below: off; light: sharpness by perturbation and critical sharpness; standard: also
+    curvature and the expected failure, on more prompts; full."""
+    check: Check = "first"
+    """When to compare score norms, attribution and curvature with autograd on the policy: at first use (first), at
+    every use (always), never (off). Numbers that differ are not recorded, with an event."""
+    every: int | None = Field(None, ge=0)
+    """Interval between probes, also before the first and after the last step; null: these two only; 0: never [steps].
+    """
+    probe_set: str | None = None
+    """Parquet file of a probe set; null: built from the task and saved with the run."""
+    probe_set_seed: int = Field(0, ge=0)
+    """Seed of the probe set's prompts; use the same for all runs of a study."""
     prompts: int = Field(12, ge=1, description="Training prompts in the probe set.")
     heldout_prompts: int = Field(32, ge=0, description="Held-out prompts in the probe set.")
-    splits: tuple[Split, ...] = Field(
-        ("train",), min_length=1, description="Parts of the probe set whose loss surface is probed."
-    )
-    functionals: tuple[ObjectiveName, ...] = Field(
-        ("nll",),
-        description="Objectives to probe: nll of stored solutions; surrogate and expected_failure on new rollouts.",
-    )
+    splits: tuple[Split, ...] = Field(("train",), min_length=1)
+    """Parts of the probe set whose loss surface is probed."""
+    functionals: tuple[ObjectiveName, ...] = ("nll",)
+    """Objectives to probe: nll of stored solutions; surrogate and expected_failure on new rollouts."""
     samples: int = Field(8, ge=1, description="Completions per probe prompt for surrogate and expected_failure.")
-    rho: float | Literal["auto"] = Field(
-        "auto",
-        description="Radius of perturbations [parameters' L2 norm]; auto: chosen at the first probe of a run such that SAM sharpness "
-        "of the expected failure is between 5 and 30 % of the largest possible rise. Give the same number to all runs of a study.",
-    )
+    rho: float | Literal["auto"] = "auto"
+    """Radius of perturbations [parameters' L2 norm]; auto: chosen at the first probe of a run such that SAM sharpness
+    of the expected failure is between 5 and 30 % of the largest possible rise. Give the same number to all runs of a
+    study."""
     kinds: tuple[SharpnessKind, ...] = Field(("sam", "asam"), description="Sharpness measures.")
-    critical_sharpness: bool = Field(
-        True,
-        description="Whether to compute the critical sharpness of the first update of a probed step, by a few forward passes over the "
-        "update's completions.",
-    )
-    curvature_prompts: int = Field(
-        0,
-        ge=0,
-        description="Prompts of each split on which eigenvalues and trace of the Hessian are computed, the first ones; 0: no "
-        "curvature.",
-    )
-    top: int = Field(
-        2,
-        ge=1,
-        le=100,
-        description="Number of largest Hessian eigenvalues; their eigenvectors span the subspace of sharp_alignment.",
-    )
-    max_products: int = Field(
-        60,
-        ge=4,
-        description="Maximum number of Hessian-vector products for the eigenpairs; if reached, converged = false.",
-    )
+    critical_sharpness: bool = True
+    """Whether to compute the critical sharpness of the first update of a probed step, by a few forward passes over
+    the update's completions."""
+    curvature_prompts: int = Field(0, ge=0)
+    """Prompts of each split on which eigenvalues and trace of the Hessian are computed, the first ones; 0: no
+    curvature."""
+    top: int = Field(2, ge=1, le=100)
+    """Number of largest Hessian eigenvalues; their eigenvectors span the subspace of sharp_alignment."""
+    max_products: int = Field(60, ge=4)
+    """Maximum number of Hessian-vector products for the eigenpairs; if reached, converged = false."""
     trace_probes: int = Field(4, ge=0, description="Random vectors for the trace; 0: no trace.")
-    gradient_samples: int = Field(
-        0,
-        ge=0,
-        description="Completions per training prompt for the unbiased squared gradient norm: even, at least 4; 0: none.",
-    )
-    microbatch_tokens: int = Field(
-        4096, ge=64, description="Maximum size of a probe's forward pass, including padding [tokens]."
-    )
-    memory_mb: float = Field(
-        2048.0, gt=0, description="Maximum memory for graphs of Hessian products, and for Lanczos vectors [MiB]."
-    )
+    gradient_samples: int = Field(0, ge=0)
+    """Completions per training prompt for the unbiased squared gradient norm: even, at least 4; 0: none."""
+    microbatch_tokens: int = Field(4096, ge=64)
+    """Maximum size of a probe's forward pass, including padding [tokens]."""
+    memory_mb: float = Field(2048.0, gt=0)
+    """Maximum memory for graphs of Hessian products, and for Lanczos vectors [MiB]."""
 
     @model_validator(mode="before")
     @classmethod

@@ -35,28 +35,21 @@ class RunConfig(Spec):
 
     out: str | None = Field(None, description="Folder of the run; null: runs/<label>-<task>-s<seed>.")
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of training; the task's data has a separate seed.")
-    steps: int = Field(
-        100, ge=1, le=1_000_000, description="Number of steps; each samples rollouts and updates the policy."
-    )
-    threads: int | None = Field(
-        None,
-        ge=1,
-        le=1024,
-        description="CPU threads of torch; null: 1 for up to 20 MiB of weights, else all physical cores available to the process.",
-    )
+    steps: int = Field(100, ge=1, le=1_000_000)
+    """Number of steps; each samples rollouts and updates the policy."""
+    threads: int | None = Field(None, ge=1, le=1024)
+    """CPU threads of torch; null: 1 for up to 20 MiB of weights, else all physical cores available to the process."""
     task: TaskSpec = Field(default_factory=KnightsKnavesSpec, description="Prompts and their scoring.")
     policy: PolicySpec = Field(default_factory=PolicySpec, description="The model to train.")
     rollout: RolloutSpec = Field(default_factory=RolloutSpec, description="How completions are sampled.")
     method: Method = Field(default_factory=lambda: named_method("grpo"), description="The objective.")
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec, description="AdamW and its schedule.")
     update: UpdateSpec = Field(default_factory=UpdateSpec, description="Mini-batches, inner epochs, microbatches.")
-    evaluation: EvaluationSpec = Field(
-        default_factory=EvaluationSpec, description="When and on which prompts to evaluate."
-    )
+    evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
+    """When and on which prompts to evaluate."""
     recording: RecordingSpec = Field(default_factory=RecordingSpec, description="What is written to the traces.")
-    probes: ProbesSpec = Field(
-        default_factory=ProbesSpec, description="Curvature and perturbation probes during training."
-    )
+    probes: ProbesSpec = Field(default_factory=ProbesSpec)
+    """Curvature and perturbation probes during training."""
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec, description="When checkpoints are saved.")
     health: HealthSpec = Field(default_factory=HealthSpec, description="Rules that detect failing runs.")
 

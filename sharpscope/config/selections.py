@@ -13,12 +13,10 @@ class HighEntropyTokens(Part):
     """Only the `share` of the loss tokens with the highest entropy, with ties, is in the surrogate (arXiv 2506.01939)."""
 
     kind: Literal["high_entropy"] = "high_entropy"
-    share: Annotated[float, Field(gt=0, le=1)] | Schedule = Field(
-        0.2, description="Share of tokens kept, rounded up; published 0.2."
-    )
-    over: Literal["step", "completion"] = Field(
-        "step", description="Tokens of the share: of the step, as published, or of each completion (arXiv 2605.25381)."
-    )
+    share: Annotated[float, Field(gt=0, le=1)] | Schedule = 0.2
+    """Share of tokens kept, rounded up; published 0.2."""
+    over: Literal["step", "completion"] = "step"
+    """Tokens of the share: of the step, as published, or of each completion (arXiv 2605.25381)."""
 
 
 class SuffixTokens(Part):
@@ -56,12 +54,10 @@ class RelativeSurpriseTokens(Band):
     """
 
     kind: Literal["relative_surprise"] = "relative_surprise"
-    low: float = Field(
-        0.5, ge=0, description="Smallest ratio kept; 0.5 by one reader, 0.1 by another (the paper's: not found)."
-    )
-    high: float = Field(
-        2.0, gt=0, description="Largest ratio kept; 2 by one reader, 3 by another (the paper's: not found)."
-    )
+    low: float = Field(0.5, ge=0)
+    """Smallest ratio kept; 0.5 by one reader, 0.1 by another (the paper's: not found)."""
+    high: float = Field(2.0, gt=0)
+    """Largest ratio kept; 2 by one reader, 3 by another (the paper's: not found)."""
 
 
 class CurvatureTokens(Part):
@@ -81,12 +77,8 @@ class ClipCovTokens(Band):
     """Leave random tokens with covariance in (low, high) out of the surrogate (Clip-Cov, arXiv 2505.22617)."""
 
     kind: Literal["clip_cov"] = "clip_cov"
-    share: float = Field(
-        2e-4,
-        gt=0,
-        le=1,
-        description="Share of the step's loss tokens to leave out, at least one token; published 2e-4.",
-    )
+    share: float = Field(2e-4, gt=0, le=1)
+    """Share of the step's loss tokens to leave out, at least one token; published 2e-4."""
     low: float = Field(1.0, description="Lower bound of the covariance [nats × advantage]; published 1.")
     high: float = Field(5.0, description="Upper bound of the covariance, > low; published 5.")
 
@@ -117,15 +109,10 @@ class SpuriousTokens(Part):
     """
 
     kind: Literal["stapo"] = "stapo"
-    probability: float = Field(
-        0.002, gt=0, le=1, description="Probability below which a token is rare; published 0.002."
-    )
-    quantile: float = Field(
-        0.75,
-        ge=0,
-        le=1,
-        description="Quantile of the entropy; published 0.75.",
-    )
+    probability: float = Field(0.002, gt=0, le=1)
+    """Probability below which a token is rare; published 0.002."""
+    quantile: float = Field(0.75, ge=0, le=1)
+    """Quantile of the entropy; published 0.75."""
 
 
 Tokens = Annotated[

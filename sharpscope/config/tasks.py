@@ -39,20 +39,16 @@ class KnightsKnavesSpec(Spec):
     """Generated Knights-and-Knaves puzzles with exactly one solution."""
 
     kind: Literal["knights_knaves"] = "knights_knaves"
-    people: People | Annotated[Sizes, Field(min_length=1)] = Field(
-        3, description="people per puzzle in train and heldout: one number or a list, 2 to 7"
-    )
+    people: People | Annotated[Sizes, Field(min_length=1)] = 3
+    """people per puzzle in train and heldout: one number or a list, 2 to 7"""
     train_size: int = Field(900, ge=1, le=1_000_000, description="training puzzles for each number of people")
-    heldout_size: int = Field(
-        500, ge=0, le=1_000_000, description="held-out puzzles for each number of people; 0: no such split"
-    )
-    unseen_people: Sizes = Field(
-        (), description="numbers of people in the split `unseen`, not used in training, 2 to 7"
-    )
+    heldout_size: int = Field(500, ge=0, le=1_000_000)
+    """held-out puzzles for each number of people; 0: no such split"""
+    unseen_people: Sizes = ()
+    """numbers of people in the split `unseen`, not used in training, 2 to 7"""
     unseen_size: int = Field(200, ge=0, le=1_000_000, description="puzzles for each unseen number of people")
-    style: Literal["compact", "logic_rl"] = Field(
-        "compact", description="prompt: the puzzle alone, or Logic-RL's chat prompt ending with <think>"
-    )
+    style: Literal["compact", "logic_rl"] = "compact"
+    """prompt: the puzzle alone, or Logic-RL's chat prompt ending with <think>"""
     seed: int = Field(0, ge=0, description="seed of the puzzles (not of training)")
 
     @property
@@ -71,23 +67,20 @@ class MathSpec(Spec):
 
     kind: Literal["math"] = "math"
     families: Annotated[tuple[Literal["arithmetic", "linear", "modular"], ...], AfterValidator(_distinct)] = Field(
-        ("arithmetic",), min_length=1, description="families of questions"
+        ("arithmetic",), min_length=1
     )
-    levels: Annotated[tuple[Level, ...], AfterValidator(_distinct)] = Field(
-        (1, 2, 3), min_length=1, description="levels of difficulty in train and heldout, 1 to 4"
-    )
-    unseen_levels: Annotated[tuple[Level, ...], AfterValidator(_distinct)] = Field(
-        (), description="levels of difficulty in the split `unseen`, not used in training, 1 to 4"
-    )
+    """families of questions"""
+    levels: Annotated[tuple[Level, ...], AfterValidator(_distinct)] = Field((1, 2, 3), min_length=1)
+    """levels of difficulty in train and heldout, 1 to 4"""
+    unseen_levels: Annotated[tuple[Level, ...], AfterValidator(_distinct)] = ()
+    """levels of difficulty in the split `unseen`, not used in training, 1 to 4"""
     train_size: int = Field(300, ge=1, le=1_000_000, description="training questions for each family and level")
-    heldout_size: int = Field(
-        100, ge=0, le=1_000_000, description="held-out questions for each family and level; 0: none"
-    )
+    heldout_size: int = Field(100, ge=0, le=1_000_000)
+    """held-out questions for each family and level; 0: none"""
     unseen_size: int = Field(100, ge=0, le=1_000_000, description="questions for each family and unseen level")
     template: Template = Field("{prompt}\n", description="prompt template; the question replaces {prompt}")
-    time_limit: float = Field(
-        5.0, gt=0, le=600, description="time limit for checking an answer; slower answers count as wrong [s]"
-    )
+    time_limit: float = Field(5.0, gt=0, le=600)
+    """time limit for checking an answer; slower answers count as wrong [s]"""
     seed: int = Field(0, ge=0, description="seed of the questions (not of training)")
 
     @model_validator(mode="after")
@@ -111,22 +104,16 @@ class GymSpec(Spec):
 class ColumnsSpec(Spec):
     """Column names of a data set; a dot selects a nested column (`reward_model.ground_truth`)."""
 
-    prompt: str = Field(
-        "",
-        description="the question: text, or a list of chat messages with role and content; empty: the one that exists of prompt, "
-        "question, problem and messages",
-    )
-    answer: str = Field(
-        "",
-        description="reference answer for the scorer; empty: reward_model.ground_truth, or the one that exists of answer, solution, "
-        "ground_truth and label",
-    )
-    data_source: str = Field(
-        "", description="selects the scorer if task.scorer is auto; empty: data_source if it exists"
-    )
-    level: str = Field(
-        default="", description="difficulty, a number or a string; empty: number of people for puzzles, otherwise 'all'"
-    )
+    prompt: str = ""
+    """the question: text, or a list of chat messages with role and content; empty: the one that exists of prompt,
+    question, problem and messages"""
+    answer: str = ""
+    """reference answer for the scorer; empty: reward_model.ground_truth, or the one that exists of answer, solution,
+    ground_truth and label"""
+    data_source: str = ""
+    """selects the scorer if task.scorer is auto; empty: data_source if it exists"""
+    level: str = Field(default="")
+    """difficulty, a number or a string; empty: number of people for puzzles, otherwise 'all'"""
 
 
 ScorerName = Literal["auto", "logic_rl", "exact", "exact_match", "numeric", "math"]
@@ -136,28 +123,21 @@ class DatasetSpec(Spec):
     """Questions and answers from a file, a folder or the Hugging Face Hub."""
 
     kind: Literal["dataset"] = "dataset"
-    path: str = Field(
-        "",
-        description=".parquet, .jsonl or .json-lines file, a folder of such files, or the id of a Hugging Face data set",
-    )
+    path: str = ""
+    """.parquet, .jsonl or .json-lines file, a folder of such files, or the id of a Hugging Face data set"""
     subset: str = Field("", description="Hugging Face: configuration name")
     hub_split: str = Field("train", description="Hugging Face: split to read")
     columns: ColumnsSpec = Field(ColumnsSpec(), description="column mapping")
-    scorer: ScorerName = Field(
-        "auto",
-        description="auto: selected by the row's data_source; without one: math for LaTeX, numeric for numbers, exact_match for other "
-        "answers",
-    )
-    template: Template = Field(
-        "",
-        description="prompt template; the question replaces {prompt}; empty: the question unchanged, as one with chat markup always is",
-    )
-    heldout_fraction: float = Field(
-        0.1, ge=0, lt=1, description="share of the questions held out, selected by content hash; 0: none"
-    )
-    heldout_path: str = Field(
-        "", description="file, folder or id of a separate held-out set; replaces heldout_fraction"
-    )
+    scorer: ScorerName = "auto"
+    """auto: selected by the row's data_source; without one: math for LaTeX, numeric for numbers, exact_match for
+    other answers"""
+    template: Template = ""
+    """prompt template; the question replaces {prompt}; empty: the question unchanged, as one with chat markup always
+    is"""
+    heldout_fraction: float = Field(0.1, ge=0, lt=1)
+    """share of the questions held out, selected by content hash; 0: none"""
+    heldout_path: str = ""
+    """file, folder or id of a separate held-out set; replaces heldout_fraction"""
     limit: int = Field(0, ge=0, description="maximum number of rows to read per set; 0: all")
 
 
@@ -179,42 +159,31 @@ class ToolQaSpec(Spec):
     """Questions that require search, in Search-R1's protocol: generated, or a data set with a corpus."""
 
     kind: Literal["tool_qa"] = "tool_qa"
-    hops: Annotated[tuple[Hops, ...], AfterValidator(_distinct)] = Field(
-        (1,), min_length=1, description="facts to chain in train and heldout, 1 to 3"
-    )
-    unseen_hops: Annotated[tuple[Hops, ...], AfterValidator(_distinct)] = Field(
-        (), description="numbers of facts in the split `unseen`, not used in training, 1 to 3"
-    )
+    hops: Annotated[tuple[Hops, ...], AfterValidator(_distinct)] = Field((1,), min_length=1)
+    """facts to chain in train and heldout, 1 to 3"""
+    unseen_hops: Annotated[tuple[Hops, ...], AfterValidator(_distinct)] = ()
+    """numbers of facts in the split `unseen`, not used in training, 1 to 3"""
     train_size: int = Field(300, ge=1, le=1_000_000, description="training questions for each number of hops")
-    heldout_size: int = Field(
-        100, ge=0, le=1_000_000, description="held-out questions for each number of hops; 0: none"
-    )
+    heldout_size: int = Field(100, ge=0, le=1_000_000)
+    """held-out questions for each number of hops; 0: none"""
     unseen_size: int = Field(50, ge=0, le=1_000_000, description="questions for each unseen number of hops")
-    things: int = Field(
-        300, ge=20, le=100_000, description="people, companies, cities and countries of the generated world"
-    )
-    questions: DatasetSpec | None = Field(
-        None,
-        description="data set of questions instead of generated ones; scorer auto = exact_match",
-    )
-    corpus: str = Field(
-        "", description=".jsonl or .parquet file of passages (title and text, or contents); empty: the generated world"
-    )
-    retriever_url: str = Field(
-        "", description="URL of a retrieval server with Search-R1's API, instead of BM25 over the corpus"
-    )
+    things: int = Field(300, ge=20, le=100_000)
+    """people, companies, cities and countries of the generated world"""
+    questions: DatasetSpec | None = None
+    """data set of questions instead of generated ones; scorer auto = exact_match"""
+    corpus: str = ""
+    """.jsonl or .parquet file of passages (title and text, or contents); empty: the generated world"""
+    retriever_url: str = ""
+    """URL of a retrieval server with Search-R1's API, instead of BM25 over the corpus"""
     top: int = Field(3, ge=1, le=100, description="passages returned per search")
-    turns: int = Field(
-        4, ge=1, le=100, description="maximum number of replies from the environment, searches and feedback together"
-    )
+    turns: int = Field(4, ge=1, le=100)
+    """maximum number of replies from the environment, searches and feedback together"""
     time_limit: float = Field(10.0, gt=0, le=600, description="timeout of a request to the server [s]")
     retries: int = Field(3, ge=0, le=20, description="retries of a failed request")
-    reward: Literal["exact_match", "format"] = Field(
-        "exact_match", description="exact_match: 1 or 0; format: Search-R1's reward with format terms"
-    )
-    style: Literal["compact", "search_r1"] = Field(
-        "compact", description="prompt: the question alone, or with Search-R1's instruction"
-    )
+    reward: Literal["exact_match", "format"] = "exact_match"
+    """exact_match: 1 or 0; format: Search-R1's reward with format terms"""
+    style: Literal["compact", "search_r1"] = "compact"
+    """prompt: the question alone, or with Search-R1's instruction"""
     seed: int = Field(0, ge=0, description="seed of the world and the questions (not of training)")
 
     @model_validator(mode="after")

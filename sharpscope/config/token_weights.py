@@ -87,11 +87,9 @@ class CovarianceGaussianWeight(Weighting):
     """
 
     kind: Literal["covariance_gaussian"] = "covariance_gaussian"
-    over: Literal["step", "completion"] = Field(
-        "step",
-        description="Tokens of the mean and std of c: all loss tokens of the step, or those of the token's completion "
-        "(with one advantage for each completion: exp(−z²/2), z the standardized ln π of the completion).",
-    )
+    over: Literal["step", "completion"] = "step"
+    """Tokens of the mean and std of c: all loss tokens of the step, or those of the token's completion (with one
+    advantage for each completion: exp(−z²/2), z the standardized ln π of the completion)."""
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
         """See the class."""
@@ -160,13 +158,11 @@ class StareWeight(Weighting):
     kind: Literal["stare"] = "stare"
     share: float = Field(0.1, gt=0, le=1, description="Share of the tokens of one sign; published 0.1.")
     W: float = Field(1.1, ge=1, le=1.5, description="Weight where A > 0; published 1.1 (14 B and 32 B models: 1.05).")
-    M: float = Field(
-        1.0, ge=0.5, le=1, description="Weight where A < 0; 1 in variant O1, 0.9 in C2 (large models: 0.95)."
-    )
+    M: float = Field(1.0, ge=0.5, le=1)
+    """Weight where A < 0; 1 in variant O1, 0.9 in C2 (large models: 0.95)."""
     target: float = Field(0.3, gt=0, description="Mean entropy below which weights act [nats]; published 0.3.")
-    step: float = Field(
-        0.0, ge=0, lt=0.5, description="Change of W and M per step; 0: fixed, published adaptive form 0.01."
-    )
+    step: float = Field(0.0, ge=0, lt=0.5)
+    """Change of W and M per step; 0: fixed, published adaptive form 0.01."""
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -239,9 +235,8 @@ class CustomWeight(Weighting):
 
     kind: Literal["custom"] = "custom"
     function: str = Field(description="Registered name, or `package.module:function`.")
-    arguments: dict[str, float | int | str | bool] = Field(
-        default_factory=dict, description="Keyword arguments passed on to the function."
-    )
+    arguments: dict[str, float | int | str | bool] = Field(default_factory=dict)
+    """Keyword arguments passed on to the function."""
 
     @model_validator(mode="after")
     def _exists(self) -> Self:
@@ -385,20 +380,16 @@ class SigmoidWeight(_Sigmoid):
     """
 
     kind: Literal["sigmoid"] = "sigmoid"
-    preset: Literal["auto", "paper", "calibrated"] = Field(
-        "auto", description="auto: calibrated on an embedded policy, else paper."
-    )
+    preset: Literal["auto", "paper", "calibrated"] = "auto"
+    """auto: calibrated on an embedded policy, else paper."""
     percentiles: Counted = Field("tokens", description=f"What the calibration's percentiles count. {COUNTED}.")
-    input: Literal["logit", "log_odds", "logp", "prob"] = Field(
-        "logit",
-        description="u, of the sampled token: logit (undivided, no shift invariance), log_odds ln π/(1 − π) [nats], "
-        "logp ln π [nats], prob π. The published constants only do something with the logit (our reading).",
-    )
+    input: Literal["logit", "log_odds", "logp", "prob"] = "logit"
+    """u, of the sampled token: logit (undivided, no shift invariance), log_odds ln π/(1 − π) [nats], logp ln π
+    [nats], prob π. The published constants only do something with the logit (our reading)."""
     alpha: Positive | None = Field(None, description="Gain; published 2.0. Empty: (U − L)/0.2, unless mu is given.")
     tau: Positive | None = Field(None, description="Width of the sigmoid, unit of u; published 9.0.")
-    mu: Offset | None = Field(
-        None, description="Subtracted from the sigmoid; published 0.25. Empty: 0.75 − L/alpha, unless alpha is given."
-    )
+    mu: Offset | None = None
+    """Subtracted from the sigmoid; published 0.25. Empty: 0.75 − L/alpha, unless alpha is given."""
     L: NonNegative | None = Field(None, description="Smallest weight; published 1.0.")
     U: Positive | None = Field(None, description="Largest weight, > L; published 1.4.")
     u0: Real | None = Field(None, description="Location of the sigmoid, unit of u; published 0.")
@@ -524,12 +515,10 @@ class ShuffledWeight(Control):
     """
 
     kind: Literal["shuffled"] = "shuffled"
-    matched: Counted = Field(
-        "tokens",
-        description="tokens: permute the weights over the completion's loss tokens; gradient: draw each token's weight from "
-        "them with probability proportional to the gradient that they carry, then multiply all so that the mean over the "
-        "gradient is that of `of`.",
-    )
+    matched: Counted = "tokens"
+    """tokens: permute the weights over the completion's loss tokens; gradient: draw each token's weight from them
+    with probability proportional to the gradient that they carry, then multiply all so that the mean over the
+    gradient is that of `of`."""
 
     @property
     def bounds(self) -> tuple[float, float] | None:

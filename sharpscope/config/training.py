@@ -14,67 +14,46 @@ from sharpscope.rules import RULES
 class OptimizerSpec(Spec):
     """AdamW (decoupled weight decay; arXiv 1711.05101) with warm-up, a schedule and global-norm clipping."""
 
-    lr: float = Field(
-        1e-4,
-        gt=0,
-        le=1,
-        description="Peak learning rate [per update]; not given: 1e-4 for embedded policies, else 1e-6.",
-    )
+    lr: float = Field(1e-4, gt=0, le=1)
+    """Peak learning rate [per update]; not given: 1e-4 for embedded policies, else 1e-6."""
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first-moment average.")
     beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second-moment average.")
     eps: float = Field(1e-8, gt=0, description="Added to the square root of the second moment.")
-    weight_decay: float = Field(
-        0.0, ge=0, description="Decoupled weight decay of matrices (not of norm gains and biases)."
-    )
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay of matrices (not of norm gains and biases)."""
     warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up, from lr/warmup_steps; fewer than steps.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant",
-        description="Learning rate after warm-up: constant, or linear or cosine decay to zero at the last step.",
-    )
-    max_grad_norm: float | None = Field(
-        1.0, gt=0, description="Maximum global L2 norm of an update's gradient; null: no clipping."
-    )
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after warm-up: constant, or linear or cosine decay to zero at the last step."""
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """Maximum global L2 norm of an update's gradient; null: no clipping."""
 
 
 class UpdateSpec(Spec):
     """How the rollouts of a step are divided into optimizer updates."""
 
-    mini_batches: int = Field(
-        2,
-        ge=1,
-        description="Updates per inner epoch; groups are assigned to them in a seeded order. With 1 (and one inner epoch) every "
-        "ratio is 1, so that clips do nothing and several methods equal GRPO.",
-    )
+    mini_batches: int = Field(2, ge=1)
+    """Updates per inner epoch; groups are assigned to them in a seeded order. With 1 (and one inner epoch) every
+    ratio is 1, so that clips do nothing and several methods equal GRPO."""
     inner_epochs: int = Field(1, ge=1, description="Passes over the completions of a step.")
-    microbatch_tokens: int = Field(
-        16384,
-        ge=64,
-        description="Maximum size of a forward and backward pass, with each prompt counted once; larger groups are split, a longer "
-        "completion runs alone; lowered where the model's activations would exceed about 4 GB (16 GB on a GPU) [tokens].",
-    )
-    gradient_checkpointing: bool = Field(
-        False,
-        description="Recompute each layer in the backward pass: less memory, a third more time, the same gradient.",
-    )
-    share_prompt: bool = Field(
-        True, description="Compute a prompt once for all completions of its group; gradients are equal up to rounding."
-    )
+    microbatch_tokens: int = Field(16384, ge=64)
+    """Maximum size of a forward and backward pass, with each prompt counted once; larger groups are split, a longer
+    completion runs alone; lowered where the model's activations would exceed about 4 GB (16 GB on a GPU) [tokens]."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass: less memory, a third more time, the same gradient."""
+    share_prompt: bool = True
+    """Compute a prompt once for all completions of its group; gradients are equal up to rounding."""
 
 
 class EvaluationSpec(Spec):
     """When and on which prompts the policy is evaluated."""
 
-    every: int = Field(
-        25,
-        ge=0,
-        description="Interval between evaluations, also before the first and after the last step; 0: never [steps].",
-    )
+    every: int = Field(25, ge=0)
+    """Interval between evaluations, also before the first and after the last step; 0: never [steps]."""
     prompts: int = Field(100, ge=1, description="Prompts per level, from the start of the split's fixed order.")
     temperatures: tuple[float, ...] = Field((0.0, 1.0), description="Sampling temperatures; 0 is greedy.")
     samples: int = Field(4, ge=1, description="Completions per prompt at temperatures above 0 (k of pass@k and avg@k).")
-    splits: tuple[str, ...] = Field(
-        ("heldout", "unseen"), description="Splits to evaluate; splits that the task does not have are skipped."
-    )
+    splits: tuple[str, ...] = ("heldout", "unseen")
+    """Splits to evaluate; splits that the task does not have are skipped."""
 
     @field_validator("temperatures")
     @classmethod
@@ -89,61 +68,36 @@ class RecordingSpec(Spec):
 
     rollouts_every: int = Field(1, ge=0, description="Interval of the rollouts table; 0: never [steps].")
     tokens_every: int = Field(1, ge=0, description="Interval of the tokens table; 0: never [steps].")
-    token_gradients_every: int = Field(
-        50,
-        ge=0,
-        description="Interval of score norms (local method) and attribution, also at the first step; 0: never [steps].",
-    )
-    group_share: float = Field(
-        0.25,
-        gt=0,
-        le=1,
-        description="Share of an update's groups, drawn at random, whose tokens get score norms, attribution and influence, except at "
-        "spikes; column inclusion_probability has the probability.",
-    )
-    spike_z: float | None = Field(
-        4.0,
-        gt=0,
-        description="Also record score norms and attribution of all groups if the log gradient norm exceeds its median by this many "
-        "robust standard deviations (1.4826·MAD over the last 50 steps), at up to 8 steps of a run; null: never. Only the first "
-        "inner epoch is recorded.",
-    )
-    exact_tokens: int = Field(
-        4,
-        ge=0,
-        description="Number of tokens with the largest local norm, and of random others, whose exact norm is computed as well.",
-    )
-    update_attribution: bool = Field(
-        False,
-        description="Whether to attribute the squared update norm to tokens, momentum and weight decay, at the same steps (the cost of "
-        "attribution again). Not with method.sharpness, which uses the gradient at another point.",
-    )
-    rotation_every: int = Field(
-        50,
-        ge=0,
-        description="Interval of the rotation of gradients and updates against the reference objective, also at step 1; every update of "
-        "such a step costs another forward and backward pass; 0: never [steps].",
-    )
-    probe_entropy_every: int = Field(
-        0,
-        ge=0,
-        description="Interval of the policy's entropy at fixed tokens, the stored solutions of the probe set's training prompts, also "
-        "before training (a forward pass each); 0: never [steps].",
-    )
-    heldout_influence_every: int = Field(
-        0,
-        ge=0,
-        description="Interval of held-out influence, along the gradient of the expected failure on rollouts of the probe set's held-out "
-        "prompts; 0: never [steps].",
-    )
+    token_gradients_every: int = Field(50, ge=0)
+    """Interval of score norms (local method) and attribution, also at the first step; 0: never [steps]."""
+    group_share: float = Field(0.25, gt=0, le=1)
+    """Share of an update's groups, drawn at random, whose tokens get score norms, attribution and influence, except
+    at spikes; column inclusion_probability has the probability."""
+    spike_z: float | None = Field(4.0, gt=0)
+    """Also record score norms and attribution of all groups if the log gradient norm exceeds its median by this many
+    robust standard deviations (1.4826·MAD over the last 50 steps), at up to 8 steps of a run; null: never. Only the
+    first inner epoch is recorded."""
+    exact_tokens: int = Field(4, ge=0)
+    """Number of tokens with the largest local norm, and of random others, whose exact norm is computed as well."""
+    update_attribution: bool = False
+    """Whether to attribute the squared update norm to tokens, momentum and weight decay, at the same steps (the cost
+    of attribution again). Not with method.sharpness, which uses the gradient at another point."""
+    rotation_every: int = Field(50, ge=0)
+    """Interval of the rotation of gradients and updates against the reference objective, also at step 1; every update
+    of such a step costs another forward and backward pass; 0: never [steps]."""
+    probe_entropy_every: int = Field(0, ge=0)
+    """Interval of the policy's entropy at fixed tokens, the stored solutions of the probe set's training prompts,
+    also before training (a forward pass each); 0: never [steps]."""
+    heldout_influence_every: int = Field(0, ge=0)
+    """Interval of held-out influence, along the gradient of the expected failure on rollouts of the probe set's
+    held-out prompts; 0: never [steps]."""
 
 
 class CheckpointSpec(Spec):
     """When checkpoints are saved and which are kept."""
 
-    every: int = Field(
-        50, ge=0, description="Interval between checkpoints, also at the end of the run; 0: only at the end [steps]."
-    )
+    every: int = Field(50, ge=0)
+    """Interval between checkpoints, also at the end of the run; 0: only at the end [steps]."""
     keep_last: int = Field(1, ge=1, description="Number of newest checkpoints to keep.")
 
 
@@ -159,11 +113,9 @@ class Limit(Spec):
         + ", ".join(f"{name} {'≤' if rule.below else '≥'} {rule.threshold:g}" for name, rule in JUDGED.items())
         + ".",
     )
-    action: Literal["off", "warn", "skip_step", "stop"] = Field(
-        "warn",
-        description="warn: report it; skip_step: also leave this step's updates out (its tokens are recorded); stop: also end the run, "
-        "with a checkpoint.",
-    )
+    action: Literal["off", "warn", "skip_step", "stop"] = "warn"
+    """warn: report it; skip_step: also leave this step's updates out (its tokens are recorded); stop: also end the
+    run, with a checkpoint."""
 
     @field_validator("action", mode="before")
     @classmethod
@@ -178,11 +130,9 @@ class HealthSpec(Spec):
     similar_fields = dict.fromkeys(JUDGED, Limit)
     __pydantic_extra__: dict[str, Limit]
 
-    non_finite: Literal["skip_step", "stop"] = Field(
-        "stop",
-        description="Action on a non-finite loss, gradient, reward or token weight: skip the update (for a reward: its group), or also "
-        "stop the run. Non-finite model weights always stop the run.",
-    )
+    non_finite: Literal["skip_step", "stop"] = "stop"
+    """Action on a non-finite loss, gradient, reward or token weight: skip the update (for a reward: its group), or
+    also stop the run. Non-finite model weights always stop the run."""
 
     @model_validator(mode="before")
     @classmethod
