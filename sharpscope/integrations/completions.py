@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from sharpscope.config.training import HealthSpec
 from sharpscope.errors import UserError
@@ -113,7 +114,7 @@ def write(
                     )
                 for table, columns in step_tables(step, given, decode).items():
                     if columns and table in counts:
-                        known[table] |= {name for name, values in columns.items() if not _nothing(values)}
+                        known[table] |= {name for name, values in columns.items() if np.any(pd.notna(values))}
                         counts[table] += writer.append(table, columns)
                 for event in step_events(step, given):
                     writer.append("events", {name: [value] for name, value in event.row().items()})
@@ -145,66 +146,52 @@ def _tokenizer(name: str) -> Any:
         ) from problem
 
 
-def _grouped(given: Sequence[Completion]) -> list[Completion]:
-    """The sequences with those of a group adjacent, groups in the order of their first sequence."""
-    first: dict[str | None, int] = {}
-    for index, one in enumerate(given):
-        first.setdefault(one.group, index)
-    return sorted(given, key=lambda one: first[one.group])
-
-
-def _nothing(values: Any) -> bool:
-    if values is None:
-        return True
-    return not isinstance(values, int | float) and all(value is None for value in values)
+def _stacked(step: int, parts: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, Any]:
+    """Columns of the tokens of all completions; empty without any."""
+    lengths = [len(part.get("position", ())) for part in parts]
+    names = dict.fromkeys(name for part in parts for name in part) if sum(lengths) else ()
+    pairs = list(zip(parts, lengths, strict=True))
+    columns = {name: [v for part, n in pairs for v in part.get(name, [None] * n)] for name in names}
+    return columns and columns | {"rollout": np.repeat(np.arange(len(parts)), lengths), "step": step}
 
 
 def step_tables(
     step: int, given: Sequence[Completion], decode: Callable[[Sequence[int]], str] | None
 ) -> dict[str, dict[str, Any]]:
     """Columns of the tables rollouts, tokens and uses (empty without any) and steps of one step; groups become adjacent."""
-    rows = _grouped(given)
-    groups = {name: index for index, name in enumerate(dict.fromkeys(one.group for one in rows))}
-    grouped = None not in groups
-    rollouts: dict[str, list[Any]] = {column.name: [] for column in TABLES["rollouts"].columns}
-    tokens, uses = (
-        dict[str, list[Any]]({column.name: [] for column in TABLES[table].columns}) for table in ("tokens", "uses")
-    )
+    groups: dict[str | None, int] = {}
+    for one in given:
+        groups.setdefault(one.group, len(groups))
+    rows = sorted(given, key=lambda one: groups[one.group])
+    tokens = _stacked(step, [one.tokens for one in rows])
+    rollouts = []
     for index, one in enumerate(rows):
-        count = len(one.tokens["position"]) if one.tokens else 0
         values = [value for value in one.tokens.get("advantage", ()) if value is not None]
         prompt, completion = one.prompt, one.completion
         if one.ids is not None and decode is not None:
             prompt = decode(one.ids[: one.prompt_length]) if prompt is None else prompt
             completion = decode(one.ids[one.prompt_length :]) if completion is None else completion
-        rollout = {
-            "rollout": index,
-            "group": groups[one.group] if grouped else None,
-            "env": one.env,
-            "prompt": prompt,
-            "completion": completion,
-            "reward": one.reward,
-            "reward_parts": dict(one.parts),
-            "correct": one.correct,
-            "advantage": float(np.mean(values)) if values else None,
-            "length": count if one.tokens else one.length,
-            "token_ids": None if one.ids is None else json.dumps(list(one.ids)),
-            "prompt_tokens": None if one.ids is None else one.prompt_length,
-        }
-        for name, column in rollouts.items():
-            column.append(rollout.get(name))
-        for name, into in tokens.items():
-            into.extend([index] * count if name == "rollout" else one.tokens.get(name, [None] * count))
-        later = len(one.again.get("position", ()))
-        for name, into in uses.items():
-            into.extend([index] * later if name == "rollout" else one.again.get(name, [None] * later))
-    row = _step_row(rows, rollouts, tokens, grouped)
-    return {
-        "rollouts": {name: _column(v) for name, v in rollouts.items()} | {"step": step},
-        "tokens": {name: _column(v) for name, v in tokens.items()} | {"step": step} if tokens["position"] else {},
-        "uses": {name: _column(v) for name, v in uses.items()} | {"step": step} if uses["position"] else {},
-        "steps": row | {"step": step},
-    }
+        rollouts.append(
+            {
+                "step": step,
+                "rollout": index,
+                "group": None if None in groups else groups[one.group],
+                "env": one.env,
+                "prompt": prompt,
+                "completion": completion,
+                "reward": one.reward,
+                "reward_parts": dict(one.parts),
+                "correct": one.correct,
+                "advantage": float(np.mean(values)) if values else None,
+                "length": len(one.tokens["position"]) if one.tokens else one.length,
+                "token_ids": None if one.ids is None else json.dumps(list(one.ids)),
+                "prompt_tokens": None if one.ids is None else one.prompt_length,
+            }
+        )
+    columns = {name: [row[name] for row in rollouts] for name in rollouts[0]}
+    row = _step_row(rows, columns, tokens, None not in groups)
+    uses = _stacked(step, [one.again for one in rows])
+    return {"rollouts": columns, "tokens": tokens, "uses": uses, "steps": row | {"step": step}}
 
 
 def step_events(step: int, rows: Sequence[Completion], trainer: str = "sharpscope") -> list[Event]:
@@ -214,47 +201,39 @@ def step_events(step: int, rows: Sequence[Completion], trainer: str = "sharpscop
     if missing:
         text = f"{missing} of {len(rows)} rewards are NaN; they are left out of the mean"
         events.append(Event(step, "nan_reward", "warning", missing / len(rows), 0.0, "none", text))
-    pairs = [
-        (math.nan if logp is None else logp, math.nan if sampler is None else sampler)
-        for one in rows
-        for logp, sampler in zip(one.tokens.get("logp", ()), one.tokens.get("behavior_logp", ()), strict=False)
-    ]
-    if pairs:
-        logp, sampler = np.array(pairs, dtype=np.float64).T
+    known = [one.tokens for one in rows if {"logp", "behavior_logp"} <= one.tokens.keys()]
+    if known:
+        logp, sampler = (
+            np.array([value for tokens in known for value in tokens[name]], dtype=np.float64)  # None is NaN
+            for name in ("logp", "behavior_logp")
+        )
         events += judge(step, sampler_values(logp, sampler), HealthSpec().limits, trainer)
     return events
-
-
-def _column(values: list[Any]) -> list[Any] | None:
-    return None if all(value is None for value in values) else values
 
 
 def _step_row(
     rows: list[Completion], rollouts: Mapping[str, list[Any]], tokens: Mapping[str, list[Any]], grouped: bool
 ) -> dict[str, Any]:
     """The row of the steps table, without `step`."""
-    row: dict[str, Any] = {column.name: None for column in TABLES["steps"].columns}
-    known = [(one.group, float(one.reward)) for one in rows if one.reward is not None]
-    if len(known) == len(rows):
-        rewards = [reward for _, reward in known if not math.isnan(reward)]
-        row["reward_mean"] = float(np.mean(rewards)) if rewards else math.nan
-        row["reward_std"] = float(np.std(rewards, ddof=1)) if len(rewards) > 1 else None
-        groups = {group: {reward for name, reward in known if name == group} for group, _ in known}
-        row["zero_std_groups"] = sum(len(values) == 1 for values in groups.values()) if grouped else None
+    row: dict[str, Any] = {}
+    if None not in rollouts["reward"]:
+        rewards = pd.Series(rollouts["reward"], dtype=float)
+        row = {"reward_mean": rewards.mean(), "reward_std": rewards.std() if rewards.count() > 1 else None}
+        if grouped:
+            row["zero_std_groups"] = int((rewards.groupby(rollouts["group"]).nunique(dropna=False) == 1).sum())
     for one in rows:
         row |= one.of_step
-    row["accuracy"] = _mean(rollouts["correct"])
-    row["completion_length_mean"] = _mean(rollouts["length"])
-    clipped = [value for value in tokens["clipped"] if value is not None]
-    if tokens["position"]:
-        row |= {"entropy_mean": _mean(tokens["entropy"]), "tokens": len(tokens["position"]), "updates": 1}
-        row["weight_mean"] = _mean(tokens["weight"])
-    if clipped and len(clipped) == len(tokens["position"]):
-        row["clip_fraction_low"] = sum(value < 0 for value in clipped) / len(clipped)
-        row["clip_fraction_high"] = sum(value > 0 for value in clipped) / len(clipped)
+    row |= {"accuracy": _mean(rollouts["correct"]), "completion_length_mean": _mean(rollouts["length"])}
+    if tokens:
+        clipped = tokens.get("clipped") or [None]
+        row |= {"entropy_mean": _mean(tokens.get("entropy")), "weight_mean": _mean(tokens.get("weight"))}
+        row |= {"tokens": len(tokens["position"]), "updates": 1}
+        if None not in clipped:
+            row["clip_fraction_low"] = _mean([value < 0 for value in clipped])
+            row["clip_fraction_high"] = _mean([value > 0 for value in clipped])
     return row
 
 
-def _mean(values: Sequence[Any]) -> float | None:
+def _mean(values: Sequence[Any] | None) -> float | None:
     """Mean of values that are all known; None otherwise."""
-    return float(np.mean(values)) if values and all(value is not None for value in values) else None
+    return None if not values or None in values else float(np.mean(values))

@@ -1,7 +1,7 @@
-"""Completions from the files of other trainers, without their code: one reader for each format.
+"""Completions from the files of other trainers, without their code.
 
-A reader yields each step with its completions. What the files do not say is null, and what they say beyond the trace's columns
-is named in a note.
+A format says which files it reads, and how their records become rows with the columns COLUMNS. What the files do not say is
+null, and what they say beyond the trace's columns is named in a note.
 """
 
 from __future__ import annotations
@@ -32,26 +32,13 @@ COLUMNS = (*_TOKEN, "mask", "position", *_ROW)
 `prompt_length`: how many of the token IDs are the prompt; `loss`, `grad_norm`, `lr`: of the step."""
 SAMPLERS = "the files have no log-probabilities of the trainer: those of the sampler stand in their place (logp)"
 FROM_ZERO = "step numbers are one higher than the files', which begin at 0"
-
-
-@dataclass
-class Dump:
-    """What a reader finds.
-
-    Attributes:
-        kind: name of the format.
-        steps: (step, completions) in order of steps; to be read once.
-        notes: for run.json, complete once `steps` has been read.
-    """
-
-    kind: str
-    steps: Iterable[tuple[int, list[Completion]]]
-    notes: list[str] = field(default_factory=list)
+Record = tuple[str, dict[str, Any]]
+"""Place in a file, as messages name it, and the object there."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What some readers take beside the path.
+    """What some formats need.
 
     Attributes:
         columns: jsonl: one of COLUMNS -> its name in the file.
@@ -64,35 +51,53 @@ class Options:
     kl_tau: float | None = None
 
 
-def read(source: Path, kind: str | None = None, options: Options | None = None) -> Dump:
-    """The completions in a trainer's files.
-
-    Args:
-        source: the file, or the folder.
-        kind: one of READERS; None: recognized from the files.
-        options: of the format.
-
-    Raises:
-        UserError: the format is unknown, or (here or while reading) a file has none of its values or wrong ones.
-    """
-    kind = kind or recognize(source)
-    if kind not in READERS:
-        raise UserError(f"{kind}: unknown format{nearest(kind, tuple(READERS))}; one of {', '.join(READERS)}")
-    dump = Dump(kind, ())
-    dump.steps = READERS[kind](Path(source), dump.notes, options or Options())
-    return dump
-
-
 def import_files(
     kind: str | None, source: Path, out: Path, labels: Labels, options: Options | None = None
 ) -> dict[str, int]:
     """Write a trainer's files as a run; returns the number of steps, rollouts and tokens.
 
+    Args:
+        kind: one of FORMATS; None: recognized from the files.
+        source: the file, or the folder.
+        out: folder of the new run.
+        labels: of the run.
+        options: of the format.
+
     Raises:
-        UserError: as `read`, or the folder `out` or a label cannot be used.
+        UserError: the format is unknown, a file has none of its values or wrong ones, or the folder or a label cannot be used.
     """
-    dump = read(source, kind, options)
-    return write(out, dump.kind, source, dump.steps, labels, dump.notes)
+    kind, notes = kind or recognize(source), list[str]()
+    return write(out, kind, source, read(source, kind, options or Options(), notes), labels, notes)
+
+
+def read(source: Path, kind: str, options: Options, notes: list[str]) -> Iterator[tuple[int, list[Completion]]]:
+    """Yield each step with the completions in a trainer's files, and add to `notes`; see `import_files`."""
+    if kind not in FORMATS:
+        raise UserError(f"{kind}: unknown format{nearest(kind, tuple(FORMATS))}; one of {', '.join(FORMATS)}")
+    form, dropped, shift = FORMATS[kind], set[str](), 0
+    files = _files(source, form)
+    if not files:
+        raise UserError(f"{source}: has no file {form.missing}")
+    if kind == "prime-rl":
+        partly = {step for step, path in files if not (path.parent / "STABLE").exists()}
+        notes += [f"step {step} is not complete (no file STABLE) and is left out" for step in sorted(partly)]
+        files = [(step, path) for step, path in files if step not in partly]
+    parts: dict[int | None, list[tuple[int | None, Path]]] = {}
+    for step, path in files:
+        parts.setdefault(step if form.a_step else None, []).append((step, path))
+    for part in sorted(parts, key=lambda step: step or 0):
+        by_step: dict[int, list[Completion]] = {} if part is None else {part: []}
+        for step in dict.fromkeys(step for step, _ in parts[part]):
+            paths = [path for number, path in parts[part] if number == step]
+            for where, values in form.rows(form.records(paths), options, notes, dropped):
+                number = _step_number(values.get("step", 1 if step is None else step), where)
+                by_step.setdefault(number, []).append(completion_of(values, where))
+        if 0 in by_step:  # it would stand for "before training"
+            notes.append(FROM_ZERO)
+            shift = 1
+        yield from ((step + shift, by_step[step]) for step in sorted(by_step))
+    if dropped:
+        notes.append(f"columns that a trace has no place for, or that are not named: {', '.join(sorted(dropped))}")
 
 
 def recognize(source: Path) -> str:
@@ -101,43 +106,38 @@ def recognize(source: Path) -> str:
     Raises:
         UserError: there is no such file.
     """
-    names = [path.name for path in [*_files(source, "*"), *_files(source / "train_data", "*")]]
-    if (source / "token_exports").is_dir() or any(source.glob("step_*/rank_*.jsonl")):
-        return "prime-rl"
-    for kind, pattern in (
-        ("nemo-rl", r"train_data_step\d+\.jsonl"),
-        ("slime", r".*\.pt"),
-        ("verifiers", r"traces\.jsonl"),
-        ("open-instruct", r".*_rollouts_\d+\.jsonl"),
-    ):
-        if any(re.fullmatch(pattern, name) for name in names):
+    for kind, form in FORMATS.items():
+        files = _files(source, form)
+        if files and (kind != "verl" or {"input", "output"} <= set(next(json_lines([files[0][1]]), ("", {}))[1])):
             return kind
-    lines = _files(source, "*.jsonl")
-    if source.is_dir() and not lines and sorted(source.rglob("traces.jsonl")):
-        return "verifiers"
-    if not lines:
-        raise UserError(f"{source}: no file of a known format; give a file or folder of {', '.join(READERS)}")
-    first = next((record for _, record in json_lines(lines[0])), {})
-    return "verl" if {"input", "output"} <= set(first) else "jsonl"
+    raise UserError(f"{source}: no file of a known format; give a file or folder of {', '.join(FORMATS)}")
 
 
-def _files(source: Path, pattern: str) -> list[Path]:
-    return sorted(p for p in source.glob(pattern) if p.is_file()) if source.is_dir() else [source] * source.is_file()
+def _files(source: Path, form: Format) -> list[tuple[int | None, Path]]:
+    """The files of a format with the step in their names, by step."""
+    paths = [source] * source.is_file()
+    for pattern in form.patterns if source.is_dir() else ():
+        paths = paths or sorted(source.glob(pattern), key=lambda path: (len(path.name), path))
+    found = [(match, path) for path in paths if (match := re.match(form.name, path.as_posix()))]
+    numbered = len(found) > 1 or form.a_step
+    steps = [int(match[1]) if numbered and match.re.groups and match[1] else None for match, _ in found]
+    return sorted(zip(steps, (path for _, path in found), strict=True), key=lambda file: file[0] or 0)
 
 
-def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place as text, object) of a file with a JSON object on each line.
+def json_lines(paths: Iterable[Path]) -> Iterator[Record]:
+    """The records of files with a JSON object on each line.
 
     Raises:
-        UserError: a line is something else, or the file cannot be read.
+        UserError: a line is something else, or a file cannot be read.
     """
-    try:
-        with path.open(encoding="utf-8") as lines:  # str.splitlines would also split at U+2028
-            for place, line in enumerate(lines, 1):
-                if line.strip():
-                    yield f"{path} line {place}", _object(line, f"{path} line {place}")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise UserError(f"{path}: cannot be read ({problem}); give a text file in UTF-8") from problem
+    for path in paths:
+        try:
+            with path.open(encoding="utf-8") as lines:  # str.splitlines would also split at U+2028
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield f"{path} line {number}", _object(line, f"{path} line {number}")
+        except (OSError, UnicodeDecodeError) as problem:
+            raise UserError(f"{path}: cannot be read ({problem}); give a text file in UTF-8") from problem
 
 
 def _object(line: str, where: str) -> dict[str, Any]:
@@ -157,11 +157,12 @@ def completion_of(values: Mapping[str, Any], where: str) -> Completion:
     """A completion from columns that have the names of COLUMNS; `where` names the place in messages.
 
     `token_id` is the completion, or prompt and completion; a column of tokens has one value for each, or for the completion's.
+    Without it there are only texts.
 
     Raises:
         UserError: a value is wrong.
     """
-    ids = _integers(values.get("token_id"), "token_id", where)
+    ids = _integers(values.get("token_id", []), "token_id", where)
     count = len(ids)
     mask = values.get("mask", [1] * count)
     if not isinstance(mask, list) or len(mask) != count or None in mask:
@@ -178,34 +179,39 @@ def completion_of(values: Mapping[str, Any], where: str) -> Completion:
     for name in _TOKEN[1:]:
         if values.get(name) is not None:
             columns[name] = _of_tokens(values[name], name, count, start, kept, where)
-    if any(value is None for value in columns.get("logp", [None])):
+    if any(value is None for value in columns.get("logp", [None] * bool(ids))):
         raise UserError(f"{where}: logp is null on a token in the loss; give its log-probability, or mask it")
     largest = max(columns.get("logp", ()), default=0.0)
     if largest > POSITIVE:
-        raise UserError(
-            f"{where}: logp = {largest:g} is above 0, so it is no log-probability; give natural logarithms, not probabilities"
-        )
+        wrong = "above 0, so it is no log-probability; give natural logarithms, not probabilities"
+        raise UserError(f"{where}: logp = {largest:g} is {wrong}")
     positions = _integers(values.get("position", list(range(count))), "position", where)
     if len(positions) != count:
-        raise UserError(
-            f"{where}: position has {len(positions)} values, token_id {count}; both need one for each token"
-        )
+        raise UserError(f"{where}: position has {len(positions)} values, token_id {count}; {_EACH}")
     columns["position"] = [positions[i] - start for i in kept]
     group = values.get("group", values.get("prompt"))
     whole = prompt is not None and positions == list(range(count))
+    for name in ("env", "prompt", "completion"):
+        if not isinstance(values.get(name), str | None):
+            raise UserError(f"{where}: {name} is a {type(values[name]).__name__}; write a text")
+    reward = values.get("reward")
     return Completion(
         ids=[*(prompt or ()), *ids[start:]] if whole else None,
         prompt_length=len(prompt or ()),
         tokens=columns if kept else {},
         group=None if group is None else str(group),
-        env=_text(values.get("env"), "env", where),
-        prompt=_text(values.get("prompt"), "prompt", where),
-        completion=_text(values.get("completion"), "completion", where),
-        reward=_reward(values.get("reward"), where),
+        env=values.get("env"),
+        prompt=values.get("prompt"),
+        completion=values.get("completion"),
+        reward=reward if isinstance(reward, float) and math.isnan(reward) else number(reward, "reward", where),
         parts=values.get("reward_parts", {}),
-        length=len(kept),
+        correct=values.get("correct"),
+        length=len(kept) if ids else None,
         of_step={name: number(values[name], name, where) for name in _STEP if name in values},
     )
+
+
+_EACH = "both need one for each token"
 
 
 def _of_tokens(given: Any, name: str, count: int, start: int, kept: list[int], where: str) -> list[Any]:
@@ -216,17 +222,9 @@ def _of_tokens(given: Any, name: str, count: int, start: int, kept: list[int], w
         given = [None] * start + given
     if not isinstance(given, list) or len(given) != count:
         received = len(given) if isinstance(given, list) else "no list of"
-        raise UserError(f"{where}: {name} has {received} values, token_id {count}; both need one for each token")
+        raise UserError(f"{where}: {name} has {received} values, token_id {count}; {_EACH}")
     values = [number(given[i], name, where) for i in kept]
     return [None if v is None else int(np.sign(v)) for v in values] if name == "clipped" else values
-
-
-def finite(value: float) -> bool:
-    """Whether a number of a JSON file, which may be an integer of any size, is finite as a float."""
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
 
 
 def number(value: Any, name: str, where: str) -> float | None:
@@ -237,74 +235,45 @@ def number(value: Any, name: str, where: str) -> float | None:
     """
     if value is None or value != value:  # noqa: PLR0124 - NaN
         return None
-    if isinstance(value, int | float) and finite(value):
+    if isinstance(value, int | float) and abs(value) <= _LARGEST:
         return float(value)
     raise UserError(f"{where}: {name} = {str(value)[:40]!r} is not a finite number; write a number or null")
 
 
-def _reward(value: Any, where: str) -> float | None:
-    """As `number`, but NaN stays NaN."""
-    return math.nan if isinstance(value, float) and math.isnan(value) else number(value, "reward", where)
+_LARGEST = float(np.finfo(np.float64).max)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
 def _integers(value: Any, name: str, where: str) -> list[int]:
-    if not isinstance(value, list) or not all(
-        isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**31 for i in value
-    ):
+    if not isinstance(value, list) or not all(map(_whole, value)):
         raise UserError(f"{where}: {name} is not made of whole numbers from 0; write a list of them")
     return value
 
 
-def _text(value: Any, name: str, where: str) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    raise UserError(f"{where}: {name} is a {type(value).__name__}; write a text")
-
-
 def _step_number(value: Any, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    if not _whole(value):
         raise UserError(f"{where}: step = {str(value)[:40]!r} is not a whole number from 0; number the steps from 1")
-    return value
+    return int(value)
 
 
-def _from_one(found: list[tuple[int, Path]], notes: list[str]) -> list[tuple[int, Path]]:
-    """Paths by step, numbered from 1: a first step 0 would stand for "before training"."""
-    found = sorted(found)
-    if found and found[0][0] == 0:
-        notes.append(FROM_ZERO)
-        return [(step + 1, path) for step, path in found]
-    return found
+def _renamed(record: Mapping[str, Any], names: str) -> dict[str, Any]:
+    """The columns of a record that are not null under our names; `names` has pairs "ours=theirs"."""
+    pairs = (pair.split("=") for pair in names.split())
+    return {ours: record[theirs] for ours, theirs in pairs if record.get(theirs) is not None}
 
 
-def _numbered(source: Path, pattern: str, missing: str, notes: list[str]) -> list[tuple[int, Path]]:
-    """The files whose names match `pattern` by the number in them; `missing` says what to do where there is none."""
-    paths = source.iterdir() if source.is_dir() else [source]
-    found = [(int(match[1]), path) for path in paths if (match := re.fullmatch(pattern, path.name))]
-    if not found:
-        raise UserError(f"{source}: {missing}")
-    return _from_one(found, notes)
-
-
-def _steps_of(rows: Iterable[tuple[int, Completion]], notes: list[str]) -> Iterator[tuple[int, list[Completion]]]:
-    """Rows of any order as steps from 1."""
-    by_step: dict[int, list[Completion]] = {}
-    for step, one in rows:
-        by_step.setdefault(step, []).append(one)
-    shift = int(0 in by_step)
-    if shift:
-        notes.append(FROM_ZERO)
-    yield from ((step + shift, by_step[step]) for step in sorted(by_step))
-
-
-def _left_out(names: Iterable[str], notes: list[str]) -> None:
-    if names:
-        notes.append(f"columns that a trace has no place for, or that are not named: {', '.join(sorted(names))}")
+def _note(notes: list[str], text: str) -> None:
+    if text not in notes:
+        notes.append(text)
 
 
 # -- any table of tokens ------------------------------------------------------------------------------------------------------
 
 
-def jsonl(source: Path, notes: list[str], options: Options) -> Iterator[tuple[int, list[Completion]]]:
+def jsonl(records: Iterator[Record], options: Options, _: list[str], dropped: set[str]) -> Iterator[Record]:
     """A table of tokens as JSON lines: a file, or a folder of files.
 
     Needed: `token_id` and `logp` (ln π under the policy at the start of the step). A line is a sequence (its columns are lists)
@@ -317,247 +286,168 @@ def jsonl(source: Path, notes: list[str], options: Options) -> Iterator[tuple[in
         if ours not in COLUMNS:
             raise UserError(f"--columns {ours}: unknown{nearest(ours, COLUMNS)}")
     theirs = {name: name for name in COLUMNS} | dict(options.columns)
-    files = _files(source, "*.jsonl")
-    if not files:
-        raise UserError(f"{source}: no file of JSON lines; give a file, or a folder of files *.jsonl")
-    dropped: set[str] = set()
-
-    def rows() -> Iterator[tuple[int, Completion]]:
-        for file in files:
-            numbers = re.findall(r"\d+", file.stem) if len(files) > 1 else []
-            yield from _lines(file, theirs, set(options.columns), int(numbers[-1]) if numbers else 1, dropped)
-
-    yield from _steps_of(rows(), notes)
-    _left_out(dropped, notes)
-
-
-def _lines(
-    source: Path, theirs: Mapping[str, str], named: set[str], usual: int, dropped: set[str]
-) -> Iterator[tuple[int, Completion]]:
-    tokens: dict[tuple[int, Any], list[dict[str, Any]]] = {}
-    for where, record in json_lines(source):
+    tokens: dict[tuple[str, Any, Any], list[dict[str, Any]]] = {}
+    for where, record in records:
         values = {ours: record[name] for ours, name in theirs.items() if name in record}
         dropped |= set(record) - set(theirs.values())
-        for ours in ("token_id", "logp", *sorted(named)):
+        for ours in ("token_id", "logp", *sorted(options.columns)):
             if ours not in values:
                 raise UserError(f"{where}: no column '{theirs[ours]}'; name the file's column: --columns {ours}=NAME")
-        step = _step_number(values.get("step", usual), where)
         if isinstance(values["logp"], list):
-            yield step, completion_of(values, where)
+            yield where, values
         elif not isinstance(values.get("rollout"), int | str):
-            raise UserError(
-                f"{where}: a line is a token, so '{theirs['rollout']}' must say of which completion; write a number or a text"
-            )
+            message = f"'{theirs['rollout']}' must say of which completion; write a number or a text"
+            raise UserError(f"{where}: a line is a token, so {message}")
         else:
-            tokens.setdefault((step, values["rollout"]), []).append(values)
-    for (step, rollout), rows in tokens.items():
+            file = where.rpartition(" line ")[0]
+            tokens.setdefault((file, values.get("step"), values["rollout"]), []).append(values)
+    for (file, _, rollout), rows in tokens.items():
         joined: dict[str, Any] = {}
         for row in reversed(rows):  # a column of the sequence has the value of the first line with it
             joined |= row
         joined |= {name: [row.get(name) for row in rows] for name in (*_TOKEN, "mask", "position") if name in joined}
-        yield step, completion_of(joined, f"{source}, step {step}, rollout {rollout}")
+        yield f"{file}, rollout {rollout}", joined
 
 
 # -- dumps of trainers --------------------------------------------------------------------------------------------------------
 
 
-def nemo_rl(source: Path, notes: list[str], _: Options) -> Iterator[tuple[int, list[Completion]]]:
+def nemo_rl(records: Iterator[Record], _: Options, __: list[str], dropped: set[str]) -> Iterator[Record]:
     """NeMo-RL's train_data_step{N}.jsonl (written by default): rows padded to one width, each value in a list of length 1."""
-    used = {"token_ids", "token_loss_mask", "sample_loss_mask", "input_lengths", "advantages", "prev_logprobs", "idx"}
-    used |= {"generation_logprobs", "rewards", "filtered_rewards", "content"}
-    dropped: set[str] = set()
-    missing = "has no file train_data_stepN.jsonl; give NeMo-RL's log_dir (logger.log_dir)"
-    for step, path in _numbered(source, r"train_data_step(\d+)\.jsonl", missing, notes):
-        made = []
-        for where, record in json_lines(path):
-            row = {k: v[0] if isinstance(v, list) and len(v) == 1 else v for k, v in record.items()}
-            for name in ("token_ids", "token_loss_mask", "prev_logprobs"):
-                if not isinstance(row.get(name), list):
-                    raise UserError(f"{where}: no list {name}; give the training data that NeMo-RL's GRPO writes")
-            dropped |= set(row) - used
-            length = int(row.get("input_lengths", len(row["token_ids"])))
-            mask = [int(keep) for keep in row["token_loss_mask"][:length]]
-            start = mask.index(1) if 1 in mask else length
-            ids = row["token_ids"][:length]
-            own = {"advantage": "advantages", "behavior_logp": "generation_logprobs", "logp": "prev_logprobs"}
-            values = {ours: row[name] for ours, name in own.items() if row.get(name) is not None}
-            values = {ours: v[:length] if isinstance(v, list) else v for ours, v in values.items()}
-            reward = row.get("filtered_rewards", row.get("rewards"))  # of the rows that are left by dynamic sampling
-            values |= {"token_id": ids, "prompt_length": start, "reward": reward, "group": ids[:start]}
-            values["mask"] = [keep if row.get("sample_loss_mask", 1) else 0 for keep in mask]
-            made.append(completion_of(values, where))
-        yield step, made
-    _left_out(dropped, notes)
+    columns = "advantage=advantages behavior_logp=generation_logprobs logp=prev_logprobs reward=rewards"
+    columns += " reward=filtered_rewards"  # of the rows that are left by dynamic sampling
+    used = {"token_ids", "token_loss_mask", "sample_loss_mask", "input_lengths", "idx", "content"}
+    used |= set(re.findall(r"=(\w+)", columns))
+    for where, record in records:
+        row = {k: v[0] if isinstance(v, list) and len(v) == 1 else v for k, v in record.items()}
+        for name in ("token_ids", "token_loss_mask", "prev_logprobs"):
+            if not isinstance(row.get(name), list):
+                raise UserError(f"{where}: no list {name}; give the training data that NeMo-RL's GRPO writes")
+        dropped |= set(row) - used
+        length = int(row.get("input_lengths", len(row["token_ids"])))
+        mask, ids = [int(keep) for keep in row["token_loss_mask"][:length]], row["token_ids"][:length]
+        start = mask.index(1) if 1 in mask else length
+        values = {k: v[:length] if isinstance(v, list) else v for k, v in _renamed(row, columns).items()}
+        values |= {"token_id": ids, "prompt_length": start, "group": ids[:start]}
+        yield where, values | {"mask": mask if row.get("sample_loss_mask", 1) else [0] * length}
 
 
-def slime(source: Path, notes: list[str], _: Options) -> Iterator[tuple[int, list[Completion]]]:
-    """Slime's training data (--dump-details or --save-debug-train-data): a dict of torch in {rollout_id}.pt, format 2."""
+def _torch_records(paths: Iterable[Path]) -> Iterator[Record]:
+    """The samples of slime's files, with the raw reward of each where the file has it."""
     import torch
 
-    folder = source / "train_data" if (source / "train_data").is_dir() else source
-    own = {"log_probs": "logp", "rollout_log_probs": "behavior_logp", "ref_log_probs": "ref_logp", "entropy": "entropy"}
-    own |= {"advantages": "advantage"}
-    used = {"tokens", "response_lengths", "loss_masks", "rewards", "total_lengths", "rollout_position", *own}
-    dropped: set[str] = set()
-    for step, path in _numbered(
-        folder, r"(?:.*\D)?(\d+)\.pt", "has no file N.pt; run slime with --dump-details", notes
-    ):
+    for path in paths:
         try:
             data = torch.load(path, map_location="cpu", weights_only=True)
             samples, raw = data["samples"], data.get("raw_reward")
         except Exception as problem:
             text = " ".join(str(problem).split())[:100]
-            raise UserError(
-                f"{path}: is no training data of slime, format 2 ({text}); run it with --dump-details"
-            ) from None
-        made = []
+            raise UserError(f"{path}: is no training data of slime, format 2 ({text}); use --dump-details") from None
         for index, sample in enumerate(samples):
             row = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in sample.items()}
-            dropped |= set(row) - used - {"data_parallel_rank", "sample_index"}
-            ids, length = row["tokens"], int(row["response_lengths"])
-            start = len(ids) - length
-            values = {ours: row[name] for name, ours in own.items() if row.get(name) is not None}
-            place = row.get("rollout_position", index)
-            reward = raw[place] if raw is not None and len(raw) == len(samples) else row.get("rewards")
-            values |= {"token_id": ids, "prompt_length": start, "reward": reward, "group": ids[:start]}
-            values["mask"] = [0] * start + [int(keep) for keep in row.get("loss_masks") or [1] * length]
-            if "logp" not in values and "behavior_logp" in values:  # trained on the sampler's
-                values["logp"] = values.pop("behavior_logp")
-                notes.append(SAMPLERS) if SAMPLERS not in notes else None
-            made.append(completion_of(values, f"{path} sample {index}"))
-        yield step, made
-    _left_out(dropped, notes)
+            if raw is not None and len(raw) == len(samples):
+                row["rewards"] = raw[row.get("rollout_position", index)]
+            yield f"{path} sample {index}", row
 
 
-def open_instruct(source: Path, notes: list[str], _: Options) -> Iterator[tuple[int, list[Completion]]]:
+def slime(records: Iterator[Record], _: Options, notes: list[str], dropped: set[str]) -> Iterator[Record]:
+    """Slime's training data (--dump-details or --save-debug-train-data): a dict of torch in {rollout_id}.pt, format 2."""
+    columns = "logp=log_probs behavior_logp=rollout_log_probs ref_logp=ref_log_probs entropy=entropy "
+    columns += "advantage=advantages reward=rewards token_id=tokens"
+    used = {"response_lengths", "loss_masks", "total_lengths", "rollout_position", "data_parallel_rank", "sample_index"}
+    used |= set(re.findall(r"=(\w+)", columns))
+    for where, row in records:
+        dropped |= set(row) - used
+        values, length = _renamed(row, columns), int(row["response_lengths"])
+        start = len(row["tokens"]) - length
+        values |= {"prompt_length": start, "group": row["tokens"][:start]}
+        values["mask"] = [0] * start + [int(keep) for keep in row.get("loss_masks") or [1] * length]
+        if "logp" not in values and "behavior_logp" in values:  # trained on the sampler's
+            values["logp"] = values.pop("behavior_logp")
+            _note(notes, SAMPLERS)
+        yield where, values
+
+
+def open_instruct(records: Iterator[Record], _: Options, notes: list[str], dropped: set[str]) -> Iterator[Record]:
     """open-instruct's {run}_rollouts_{shard}.jsonl (--save_traces)."""
-    notes.append(SAMPLERS)
-    used = {"step", "prompt_tokens", "response_tokens", "logprobs", "advantage", "reward", "prompt_idx", "dataset"}
-    dropped: set[str] = set()
-
-    def rows() -> Iterator[tuple[int, Completion]]:
-        for path in _files(source, "*_rollouts_*.jsonl"):
-            for where, record in json_lines(path):
-                dropped.update(set(record) - used)
-                prompt, response = (_integers(record.get(n), n, where) for n in ("prompt_tokens", "response_tokens"))
-                if record.get("logprobs") is None:
-                    raise UserError(f"{where}: no logprobs; run open-instruct with log-probabilities of the sampler")
-                values = {"token_id": prompt + response, "prompt_length": len(prompt), "logp": record["logprobs"]}
-                values |= {name: record.get(name) for name in ("advantage", "reward")}
-                values |= {"group": record.get("prompt_idx"), "env": record.get("dataset")}
-                yield _step_number(record.get("step"), where), completion_of(values, where)
-
-    yield from _steps_of(rows(), notes)
-    _left_out(dropped, notes)
+    _note(notes, SAMPLERS)
+    columns = "step=step logp=logprobs advantage=advantage reward=reward group=prompt_idx env=dataset"
+    used = {"prompt_tokens", "response_tokens", *re.findall(r"=(\w+)", columns)}
+    for where, record in records:
+        dropped |= set(record) - used
+        prompt, response = (_integers(record.get(n), n, where) for n in ("prompt_tokens", "response_tokens"))
+        if record.get("logprobs") is None:
+            raise UserError(f"{where}: no logprobs; run open-instruct with log-probabilities of the sampler")
+        values = {"step": None, "token_id": prompt + response, "prompt_length": len(prompt)}
+        yield where, values | _renamed(record, columns)
 
 
-def verifiers(source: Path, notes: list[str], _: Options) -> Iterator[tuple[int, list[Completion]]]:
+def verifiers(records: Iterator[Record], _: Options, notes: list[str], __: set[str]) -> Iterator[Record]:
     """Verifiers' traces.jsonl (prime-rl: rollouts/step_N/…/traces.jsonl): episodes whose messages form a tree.
 
     Each path from the root to a leaf is a completion; a message in several of them counts in the first.
     """
-    files = [source] if source.is_file() else sorted(source.rglob("traces.jsonl"))
-    if not files:
-        raise UserError(f"{source}: has no file traces.jsonl; give the output folder of verifiers or prime-rl")
+    streams = ["logprobs", "trainer_logprobs", "entropies", "advantages", "reference_logprobs"]
+    for where, episode in records:
+        task, env = episode.get("group") or episode.get("task"), episode.get("env")
+        whole = {"group": json.dumps(task, sort_keys=True) if isinstance(task, dict) else task}
+        whole["env"] = env.get("id") if isinstance(env, dict) else env
+        for trace in episode.get("traces") or ():
+            rewards = {name: float(value) for name, value in (trace.get("rewards") or {}).items()}
+            whole |= {"reward_parts": rewards, "reward": sum(rewards.values()) if rewards else None}
+            for path in _branches(trace.get("nodes") or [], where):
+                ids = [i for node, _ in path for i in node["token_ids"]]
+                mask = [int(keep and new) for node, new in path for keep in node["mask"]]
+                tokens = {name: [v for node, _ in path for v in _stream(node, name)] for name in streams}
+                tokens = {name: values for name, values in tokens.items() if values != [None] * len(ids)}
+                if "trainer_logprobs" not in tokens:
+                    _note(notes, SAMPLERS)
+                    tokens["trainer_logprobs"] = tokens.pop("logprobs", None)
+                columns = "logp=trainer_logprobs behavior_logp=logprobs entropy=entropies advantage=advantages"
+                values = _renamed(tokens, columns + " ref_logp=reference_logprobs")
+                start = mask.index(1) if 1 in mask else len(ids)
+                yield where, {**whole, **values, "token_id": ids, "mask": mask, "prompt_length": start}
 
-    def rows() -> Iterator[tuple[int, Completion]]:
-        for path in files:
-            steps = re.findall(r"step_(\d+)", str(path.parent))
-            for where, episode in json_lines(path):
-                for trace in episode.get("traces") or ():
-                    yield from (
-                        (int(steps[-1]) if steps else 1, one) for one in _branches(trace, episode, where, notes)
-                    )
 
-    yield from _steps_of(rows(), notes)
-
-
-def _branches(
-    trace: Mapping[str, Any], episode: Mapping[str, Any], where: str, notes: list[str]
-) -> Iterator[Completion]:
-    """The completions of one trace of verifiers."""
-    nodes = trace.get("nodes") or []
-    parents = {node.get("parent") for node in nodes}
-    counted: set[int] = set()
-    for leaf in (index for index in range(len(nodes)) if index not in parents):
+def _branches(nodes: list[dict[str, Any]], where: str) -> Iterator[list[tuple[dict[str, Any], bool]]]:
+    """The paths from the root to each leaf of a tree of messages, and whether each message is new."""
+    counted = set[int]()
+    for leaf in sorted(set(range(len(nodes))) - {node.get("parent") for node in nodes}):
         path = [leaf]
         while (parent := nodes[path[0]].get("parent")) is not None:
             path.insert(0, parent)
-        ids: list[int] = []
-        mask: list[int] = []
-        streams: dict[str, list[Any]] = {
-            name: [] for name in ("logprobs", "trainer_logprobs", "entropies", "advantages")
-        }
-        streams["reference_logprobs"] = []
-        for index in path:
-            node = nodes[index]
-            own, flags = node.get("token_ids") or [], node.get("mask") or []
-            if not own:
-                raise UserError(
-                    f"{where}: a message has no token_ids; run with verifiers' TrainClient, which stores them"
-                )
-            ids += own
-            mask += [int(keep and index not in counted) for keep in flags]
-            for name, values in streams.items():
-                given = iter(node.get(name) or ())  # one for each True of the mask
-                values += [next(given, None) if keep else None for keep in flags]
+        if any(not nodes[index].get("token_ids") for index in path):
+            raise UserError(f"{where}: a message has no token_ids; run with verifiers' TrainClient, which stores them")
+        yield [(nodes[index] | {"mask": nodes[index].get("mask") or []}, index not in counted) for index in path]
         counted |= set(path)
-        start = next((i for i, keep in enumerate(mask) if keep), len(ids))
-        theta = any(value is not None for value in streams["trainer_logprobs"])
-        if not theta and SAMPLERS not in notes:
-            notes.append(SAMPLERS)
-        rewards = {name: float(value) for name, value in (trace.get("rewards") or {}).items()}
-        entries: dict[str, Any] = {"token_id": ids, "mask": mask, "prompt_length": start, "reward_parts": rewards}
-        entries |= {"logp": streams["trainer_logprobs" if theta else "logprobs"], "advantage": streams["advantages"]}
-        entries |= {"behavior_logp": streams["logprobs"]} if theta else {}
-        entries |= {"entropy": streams["entropies"], "ref_logp": streams["reference_logprobs"]}
-        entries = {name: v for name, v in entries.items() if name in ("mask", "token_id") or v != [None] * len(ids)}
-        task, env = episode.get("group") or episode.get("task"), episode.get("env")
-        group = json.dumps(task, sort_keys=True) if isinstance(task, dict) else task
-        entries |= {"group": group, "env": env.get("id") if isinstance(env, dict) else env}
-        yield completion_of(entries | {"reward": sum(rewards.values()) if rewards else None}, where)
+
+
+def _stream(node: Mapping[str, Any], name: str) -> list[Any]:
+    """A message's values of a stream, which has one for each True of the mask."""
+    given = iter(node.get(name) or ())
+    return [next(given, None) if keep else None for keep in node["mask"]]
 
 
 # -- prime-rl's token export --------------------------------------------------------------------------------------------------
 
 
-def prime_rl(source: Path, notes: list[str], options: Options) -> Iterator[tuple[int, list[Completion]]]:
+def prime_rl(records: Iterator[Record], options: Options, notes: list[str], dropped: set[str]) -> Iterator[Record]:
     """prime-rl's token export (enable_token_export): its output folder, or token_exports in it.
 
     Log-probabilities, entropy, advantages, ratios r = π/μ, masks of the default loss and, where the export has them, rewards
     are known. With `adv_tau` and `kl_tau`, loss_coef is w(−adv_tau·A·r·M + 2·kl_tau·(ln π − ln μ)) / (RL tokens of the
     step), w the token's weight `rl_weights`; of tokens outside pure RL (weight 0, or in another part of the loss) it is null.
     """
-    folder = source / "token_exports" if (source / "token_exports").is_dir() else source
-    folders = sorted(
-        (int(m[1]), path) for path in folder.glob("step_*") if (m := re.fullmatch(r"step_(\d+)", path.name))
-    )
-    steps = [(step, path) for step, path in folders if (path / "STABLE").exists()]
-    if not steps:
-        raise UserError(
-            f"{source}: has no complete step (token_exports/step_N/STABLE); set enable_token_export in prime-rl"
-        )
-    notes += [
-        f"step {step} is not complete (no file STABLE) and is left out"
-        for step, path in folders
-        if (step, path) not in steps
-    ]
     if options.adv_tau is not None:
-        notes.append(f"loss_coef: of the default loss with adv_tau = {options.adv_tau:g}, kl_tau = {options.kl_tau:g}")
-    dropped: set[str] = set()
-    for step, path in _from_one(steps, notes):
-        records = [
-            (record, where)
-            for file in sorted(path.glob("rank_*.jsonl"), key=lambda file: (len(file.name), file.name))
-            for where, record in json_lines(file)
-        ]
-        total = 0
-        for record, where in records:
-            _check_export(record, where)
-            dropped |= set(record) - _EXPORTED
-            total += sum(weight is not None for weight in _weights(record))
-        yield step, [one for record, where in records for one in _samples(record, options, total, where)]
-    _left_out(dropped, notes)
+        text = f"loss_coef: of the default loss with adv_tau = {options.adv_tau:g}, kl_tau = {options.kl_tau:g}"
+        _note(notes, text)
+    found = list(records)
+    for where, record in found:
+        _check_export(record, where)
+        dropped |= set(record) - _EXPORTED
+    total = sum(weight is not None for _, record in found for weight in _weights(record))
+    for where, record in found:
+        yield from ((where, values) for values in _samples(record, options, total))
 
 
 _EXPORTED = frozenset(
@@ -578,9 +468,7 @@ def _check_export(record: dict[str, Any], where: str) -> None:
             f"{where}: schema_version {version}; this version reads {PRIME_RL_SCHEMA}: update sharpscope, or export with a "
             f"prime-rl that writes {PRIME_RL_SCHEMA}"
         )
-    ids = record.get("token_ids")
-    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-        raise UserError(f"{where}: token_ids is no list of integers; export the step again")
+    ids = _integers(record.get("token_ids"), "token_ids", where)
     for name in ("position_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"):
         values = record.get(name)
         if not isinstance(values, list) or len(values) != len(ids):
@@ -597,48 +485,36 @@ def _weights(record: dict[str, Any]) -> list[float | None]:
     return [weight if keep and weight else None for keep, weight in zip(record["loss_mask"], weights, strict=True)]
 
 
-def _pure(record: dict[str, Any], place: int) -> bool:
-    """Whether a token has no other part of the loss."""
-    others = [(record.get(name) or {place: None})[place] for name in ("ce_weights", "ref_kl_weights")]
-    channels = (record.get("losses") or {place: None})[place] or {}
+def _pure(record: dict[str, Any], i: int) -> bool:
+    """Whether token i has no other part of the loss."""
+    others = [(record.get(name) or {i: None})[i] for name in ("ce_weights", "ref_kl_weights")]
+    channels = (record.get("losses") or {i: None})[i] or {}
     return not any(others) and not any((channels.get(name) or {}).get("mask") for name in channels if name != "rl")
 
 
-def _samples(record: dict[str, Any], options: Options, total: int, where: str) -> Iterator[Completion]:
+def _samples(record: dict[str, Any], options: Options, total: int) -> Iterator[dict[str, Any]]:
     """The samples of a packed sequence, in which positions begin anew."""
     starts = [i for i, position in enumerate(record["position_ids"]) if i == 0 or position == 0]
-    weights = _weights(record)
-    names = {"logp": "trainer_logprobs", "behavior_logp": "inference_logprobs", "entropy": "entropy"}
-    names |= {"advantage": "advantages", "ratio": "importance_ratio", "temperature": "temperatures"}
-    for start, end in zip(starts, [*starts[1:], len(record["token_ids"])], strict=True):
+    weights, count = _weights(record), len(record["token_ids"])
+    columns = "token_id=token_ids logp=trainer_logprobs behavior_logp=inference_logprobs entropy=entropy "
+    tokens = _renamed(record, columns + "advantage=advantages ratio=importance_ratio temperature=temperatures")
+    if record.get("is_masked_high") is not None and record.get("is_masked_low") is not None:
+        pairs = zip(record["is_masked_high"], record["is_masked_low"], strict=True)
+        tokens["clipped"] = [None if None in pair else int(pair[0]) - int(pair[1]) for pair in pairs]
+    if options.adv_tau is not None:
+        pure = [weights[i] if _pure(record, i) else None for i in range(count)]
+        tokens["loss_coef"] = [_coefficient(record, i, pure[i], options, total) for i in range(count)]
+    known = [lp is not None for lp in tokens["logp"]]  # a value that is not finite is null
+    for start, end in zip(starts, [*starts[1:], count], strict=True):
         mask = record["loss_mask"][start:end]
         if not any(mask):
             continue
-        values: dict[str, Any] = {
-            ours: record[theirs][start:end] for ours, theirs in names.items() if record.get(theirs) is not None
-        }
-        high, low = (record.get(f"is_masked_{side}") or [None] * len(record["loss_mask"]) for side in ("high", "low"))
-        values["clipped"] = [
-            None if h is None or lo is None else int(h) - int(lo)
-            for h, lo in zip(high[start:end], low[start:end], strict=True)
-        ]
-        if options.adv_tau is not None:
-            values["loss_coef"] = [
-                _coefficient(record, i, weights[i] if _pure(record, i) else None, options, total)
-                for i in range(start, end)
-            ]
-        rewards = [
-            r for r, keep in zip((record.get("rewards") or [])[start:end], mask, strict=False) if keep and r is not None
-        ]
-        values |= {
-            "token_id": record["token_ids"][start:end],
-            "prompt_length": mask.index(True),
-            "env": record.get("env_name"),
-        }
-        known = [lp is not None for lp in values["logp"]]  # a value that is not finite is null
-        values["mask"] = [int(keep and there) for keep, there in zip(mask, known, strict=True)]
-        values |= {"reward": rewards[0], "reward_parts": {"total": float(rewards[0])}} if rewards else {}
-        yield completion_of(values, where)
+        values = {name: column[start:end] for name, column in tokens.items()}
+        values |= {"prompt_length": mask.index(True), "env": record.get("env_name")}
+        values["mask"] = [int(keep and there) for keep, there in zip(mask, known[start:end], strict=True)]
+        rewards = zip((record.get("rewards") or [])[start:end], mask, strict=False)
+        reward = next((reward for reward, keep in rewards if keep and reward is not None), None)
+        yield values if reward is None else values | {"reward": reward, "reward_parts": {"total": float(reward)}}
 
 
 def _coefficient(record: Mapping[str, Any], i: int, weight: float | None, options: Options, total: int) -> float | None:
@@ -656,47 +532,84 @@ def _coefficient(record: Mapping[str, Any], i: int, weight: float | None, option
 # -- verl's rollout files -----------------------------------------------------------------------------------------------------
 
 
-def verl(source: Path, notes: list[str], _: Options) -> Iterator[tuple[int, list[Completion]]]:
+def verl(records: Iterator[Record], _: Options, notes: list[str], __: set[str]) -> Iterator[Record]:
     """Verl's rollout files, N.jsonl in the folder that `trainer.rollout_data_dir` names: texts and rewards, no tokens.
 
     Accuracy where the reward function gives `acc`. Completions of a prompt are a group: by `uid` where the file has it, else
     by equal prompts.
     """
-    missing = "has no file N.jsonl; set trainer.rollout_data_dir in verl and give that folder"
-    notes.append("the files have no tokens")
-    for step, path in _numbered(source, r"(\d+)\.jsonl", missing, notes):
-        yield step, [_of_text(record, where) for where, record in json_lines(path)]
-
-
-def _of_text(record: dict[str, Any], where: str) -> Completion:
-    for name in ("input", "output"):
-        if not isinstance(record.get(name), str):
-            raise UserError(f"{where}: {name} is no text; give a file that verl wrote")
+    _note(notes, "the files have no tokens")
     known = ("input", "output", "gts", "score", "step", "uid", "request_id")
-    parts = {
-        name: float(value)
-        for name, value in record.items()
-        if name not in known and isinstance(value, int | float) and finite(value)
-    }
-    uid, correct = record.get("uid"), record.get("acc")
-    return Completion(
-        group=uid.rsplit("_", 2)[0] if isinstance(uid, str) else record["input"],  # {sample}_{rollout}_{output}
-        prompt=record["input"],
-        completion=record["output"],
-        reward=_reward(record.get("score"), where),
-        parts=parts,
-        correct=bool(correct) if isinstance(correct, bool) or correct in (0, 1) else None,
-    )
+    for where, record in records:
+        for name in ("input", "output"):
+            if not isinstance(record.get(name), str):
+                raise UserError(f"{where}: {name} is no text; give a file that verl wrote")
+        numbers = {k: v for k, v in record.items() if k not in known and isinstance(v, int | float)}
+        values = {"prompt": record["input"], "completion": record["output"], "reward": record.get("score")}
+        values["reward_parts"] = {name: float(v) for name, v in numbers.items() if abs(v) <= _LARGEST}
+        if isinstance(uid := record.get("uid"), str):
+            values["group"] = uid.rsplit("_", 2)[0]  # {sample}_{rollout}_{output}
+        yield where, values | {"correct": bool(record["acc"]) if record.get("acc") in (0, 1) else None}
 
 
-Reader = Callable[[Path, list[str], Options], Iterator[tuple[int, list[Completion]]]]
-READERS: dict[str, Reader] = {
-    "jsonl": jsonl,
-    "nemo-rl": nemo_rl,
-    "slime": slime,
-    "verifiers": verifiers,
-    "open-instruct": open_instruct,
-    "prime-rl": prime_rl,
-    "verl": verl,
+@dataclass(frozen=True)
+class Format:
+    """How the files of a trainer are read.
+
+    Attributes:
+        patterns: of its files in the folder; the first that has any.
+        name: regular expression of their paths; its group is the step.
+        missing: what its files are called, and how a user gets them.
+        rows: the records of files with one step, options, notes and names of dropped columns to add to -> rows of COLUMNS.
+        a_step: whether a file has one step, so that steps are read one after the other.
+        records: reads files.
+    """
+
+    patterns: tuple[str, ...]
+    name: str
+    missing: str
+    rows: Callable[[Iterator[Record], Options, list[str], set[str]], Iterator[Record]]
+    a_step: bool = True
+    records: Callable[[Iterable[Path]], Iterator[Record]] = json_lines
+
+
+_STABLE = "token_exports/step_N/STABLE; set enable_token_export in prime-rl"
+_SHARDS = "RUN_rollouts_N.jsonl; run open-instruct with --save_traces"
+FORMATS = {
+    "prime-rl": Format(
+        ("token_exports/step_*/rank_*.jsonl", "step_*/rank_*.jsonl"),
+        r".*step_(\d+)/rank_\d+\.jsonl$",
+        _STABLE,
+        prime_rl,
+    ),
+    "nemo-rl": Format(
+        ("train_data_step*.jsonl",),
+        r".*train_data_step(\d+)\.jsonl$",
+        "train_data_stepN.jsonl; give NeMo-RL's log_dir (logger.log_dir)",
+        nemo_rl,
+    ),
+    "slime": Format(
+        ("train_data/*.pt", "*.pt"),
+        r".*?(\d+)\.pt$",
+        "N.pt; run slime with --dump-details",
+        slime,
+        records=_torch_records,
+    ),
+    "verifiers": Format(
+        ("**/traces.jsonl",),
+        r"(?:.*step_(\d+)/)?.*traces\.jsonl$",
+        "traces.jsonl; give the output folder of verifiers or prime-rl",
+        verifiers,
+    ),
+    "open-instruct": Format(("*_rollouts_*.jsonl",), r".*_rollouts_\d+\.jsonl$", _SHARDS, open_instruct, a_step=False),
+    "verl": Format(
+        ("*.jsonl",),
+        r"(?:.*/)?(\d+)\.jsonl$",
+        "N.jsonl; set trainer.rollout_data_dir in verl and give that folder",
+        verl,
+    ),
+    "jsonl": Format(
+        ("*.jsonl",), r"(?:.*?(\d+)[^\d/]*|.*)$", "*.jsonl; give a file, or a folder of them", jsonl, a_step=False
+    ),
 }
-"""Format -> its reader (path, notes to add to, options)."""
+"""Formats by name, in the order in which files are compared with them."""

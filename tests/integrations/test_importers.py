@@ -462,14 +462,14 @@ def test_a_message_in_two_branches_counts_once(tmp_path: Path):
             {"parent": parent, "token_ids": ids, "mask": [True] * len(ids), "logprobs": [-0.1 * i for i in ids]}
         )
     write_lines(tmp_path / "traces.jsonl", [{"traces": [{"nodes": nodes, "rewards": {}}]}])
-    ((step, completions),) = read(tmp_path / "traces.jsonl").steps
+    ((step, completions),) = read(tmp_path / "traces.jsonl", "verifiers", Options(), [])
     assert step == 1 and [c.ids for c in completions] == [[3, 4, 5, 6, 7], [3, 4, 5, 6, 8, 9]]
     assert [c.tokens["token_id"] for c in completions] == [[5, 6, 7], [8, 9]]
     assert completions[1].tokens["logp"] == pytest.approx([-0.8, -0.9]) and completions[1].prompt_length == 4
     del nodes[1]["token_ids"]
     write_lines(tmp_path / "traces.jsonl", [{"traces": [{"nodes": nodes}]}])
     with pytest.raises(UserError, match="line 1: a message has no token_ids; run with verifiers' TrainClient"):
-        list(read(tmp_path / "traces.jsonl").steps)
+        list(read(tmp_path / "traces.jsonl", "verifiers", Options(), []))
 
 
 def test_verl(tmp_path: Path):
@@ -572,7 +572,7 @@ def test_other_mistakes(export, tmp_path: Path):
     for change, message in (
         ({"schema_version": 2}, "schema_version 2"),
         ({"loss_mask": [1]}, "loss_mask is no list of 10 values"),
-        ({"token_ids": "x"}, "token_ids is no list of integers"),
+        ({"token_ids": "x"}, "token_ids is not made of whole numbers"),
     ):
         write_lines(bad, [records[0][0] | change])
         with pytest.raises(UserError, match=message):
