@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
 
 def export(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs.")],
-    to: Annotated[str, typer.Option(help="tensorboard | wandb | trackio (each needs its extra) | packed | reduced.")],
+    to: Annotated[str, typer.Option(help="tensorboard | wandb (each needs its extra) | packed | reduced.")],
     out: Annotated[Path, typer.Option(help="Folder that is written.")] = Path("logs"),
     project: Annotated[str, typer.Option(help="Project of the logger (not for TensorBoard).")] = "sharpscope",
     follow: Annotated[bool, typer.Option("--follow", help="Continue until the runs end.")] = False,
@@ -60,11 +60,7 @@ def export(
         paths = [run.path for run in loaded.by_name.values()]
         for name, count in loggers.export(paths, to, out, project=project, online=online, follow=follow).items():
             typer.echo(f"{name}: {count} values")
-        view = {
-            "tensorboard": f"tensorboard --logdir {out}",
-            "wandb": f"wandb sync {out}/wandb/offline-run-*",
-            "trackio": f"TRACKIO_DIR={out} trackio show --project {project}",
-        }[to]
+        view = f"tensorboard --logdir {out}" if to == "tensorboard" else f"wandb sync {out}/wandb/offline-run-*"
         typer.echo(f"Written: {out}/. View:  {view}" if not online else f"Uploaded to project {project}.")
 
 

@@ -48,6 +48,8 @@ from sharpscope.traces.files import RUN_FILE, now
 
 SHARES_GAP, SHARES_WITHHELD = 0.02, 0.1
 """How far the tokens' shares of an update may sum from 1 before an event says so, and before they are left out."""
+FLUSH_S = 2.0
+"""Rows are written to the folder after a step when this long has passed since the last time [s], and before the trainer saves."""
 KL_ROWS = 4
 """Completions on which the divergence over a whole step is measured."""
 WEIGHTS = tuple(f"weight_{name}" for name in ("mean", "std", "min", "max", "saturation_low", "saturation_high", "ess"))
@@ -129,7 +131,7 @@ class Recorder(Guard):
         self._earlier: list[Mapping[str, Any]] = []  # canonical quantities of the steps, for the health rules
         self._stack, self._hooks = ExitStack(), list[Any]()
         self.optimizer: Any = None
-        self._opened, self._started = False, time.perf_counter()
+        self._opened, self._started, self._flushed = False, time.perf_counter(), -math.inf
         self.writer: TraceWriter | NoWriter = NoWriter()
         _check_writable(self.out)
 
@@ -201,15 +203,16 @@ class Recorder(Guard):
         self._adam = isinstance(optimizer, torch.optim.AdamW) and not any(g["amsgrad"] for g in optimizer.param_groups)
         self.config, self.total = self.settings(steps), steps
         if self.config.recording.update_attribution and not self._adam:
+            kind = type(optimizer).__name__
             raise UserError(
-                f"recording.update_attribution: the optimizer is {type(optimizer).__name__}; it works for AdamW without amsgrad"
+                f"recording.update_attribution: the optimizer is {kind}; it works for AdamW without amsgrad"
             )
         first_forward(self.model)
         self.run_dir, self.step_number = distributed.rank_zero_call(lambda: self._open_folder(done_updates))
         self._opened = True
         if distributed.is_rank_zero():
             self._stack.enter_context(RunLock(self.run_dir))
-            sys.stderr.write(f"sharpscope: recording to {self.run_dir} (see it with: sharpscope show {self.run_dir})\n")
+        _say(f"recording to {self.run_dir} (see it with: sharpscope show {self.run_dir})")
         self.writer = trace_writer(self.run_dir)
         self._stack.enter_context(self.writer)
         note(self.run_dir, status="running", config=self._recorded_config())
@@ -245,10 +248,9 @@ class Recorder(Guard):
             if not plan.critical:
                 reasons["probes.preset"] = plan.reason
         note(self.run_dir, places=sorted(schedule.at.get("norms", ())), not_measured=reasons)
-        if reasons and distributed.is_rank_zero():
+        if reasons:
             what = "norms, shares and critical sharpness" if len(reasons) > 1 else "critical sharpness"
-            text = f"sharpscope: {what} are not measured: {plan.reason}; to measure every step: "
-            sys.stderr.write(text + "recording={'token_gradients_every': 1}, critical_sharpness=1\n")
+            _say(f"{what} are not measured: {plan.reason}; to measure every step: {_EVERY_STEP}")
 
     def _open_folder(self, done_updates: int) -> tuple[Path, int]:
         """The run's folder and its next step; rows of updates that a resumed training makes again are removed."""
@@ -328,9 +330,7 @@ class Recorder(Guard):
                 measuring=self.observers.schedule.summary(),
                 peak_memory_bytes=environment.peak_memory_bytes(self.policy.device),
             )
-        if distributed.is_rank_zero():
-            done, folder = self.step_number - 1, self.run_dir
-            sys.stderr.write(f"sharpscope: {done} steps recorded to {folder} (try: sharpscope show {folder})\n")
+        _say(f"{self.step_number - 1} steps recorded to {self.run_dir} (try: sharpscope show {self.run_dir})")
         if closed is not problem:
             assert closed is not None
             raise closed
@@ -372,37 +372,33 @@ class Recorder(Guard):
         started, step = time.perf_counter(), self._step
         step.collect(self.policy.device)
         if not step.pending:
+            text = "the update's loss is made of none of the log-probabilities that are hooked: its class computes it in another way"
             raise UserError(
-                "the update's loss is made of none of the log-probabilities that are hooked: its class computes it in another way, "
-                "which cannot be recorded; a loop gives tokens() the very tensor from which it makes the loss"
+                f"{text}, which cannot be recorded; a loop gives tokens() the tensor of which it makes the loss"
             )
         step.settle()
         loss = math.fsum(float(loss) for loss in step.losses) if step.losses else math.nan
         found = gradient_norms(self.parameters, self._groups)
         norm, step.layers = found.total, found.layers
-        if not any(p.grad is not None for p in self.parameters):
+        kept = any(p.grad is not None for p in self.parameters)
+        if not kept:
             norm, step.layers = math.nan, {}
-            self._warn(
-                "no_gradient",
-                "info",
-                "no parameter has a gradient in .grad (DeepSpeed keeps it elsewhere): no norm, no shares",
-            )
+            text = "no parameter has a gradient in .grad (DeepSpeed keeps it elsewhere): no norm, no shares"
+            self._warn("no_gradient", "info", text)
         factor = clip_factor(norm, self.max_grad_norm)
         step.gradient = (loss, norm, factor)
         joined, tokens, update = step.pending_update()
         self._observed.append(self.observers.for_step(self.step_number, joined.rollouts, self.recent))
         if norm == 0:
-            text = "the gradient of an update is 0, so it has no shares and no critical sharpness (were all rewards of each group equal?)"
-            self._warn("zero_gradient", "info", text, 0.0)
-        if math.isnan(norm) and not step.layers:
-            pass
-        elif math.isfinite(norm) and (math.isfinite(loss) or not step.losses):
+            text = "the gradient of an update is 0, so it has no shares and no critical sharpness"
+            self._warn("zero_gradient", "info", f"{text} (were all rewards of each group equal?)", 0.0)
+        if kept and math.isfinite(norm) and (math.isfinite(loss) or not step.losses):
             with own_forward(self.model):
                 self._observed[-1](update)
             if self.rotate is not None and norm > 0 and self.observers.schedule.due("rotation", self.step_number):
                 step.rotation = self._rotation(self.rotate, joined, tokens, update)
             self.recent = [*self.recent[-49:], *([math.log(norm)] if norm else [])]
-        else:
+        elif kept:
             text = "the loss or gradient of an update is not finite; lower the learning rate, or look at this step's tokens"
             self._warn("non_finite", "error", text, norm if math.isfinite(loss) else loss)
         step.seconds["recording_s"] += time.perf_counter() - started
@@ -426,9 +422,8 @@ class Recorder(Guard):
         started, width = time.perf_counter(), update.loss_coef.shape[1]
         kl = self._step.pending_values(width, "kl_coef")
         if bool(kl.isnan().any()):
-            self._warn(
-                "rotation", "info", "rotation is not measured: the KL term's part of the coefficients is not known"
-            )
+            text = "rotation is not measured: the KL term's part of the coefficients is not known"
+            self._warn("rotation", "info", text)
             return None
         self.rotate, plan = self.plan_of(method, batch, tokens.stats)
         factor = (plan.weight * plan.keep.to(plan.weight)).cpu()[update.rows, :width]
@@ -439,21 +434,14 @@ class Recorder(Guard):
         wide = torch.cat([prompt.to(coef.dtype), coef.to(prompt.device)], 1)
         own, view = distributed.local_slice(len(mask)), self._view()
         with own_forward(self.model):
-            turned = logp_gradient(
-                view.model,
-                rollouts.input_ids[own],
-                mask[own],
-                wide[own],
-                rollouts.attention_mask[own],
-                self.temperature,
-            )
+            ids, there = rollouts.input_ids[own], rollouts.attention_mask[own]
+            turned = logp_gradient(view.model, ids, mask[own], wide[own], there, self.temperature)
         distributed.gather(None)  # before the sum, in which a process that has failed takes no part
         turned = distributed.sum_tensors(turned)
         plain = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in view.parameters]
-        nothing = Rotation(math.nan, math.nan)
         seconds = time.perf_counter() - started
         self.observers.schedule.spend("rotation", seconds)
-        return UpdateRotation(rotation(turned, plain), nothing, math.nan, seconds)
+        return UpdateRotation(rotation(turned, plain), Rotation(math.nan, math.nan), math.nan, seconds)
 
     def before_update(self) -> None:
         """The optimizer is about to make its step, with the gradient clipped."""
@@ -532,8 +520,7 @@ class Recorder(Guard):
             self._append(
                 "tokens", columns if all(b.sampled for b in step.batches) else columns | {"behavior_logp": None}
             )
-            later = step.later_uses(first)
-            if later is not None:
+            if (later := step.later_uses(first)) is not None:
                 self._append("uses", {"step": number, **later})
         for observer in self._observed:
             found = observer.result()
@@ -544,12 +531,18 @@ class Recorder(Guard):
         step.seconds["recording_s"] += time.perf_counter() - started
         self._append("updates", update_columns(number, step.updates))
         self._append("steps", row | step.seconds)
-        self.writer.flush()
-        note(self.run_dir, steps_done=number)
         probing = sum(observer.result().seconds for observer in self._observed)
         training = step.seconds["generation_s"] + step.seconds["training_s"]
         self.observers.schedule.end_step(training, step.seconds["recording_s"] - probing)
         self.step_number, self._step, self._observed = number + 1, Step(), []
+        if time.perf_counter() - self._flushed > FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the rows of the finished steps to the run's folder."""
+        self.writer.flush()
+        note(self.run_dir, steps_done=self.step_number - 1)
+        self._flushed = time.perf_counter()
 
     def _probed(self, like: Tensor) -> dict[str, Tensor]:
         """The columns (N, T) that the observers of the step's updates have measured."""
@@ -571,29 +564,20 @@ class Recorder(Guard):
         for index in range(len(self._step.updates)):
             own = update == index
             shares = columns["attribution"][own]
-            if index in again or bool(shares.isnan().all()):
-                continue
             total = float(shares.double().nansum())
-            if abs(total - 1) > SHARES_GAP:
-                withheld = abs(total - 1) > SHARES_WITHHELD
-                cause = dropout_of(self.model) or (
-                    "the loss has terms that no token's log-probability has (a penalty, an auxiliary loss, noise on embeddings)"
-                )
-                text = f"the tokens' shares of update {index} sum to {total:.3g}, not 1: {cause}"
-                text += "; they are left out" if withheld else ""
-                self._events.append(
-                    Event(
-                        self.step_number,
-                        "attribution_sum",
-                        "warning",
-                        total,
-                        SHARES_GAP,
-                        "left out" if withheld else "warn",
-                        text,
-                    )
-                )
-                if withheld:
-                    columns["attribution"][own] = math.nan
+            if index in again or bool(shares.isnan().all()) or abs(total - 1) <= SHARES_GAP:
+                continue
+            terms = "terms that no token's log-probability has (a penalty, an auxiliary loss, noise on embeddings)"
+            cause = dropout_of(self.model) or f"the loss has {terms}"
+            text = f"the tokens' shares of update {index} sum to {total:.3g}, not 1: {cause}"
+            if abs(total - 1) <= SHARES_WITHHELD:
+                self._event("attribution_sum", "warning", text, total, SHARES_GAP)
+                continue
+            columns["attribution"][own] = math.nan
+            text += "; they are left out"
+            self._events.append(
+                Event(self.step_number, "attribution_sum", "warning", total, SHARES_GAP, "left out", text)
+            )
         if bool(columns["attribution"].isnan().all()):
             del columns["attribution"]
 
@@ -601,18 +585,13 @@ class Recorder(Guard):
         """Report `gap`, the mean |ln π of the trainer − ln π of the recorder| before the first update [nats], if it is large."""
         limit = self.config.health.limits["logp_mismatch"].threshold
         if gap > limit:
-            text = (
-                "the trainer's log-probabilities are not those of the recorder's forward pass (dropout, positions of padded "
-                "prompts, kernels, another loss): loss_coef and ratio are the trainer's, statistics, weights and attribution "
-                "the recorder's"
-            )
-            self._events.append(Event(self.step_number, "trl_statistics", "warning", gap, limit, "warn", text))
+            text = "the trainer's log-probabilities are not those of the recorder's forward pass (dropout, positions of padded "
+            text += "prompts, kernels, another loss): loss_coef and ratio are the trainer's, statistics, weights and attribution "
+            self._event("trl_statistics", "warning", text + "the recorder's", gap, limit)
 
     def _kl_step(self, batch: RolloutBatch, before: Tensor) -> float | None:
         """Mean k3 of KL(π_old‖π) over the tokens of the step's first completions, after its last update [nats]; not with FSDP2."""
-        if is_sharded(
-            self.model
-        ):  # a forward pass between the optimizer's step and zero_grad would change the training
+        if is_sharded(self.model):  # a forward pass before zero_grad would change the training
             return None
         rollouts = batch.rollouts.rows(torch.arange(min(KL_ROWS, len(before)), device=batch.rollouts.group.device))
         mask = rollouts.completion_mask.bool().cpu()
@@ -628,11 +607,14 @@ class Recorder(Guard):
     def _append(self, table: str, columns: dict[str, Any]) -> None:
         self.writer.append(table, columns | dict.fromkeys(self.absent(table)))
 
+    def _event(self, rule: str, severity: str, text: str, value: float = math.nan, limit: float = math.nan) -> None:
+        self._events.append(Event(self.step_number, rule, severity, value, limit, "warn", text))
+
     def _warn(self, rule: str, severity: str, text: str, value: float = math.nan) -> None:
         """Report something once."""
         if text not in self._told:
             self._told.add(text)
-            self._events.append(Event(self.step_number, rule, severity, value, math.nan, "warn", text))
+            self._event(rule, severity, text, value)
 
     def _write_events(self) -> None:
         for event in self._events:
@@ -657,10 +639,9 @@ def first_forward(model: Any) -> None:
     """Run a sharded model once: FSDP2 requires that its first forward pass is of the whole model."""
     if is_sharded(model):
         distributed.gather(None)  # a process that has failed takes no part in the exchanges of weights that follow one
+        ids = torch.zeros((1, 2), dtype=torch.long, device=next(model.parameters()).device)
         with guarded(model, weights=False), torch.no_grad():
-            model(
-                input_ids=torch.zeros((1, 2), dtype=torch.long, device=next(model.parameters()).device), use_cache=False
-            )
+            model(input_ids=ids, use_cache=False)
         reshard(model)
 
 
@@ -679,6 +660,15 @@ def _check_writable(out: Path) -> None:
     parent = next(p for p in [out, *out.absolute().parents] if p.exists())
     if not os.access(parent, os.W_OK) or (parent != out and not parent.is_dir()):
         raise UserError(f"record: out = {out} cannot be written; choose another folder")
+
+
+_EVERY_STEP = "recording={'token_gradients_every': 1}, critical_sharpness=1"
+
+
+def _say(text: str) -> None:
+    """Print a line to standard error, in the first process."""
+    if distributed.is_rank_zero():
+        sys.stderr.write(f"sharpscope: {text}\n")
 
 
 def _versions() -> dict[str, str]:

@@ -17,10 +17,8 @@ from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.integrations.core import Recorder
 from sharpscope.integrations.price import Work
-from sharpscope.integrations.steps import Step, TokenLoss, prompt_texts
-from sharpscope.integrations.trainers import Sequences, sequences_of
+from sharpscope.integrations.steps import Sequences, Step, TokenLoss, prompt_texts, sequences_of
 from sharpscope.objective import k3
-from sharpscope.policy import Rollouts
 from sharpscope.probes import guarded
 from sharpscope.recording.observers import StepObserver
 from sharpscope.recording.step import RolloutBatch
@@ -141,122 +139,105 @@ class LoopRecorder(Recorder):
         started = time.perf_counter()
         (n, length), width = ids.shape, mask.shape[1]
         if len(logp) != n or len(mask) != n or logp.shape[1] not in (width, width - 1) or width > length:
-            raise UserError(
-                f"record: logp {tuple(logp.shape)}, input_ids {tuple(ids.shape)} and completion_mask {tuple(mask.shape)} do not "
-                "fit; give (n, W), (n, L) and (n, W) or (n, W + 1)"
-            )
+            shapes = f"logp {tuple(logp.shape)}, input_ids {tuple(ids.shape)} and completion_mask {tuple(mask.shape)}"
+            raise UserError(f"record: {shapes} do not fit; give (n, W), (n, L) and (n, W) or (n, W + 1)")
         if not logp.requires_grad:
             raise UserError("record: logp does not require a gradient; give what the loss is made of, before backward")
         self.given |= frozenset(given)
         if "rewards" not in given and not self.rules:
-            self.rules = {
-                rule: {"action": "off"} for rule in ("dead_groups", "truncation", "reward_constant", "reward_collapse")
-            }
+            rules = ("dead_groups", "truncation", "reward_constant", "reward_collapse")
+            self.rules = {rule: {"action": "off"} for rule in rules}
             self.config = self.settings(self.total)
         counted = torch.zeros_like(ids, dtype=torch.bool)
         counted[:, length - width :] = mask.bool()
         there = _present(ids, counted, self.policy.pad_id) if present is None else present
         sequences = sequences_of(ids, there, counted, self.policy.tokenizer)
-        own = sequences.rollouts.completion_mask.bool()
-        taken = partial(sequences.gather, shift=length - logp.shape[1])  # (n, W) -> (n, T)
+        inside, shift = sequences.rollouts.completion_mask.bool(), length - logp.shape[1]
 
         def known(name: str, like: Tensor) -> Tensor:
             """(n, T) of a value of tokens, `like` outside the loss and where it is not given."""
-            return torch.where(own, taken(given[name].detach().to(like)), like) if name in given else like
+            value = given.get(name)
+            return (
+                like if value is None else torch.where(inside, sequences.gather(value.detach(), shift).to(like), like)
+            )
 
-        theirs = torch.where(own, taken(logp.detach()), 0.0)
-        change = theirs - known("old_logp", theirs)
-        loss = TokenLoss(
-            change.exp(),
-            change,
-            None if "old_logp" in given and "ref_logp" not in given else torch.zeros_like(change),
-            k3(theirs, known("ref_logp", theirs)),
-            ref_logp=known("ref_logp", theirs) if "ref_logp" in given else None,
-        )
-        for serial, rows, mine in self._pieces(sequences, known, taken, given):
+        theirs = torch.where(inside, sequences.gather(logp.detach(), shift), 0.0)
+        change, ref = theirs - known("old_logp", theirs), known("ref_logp", theirs) if "ref_logp" in given else None
+        clipped = None if "old_logp" in given and ref is None else torch.zeros_like(change)
+        kl = torch.zeros_like(change) if ref is None else k3(theirs, ref)
+        loss = TokenLoss(change.exp(), change, clipped, kl, ref_logp=ref)
+        texts = prompt_texts(sequences.rollouts, self.policy.tokenizer)
+        names = given.get("rows") or list(zip(texts, sequences.rollouts.texts, strict=True))
+        for serial, rows, mine in self._pieces(names, partial(self._open, sequences, texts, known, given)):
             self._step.compare(serial, rows, theirs[mine])
-            clipped = None if loss.clipped is None else loss.clipped[mine]
-            ref = None if loss.ref_logp is None else loss.ref_logp[mine]
-            part = TokenLoss(loss.ratio[mine], loss.log_ratio[mine], clipped, loss.kl[mine], ref_logp=ref)
-            logp.register_hook(partial(self._keep, self._step.use(serial, rows, part), taken, mine))
+            keep = self._step.use(serial, rows, loss.rows(mine))
+            hook = partial(
+                self._keep, lambda gradient, keep=keep, mine=mine: keep(sequences.gather(gradient, shift)[mine])
+            )
+            logp.register_hook(hook)
         self._step.seconds["recording_s"] += time.perf_counter() - started
 
-    def _keep(
-        self, keep: Callable[[Tensor], None], taken: Callable[[Tensor], Tensor], mine: Tensor, gradient: Tensor
-    ) -> None:
-        self.safely(lambda: keep(taken(gradient)[mine]))
+    def _keep(self, keep: Callable[[Tensor], None], gradient: Tensor) -> None:
+        self.safely(lambda: keep(gradient))
 
     def _pieces(
-        self,
-        sequences: Sequences,
-        known: Callable[[str, Tensor], Tensor],
-        taken: Callable[[Tensor], Tensor],
-        given: dict[str, Any],
+        self, names: Sequence[Hashable], opened: Callable[[list[int]], int]
     ) -> list[tuple[int, Tensor, Tensor]]:
         """Batches that the micro-batch's rows belong to, with the rows in each and here; rows that are new become a batch."""
-        rollouts, n = sequences.rollouts, len(sequences.rollouts)
         if self._of_step is not self._step:
             self._of_step, self._rows, self._seen = self._step, {}, {}
-        texts = given.get("rows") or list(
-            zip(prompt_texts(rollouts, self.policy.tokenizer), rollouts.texts, strict=True)
-        )
         places: list[tuple[int, int] | None] = []
-        for name in texts:
+        for name in names:
             used = self._seen[name] = self._seen.get(name, -1) + 1
             places.append(self._rows[name][used] if used < len(self._rows.get(name, ())) else None)
-        new = [row for row in range(n) if places[row] is None]
-        if new:
-            serial = self._open(rollouts, new, known, taken, given)
-            for row_there, row in enumerate(new):
-                places[row] = serial, row_there
-                self._rows.setdefault(texts[row], []).append((serial, row_there))
-        pieces = []
-        for serial in dict.fromkeys(place[0] for place in places if place):
-            mine = [row for row, place in enumerate(places) if place and place[0] == serial]
-            rows = torch.tensor([place[1] for place in places if place and place[0] == serial])
-            pieces.append((serial, rows, torch.tensor(mine)))
-        return pieces
+        new = [row for row, place in enumerate(places) if place is None]
+        serial = opened(new) if new else 0
+        for number, row in enumerate(new):
+            places[row] = serial, number
+            self._rows.setdefault(names[row], []).append((serial, number))
+        pieces: dict[int, list[tuple[int, int]]] = {}
+        for row, (batch, number) in enumerate(filter(None, places)):
+            pieces.setdefault(batch, []).append((number, row))
+        return [(batch, *torch.tensor(pairs).T) for batch, pairs in pieces.items()]
 
     def _open(
         self,
-        rollouts: Rollouts,
-        new: list[int],
+        sequences: Sequences,
+        texts: list[str],
         known: Callable[[str, Tensor], Tensor],
-        taken: Callable[[Tensor], Tensor],
         given: dict[str, Any],
+        new: list[int],
     ) -> int:
         """Add the rows `new` of a micro-batch as a batch to the step; returns its number."""
-        n, device = len(rollouts), rollouts.group.device
-        own = rollouts.completion_mask.bool()
+        rollouts, n = sequences.rollouts, len(sequences.rollouts)
+        device, inside, rows = rollouts.group.device, rollouts.completion_mask.bool(), torch.tensor(new)
         total = torch.as_tensor(given.get("rewards", [0.0] * n), dtype=torch.float32).detach().cpu()
-        lasts = [row[at][-1:].tolist() for row, at in zip(rollouts.completion_ids, own, strict=True)]
+        advantage = torch.as_tensor(given.get("advantages", [0.0] * n), dtype=torch.float64).detach()
+        if advantage.dim() == 2:
+            alone = advantage.shape[1] == 1
+            zero = torch.zeros_like(inside, dtype=advantage.dtype)
+            advantage = advantage[:, 0] if alone else known("advantages", zero)
+        lasts = [row[at][-1:].tolist() for row, at in zip(rollouts.completion_ids, inside, strict=True)]
         whole = replace(
             rollouts.with_reward(total.to(device)),
             truncated=torch.tensor([not (x and x[0] in self.policy.eos_ids) for x in lasts], device=device),
             behavior_logp=known("sampler_logp", rollouts.behavior_logp),
         )
-        advantage = torch.as_tensor(given.get("advantages", [0.0] * n), dtype=torch.float64).detach()
-        if advantage.dim() == 2:
-            advantage = taken(advantage) if advantage.shape[1] > 1 else advantage[:, 0]
+        part = replace(whole.rows(rows.to(device)), group=torch.arange(len(new), device=device))
         groups = given.get("groups", [(self._serial, row) for row in range(n)])
-        labels = groups.tolist() if isinstance(groups, Tensor) else list(groups)
-        numbers = {label: number for number, label in enumerate(dict.fromkeys(labels[row] for row in new))}
-        texts = prompt_texts(rollouts, self.policy.tokenizer)
-        first = {labels[row]: row for row in reversed(new)}
-        rows = torch.tensor(new, device=device)
-        part = replace(whole.rows(rows), group=torch.tensor([numbers[labels[row]] for row in new], device=device))
-        judged = [bool(self.correct(float(total[row]))) if self.correct else False for row in new]
+        groups = groups.tolist() if isinstance(groups, Tensor) else groups
+        judged = [bool(self.correct(value)) if self.correct else False for value in total.tolist()]
         batch = RolloutBatch(
-            [Example(texts[first[label]], "", {}) for label in numbers],
+            [Example(texts[row], "", {}) for row in new],
             part,
-            [Reward(float(total[row]), {}, good) for row, good in zip(new, judged, strict=True)],
+            [Reward(float(total[row]), {}, judged[row]) for row in new],
             advantage[rows.to(advantage.device)].to(device),
             None,
         )
-        made = self.open_batch(batch, [labels[row] for row in new])
+        made = self.open_batch(batch, [groups[row] for row in new])
         if "old_logp" in given and self._step.updates:  # the present policy is not that of the step's start
             stats = made.tokens.stats
-            old = known("old_logp", torch.zeros_like(own, dtype=stats.logp.dtype))[rows][:, : stats.logp.shape[1]]
+            old = known("old_logp", torch.zeros_like(inside, dtype=stats.logp.dtype))[rows][:, : stats.logp.shape[1]]
             made.tokens.stats = replace(stats, logp=old.to(stats.logp))
         return made.serial
 

@@ -89,9 +89,7 @@ def record(
         options["rotate"] = method
     if isinstance(model, nn.Module):
         if optimizer is None or tokenizer is None:
-            raise UserError(
-                "record: a model needs its optimizer and tokenizer; record(model, optimizer, tokenizer=…, out=…)"
-            )
+            raise UserError("record: a model needs its optimizer and tokenizer; record(model, optimizer, tokenizer=…)")
         if weights is not None or shaping is not None:
             raise UserError("weights: a loop of your own applies its own; leave them out")
         options |= {"temperature": temperature, "max_grad_norm": max_grad_norm, "task": task or "loop"}
@@ -106,15 +104,14 @@ def record(
         from sharpscope.integrations.trl import check_version
 
         check_version()
+    name = type(model).__name__
     if any(given is not None for given in (weights, shaping, rotation)) and "GRPOTrainer" not in names:
-        raise UserError(
-            f"weights, rotation: {type(model).__name__} has no surrogate that they multiply; leave them out"
-        )
+        raise UserError(f"weights, rotation: {name} has no surrogate that they multiply; leave them out")
     if is_supervised(model):
         kind = check_supervised(model)
         return SupervisedRecorder(model, out, kind, task=task or kind, **options)
     if "AsyncGRPOTrainer" in names:
-        raise UserError(f"record: {type(model).__name__} packs samples into trees and is not recorded; use GRPOTrainer")
+        raise UserError(f"record: {name} packs samples into trees and is not recorded; use GRPOTrainer")
     from sharpscope.integrations.trl import GrpoRecorder, check_grpo, token_weights_of
 
     check_grpo(model)
@@ -139,7 +136,5 @@ def _weighting(text: str) -> Method:
     """
     method = parse_method("grpo-sg", text) if ":" in text else parse_method(text)
     if isinstance(method.weight, UniformWeight) and method.tokens is None:
-        raise UserError(
-            f"rotation = {text!r}: this method has no token weights; give one such as grpo-sg, or module:function"
-        )
+        raise UserError(f"rotation = {text!r}: has no token weights; give one such as grpo-sg, or module:function")
     return method.with_preset("auto", "paper").model_copy(update={"name": text})

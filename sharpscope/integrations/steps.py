@@ -7,12 +7,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sharpscope import distributed
-from sharpscope.policy import Rollouts, TokenStats, join_rollouts, microbatches
+from sharpscope.errors import UserError
+from sharpscope.policy import Rollouts, TokenStats, completions_of, join_rollouts, microbatches
 from sharpscope.policy.scoring import Scorer, write_stats
 from sharpscope.recording.norms import Norms
 from sharpscope.recording.step import (
@@ -28,19 +28,30 @@ from sharpscope.tasks import Example
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """(n, T) values of the tokens of one micro-batch under the policy of its update."""
+    """What a loss does with the tokens (n, T) of one micro-batch under the policy of its update.
+
+    Attributes:
+        ratio: π/π_old, of tokens or sequences.
+        log_ratio: ln π − ln π_old of the token [nats], 0 outside the mask.
+        clipped: −1 the lower bound acts, 1 the upper, 0 none; None: where the advantage is not 0 and the coefficient is.
+        kl: k3 [nats], 0 without a reference.
+        correction: factor of the loss for the sampler's policy, (n, 1) or (n, T).
+        ref_logp: ln π of the reference policy [nats].
+        kl_share: part of the coefficient that a KL term has; None: 0 without a reference, else not known.
+    """
 
     ratio: Tensor
-    log_ratio: Tensor  # ln π − ln π_old of the token [nats], 0 outside the mask
-    clipped: (
-        Tensor | None
-    )  # −1 lower bound acts, 1 upper, 0 none; None: where the advantage is not 0 and the coefficient is
-    kl: Tensor  # k3 [nats], 0 without a reference
-    correction: Tensor | None = None  # factor of the loss for the sampler's policy, (n, 1) or (n, T)
-    ref_logp: Tensor | None = None  # ln π of the reference policy [nats]
-    kl_share: Tensor | None = (
-        None  # part of the coefficient that a KL term has; None: 0 without a reference, else not known
-    )
+    log_ratio: Tensor
+    clipped: Tensor | None
+    kl: Tensor
+    correction: Tensor | None = None
+    ref_logp: Tensor | None = None
+    kl_share: Tensor | None = None
+
+    def rows(self, rows: Tensor) -> TokenLoss:
+        """The values of some rows."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return TokenLoss(**{name: None if value is None else value[rows] for name, value in values.items()})
 
 
 @dataclass
@@ -150,12 +161,8 @@ class Step:
             return
         new = [batch.to(torch.device("cpu")) for batch in self.batches if not batch.shared]
         pending = [
-            replace(
-                u,
-                tokens=replace(u.tokens, coef=u.tokens.coef / count),
-                more=u.more | {"kl_coef": u.more["kl_coef"] / count},
-            )
-            for u in self.pending
+            replace(u, tokens=replace(u.tokens, coef=u.tokens.coef / count), more=u.more | {"kl_coef": kl / count})
+            for u, kl in ((use, use.more["kl_coef"]) for use in self.pending)
         ]
         parts = distributed.gather((new, pending, self.gaps, [float(loss) / count for loss in self.losses]))
         shared = [batch for batch in self.batches if batch.shared]
@@ -235,20 +242,8 @@ class Step:
         width = max(part.used.shape[1] for part in parts)
         columns = zip(*(part.tensors() for part in parts), strict=True)
         whole = UpdateTokens(*(torch.cat([widened(value, width) for value in column]) for column in columns))
-        layers = (self.layers, moved.layers)
-        made = UpdateResult(
-            loss,
-            norm,
-            norm,
-            moved.total,
-            factor,
-            False,
-            lr=lr,
-            summary=whole.summary(),
-            layers=layers,
-            rotation=self.rotation,
-        )
-        self.updates.append(made)
+        made = UpdateResult(loss, norm, norm, moved.total, factor, False, lr=lr, summary=whole.summary())
+        self.updates.append(replace(made, layers=(self.layers, moved.layers), rotation=self.rotation))
         for use in self.pending:
             self.batch(use.serial).tokens.count(use.rows, use.tokens)
         self.pending, self.losses, self.rotation = [], [], None
@@ -260,11 +255,60 @@ class Step:
             row, position = again.nonzero(as_tuple=True)
             values = (getattr(use.tokens, name)[again] for name in ("ratio", "clipped", "coef"))
             parts.append((use.rows[row] + first[use.serial], position, torch.full_like(row, index), *values))
+        if not parts:
+            return None
         names = ("rollout", "position", "update", "ratio", "clipped", "loss_coef")
-        columns = (
-            {n: torch.cat(c).numpy() for n, c in zip(names, zip(*parts, strict=True), strict=True)} if parts else {}
-        )
-        return {name: v.astype(np.float32) if v.dtype == np.float64 else v for name, v in columns.items()} or None
+        columns = zip(names, (torch.cat(column) for column in zip(*parts, strict=True)), strict=True)
+        return {name: (value.float() if value.is_floating_point() else value).numpy() for name, value in columns}
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """A micro-batch of n sequences as rollouts. `columns` (n, T) is the column of each completion token in the trainer's rows."""
+
+    rollouts: Rollouts
+    columns: Tensor
+    order: Tensor  # (n,) the trainer's row of each row
+
+    def gather(self, values: Tensor, shift: int = 1) -> Tensor:
+        """(n, T) from `values` (B, L−shift), in which column j belongs to the token in column j + shift."""
+        return values[self.order.to(values.device)].gather(1, (self.columns - shift).clamp(min=0).to(values.device))
+
+
+def sequences_of(ids: Tensor, present: Tensor, counted: Tensor, tokenizer: Any, *, pairs: bool = False) -> Sequences:
+    """Rows (B, L) as rollouts; the rows of a pair (DPO: chosen, rejected) become adjacent.
+
+    Args:
+        ids: (B, L) token IDs.
+        present: (B, L) 1 on tokens, 0 on padding.
+        counted: (B, L) bool, tokens in the loss.
+        tokenizer: for texts.
+        pairs: whether row i and row i + B/2 are a pair.
+
+    Raises:
+        UserError: a row's first token is in the loss, predicted from padding.
+    """
+    n = len(ids)
+    order = torch.arange(n).view(2, -1).T.flatten() if pairs else torch.arange(n)
+    prompts, completions, flags, columns = [], [], [], []
+    for row in order.tolist():
+        kept = present[row].nonzero()[:, 0]
+        loss = counted[row, kept].tolist()
+        if loss[0] and int(kept[0]) > 0:
+            wrong = "the first token of a left-padded row is in the loss, predicted from padding"
+            raise UserError(f"record: {wrong}; set tokenizer.padding_side = 'right'")
+        loss[0] = False  # nothing predicts it
+        first = loss.index(True) if any(loss) else len(loss) - 1
+        last = max((i for i, flag in enumerate(loss) if flag), default=first)
+        tokens = ids[row, kept].tolist()
+        prompts.append(tokens[:first])
+        completions.append(tokens[first : last + 1])
+        columns.append(kept[first : last + 1].cpu())
+        flags.append(loss[first : last + 1])
+    made = completions_of(prompts, completions, flags, ids.device)
+    texts = tokenizer.batch_decode(completions, clean_up_tokenization_spaces=False)
+    rollouts = replace(made, group=made.group // (2 if pairs else 1), texts=texts).with_reward(torch.zeros(n))
+    return Sequences(rollouts, torch.nn.utils.rnn.pad_sequence(columns, batch_first=True), order)
 
 
 def generated_lengths(rollouts: Rollouts) -> Tensor:
@@ -307,10 +351,8 @@ def prompt_texts(rollouts: Rollouts, tokenizer: Any) -> list[str]:
     """(N,) prompts as the model saw them."""
     width = rollouts.prompt_width
     pairs = zip(rollouts.input_ids[:, :width], rollouts.attention_mask[:, :width], strict=True)
-    texts: list[str] = tokenizer.batch_decode(
-        [ids[seen.bool()].tolist() for ids, seen in pairs], clean_up_tokenization_spaces=False
-    )
-    return texts
+    ids = [row[seen.bool()].tolist() for row, seen in pairs]
+    return list(tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False))
 
 
 def widened(values: Tensor, width: int, fill: float = 0) -> Tensor:

@@ -13,7 +13,7 @@ import json
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,8 +29,7 @@ from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.integrations.core import Recorder, own_forward
 from sharpscope.integrations.price import Work
-from sharpscope.integrations.steps import Step, prompt_texts, same_prompts
-from sharpscope.policy import Rollouts, completions_of
+from sharpscope.integrations.steps import prompt_texts, same_prompts, sequences_of
 from sharpscope.policy.adapters import has_adapters
 from sharpscope.policy.sharding import reshard
 from sharpscope.probes import guarded
@@ -40,6 +39,8 @@ from sharpscope.rules import OF_ROLLOUTS
 from sharpscope.tasks import Example, Reward
 
 IGNORED = -100
+_LAUNCHES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
+_EXCHANGES = ("gather", "gather_for_metrics", "reduce")
 #: Classes of TRL whose loss is a function of log-probabilities that the recorder knows.
 _OF_TRL = ("SFTTrainer", "DPOTrainer", "_BaseTrainer", "BaseTrainer")
 _KNOWN_INPUTS = {"input_ids", "attention_mask", "labels", "completion_mask", "use_cache", "num_items_in_batch"} | {
@@ -158,17 +159,26 @@ class TrainerRecorder(Recorder):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Context that computes the trainer's loss again, without dropout and gradients; restores its metrics and counters."""
-        trainer, model = self.trainer, self.model
-        distributed.gather(None)  # the trainer's loss may exchange values
-        before = dict(vars(trainer))
+        """Context that computes the trainer's loss again, without dropout and gradients; restores its metrics and counters.
+
+        The trainer exchanges nothing in it but, for top_entropy_quantile, entropies, so that no process waits for one whose loss
+        raises an error; with FSDP2 forward passes exchange weights.
+        """
+        trainer, model, accelerator = self.trainer, self.model, vars(self.trainer.accelerator)
+        distributed.gather(None)
+        before, kept = dict(vars(trainer)), dict(accelerator)
         metrics = copy.deepcopy(before.get("_metrics"))
+        if getattr(trainer, "top_entropy_quantile", 1.0) == 1.0:  # otherwise it is for metrics alone
+            accelerator |= dict.fromkeys(_EXCHANGES, lambda values, *_, **__: values)
         try:
             with guarded(model, weights=False), own_forward(model), torch.no_grad():
                 model.training = True  # of the model alone: TRL's normalizers of training, dropout off
                 yield
         finally:
             reshard(model)  # else the next update's forward pass would find weights from before this one
+            for name in set(accelerator) - set(kept):
+                del accelerator[name]
+            accelerator.update(kept)
             vars(trainer).update(before)
             if metrics is not None:
                 trainer._metrics = metrics
@@ -187,6 +197,10 @@ class _Callback(TrainerCallback):
         """Begin the trace."""
         self.recorder.recording = True
         self.recorder.together(self.recorder.start)
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        """Write the steps up to a checkpoint, from which a resumed training goes on."""
+        self.recorder.safely(self.recorder.flush)
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         """After an evaluation, which is written."""
@@ -226,10 +240,7 @@ def check_setup(trainer: Any) -> None:
         _check_fsdp(trainer)
     refuse(
         (args.n_gpu > 1, f"{args.n_gpu} GPUs in one process (DataParallel); set CUDA_VISIBLE_DEVICES to one of them"),
-        (
-            kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"),
-            f"distributed_type {kind} is not supported; start one process, or several with DDP or FSDP2",
-        ),
+        (kind not in _LAUNCHES, f"distributed_type {kind} is not supported; start one process, or use DDP or FSDP2"),
         (args.fp16, "fp16 = True scales the loss by a changing factor; use bf16 or float32"),
     )
 
@@ -250,10 +261,7 @@ def _check_fsdp(trainer: Any) -> None:
         (plugin.activation_checkpointing, f"FSDP's activation_checkpointing renames layers; {other}"),
         (getattr(state, "parallelism_config", None) is not None, "FSDP with a parallelism_config; leave it out"),
         (has_adapters(trainer.accelerator.unwrap_model(trainer.model)), "FSDP with adapters (peft); use DDP"),
-        (
-            not optim.startswith("adamw"),
-            f"optim = {optim} with FSDP is not supported; use an AdamW, such as adamw_torch",
-        ),
+        (not optim.startswith("adamw"), f"optim = {optim} with FSDP is not supported; use adamw_torch"),
     )
 
 
@@ -270,71 +278,11 @@ def check_supervised(trainer: Any) -> str:
     args, smoothing = trainer.args, float(getattr(trainer.args, "label_smoothing_factor", 0.0))
     several = "True puts several sequences into one row; set it to False"
     refuse(
-        (
-            smoothing > 0,
-            f"label_smoothing_factor = {smoothing:g} adds a term that no token's log-probability carries; set it to 0",
-        ),
-        (
-            trainer.compute_loss_func is not None,
-            "compute_loss_func replaces the model's loss by one whose coefficients are not known; leave it out",
-        ),
+        (smoothing > 0, f"label_smoothing_factor = {smoothing:g} adds a term that no token has; set it to 0"),
+        (trainer.compute_loss_func is not None, "compute_loss_func replaces the model's loss; leave it out"),
         *((getattr(args, name, False), f"{name} = {several}") for name in ("packing", "padding_free")),
     )
     return "dpo" if "DPOTrainer" in of_trl else "sft"
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """A micro-batch of n sequences as rollouts. `columns` (n, T) is the column of each completion token in the trainer's rows."""
-
-    rollouts: Rollouts
-    columns: Tensor
-    order: Tensor  # (n,) the trainer's row of each row
-
-    def gather(self, values: Tensor, shift: int = 1) -> Tensor:
-        """(n, T) from `values` (B, L−shift), in which column j belongs to the token in column j + shift."""
-        return values[self.order.to(values.device)].gather(1, (self.columns - shift).clamp(min=0).to(values.device))
-
-
-def sequences_of(ids: Tensor, present: Tensor, counted: Tensor, tokenizer: Any, *, pairs: bool = False) -> Sequences:
-    """Rows (B, L) as rollouts; the rows of a pair (DPO: chosen, rejected) become adjacent.
-
-    Args:
-        ids: (B, L) token IDs.
-        present: (B, L) 1 on tokens, 0 on padding.
-        counted: (B, L) bool, tokens in the loss.
-        tokenizer: for texts.
-        pairs: whether row i and row i + B/2 are a pair.
-
-    Raises:
-        UserError: a row's first token is in the loss, predicted from padding.
-    """
-    n = len(ids)
-    order = torch.arange(n).view(2, -1).T.flatten() if pairs else torch.arange(n)
-    prompts, completions, flags, columns = [], [], [], []
-    for row in order.tolist():
-        kept = present[row].nonzero()[:, 0].tolist()
-        loss = counted[row, kept].tolist()
-        if loss[0] and kept[0] > 0:
-            raise UserError(
-                "record: the first token of a left-padded row is in the loss, predicted from padding; set "
-                "tokenizer.padding_side = 'right'"
-            )
-        loss[0] = False  # nothing predicts it
-        first = loss.index(True) if any(loss) else len(kept) - 1
-        last = max((i for i, flag in enumerate(loss) if flag), default=first)
-        tokens = ids[row].tolist()
-        prompts.append([tokens[i] for i in kept[:first]])
-        completions.append([tokens[i] for i in kept[first : last + 1]])
-        columns.append(torch.tensor(kept[first : last + 1]))
-        flags.append(loss[first : last + 1])
-    made = completions_of(prompts, completions, flags, ids.device)
-    rollouts = replace(
-        made,
-        group=made.group // (2 if pairs else 1),
-        texts=tokenizer.batch_decode(completions, clean_up_tokenization_spaces=False),
-    ).with_reward(torch.zeros(n))
-    return Sequences(rollouts, torch.nn.utils.rnn.pad_sequence(columns, batch_first=True), order)
 
 
 class SupervisedRecorder(TrainerRecorder):
@@ -362,9 +310,8 @@ class SupervisedRecorder(TrainerRecorder):
         """Notes for run.json."""
         notes = [f"DPO with beta = {self.trainer.beta:g}; group: pair, first the chosen"] if self.pairs else []
         if self._held:
-            notes.append(
-                f"critical sharpness is not measured: {self._held} multiplies the loss by factors that its gradient treats as constants"
-            )
+            held = f"{self._held} multiplies the loss by factors that its gradient treats as constants"
+            notes.append(f"critical sharpness is not measured: {held}")
         return notes
 
     # -- one micro-batch ---------------------------------------------------------------------------------------------
@@ -373,25 +320,17 @@ class SupervisedRecorder(TrainerRecorder):
         original = partial(self._original["compute_loss"], model, inputs, *args, **kwargs)
         if not self.recording or not self.model.training or not torch.is_grad_enabled():
             return original()
-        started = time.perf_counter()
-        watched = self.in_step(lambda: self._open(inputs))
-        again = dict(inputs) if self.recording and self._critical_due() else None
-        self._step.seconds["recording_s"] += time.perf_counter() - started
-        if watched is None:
-            return original()
-        with self._watched(watched) as seen:
+        given = dict(inputs)  # some trainers take entries out
+        with self._watched() as found:
             loss = original()
-        if not seen:
-            text = f"the loss of {type(self.trainer).__name__} uses neither the model's loss nor its log-probabilities"
-            self.safely(lambda: refuse((True, text)))
-        elif again is not None:
+        started = time.perf_counter()
+        self.in_step(lambda: self._tokens(given, found))
+        self._step.seconds["recording_s"] += time.perf_counter() - started
+        if self.recording and self.observers.surface.update_due(self.step_number):
             # The gradient that reaches the loss holds the division by the accumulation steps.
             value = loss[0] if isinstance(loss, tuple) else loss
-            value.register_hook(lambda factor: self._kept.append(_Again(again, args, kwargs, float(factor))))
+            value.register_hook(lambda factor: self._kept.append(_Again(given, args, kwargs, float(factor))))
         return loss
-
-    def _critical_due(self) -> bool:
-        return self.observers.surface.update_due(self.step_number)
 
     def observe_update(self, observer: StepObserver) -> None:
         """Measure the critical sharpness of the update."""
@@ -401,13 +340,8 @@ class SupervisedRecorder(TrainerRecorder):
             start = self._loss_of(kept)
             # With dropout the gradient is of another loss, so its slope is not that of the loss computed again.
             same = math.isclose(start, loss, rel_tol=1e-2)
-            observer.critical(
-                self.model,
-                self.optimizer,
-                lambda: self._loss_of(kept),
-                start=start,
-                clip_factor=factor if same else None,
-            )
+            clip = factor if same else None
+            observer.critical(self.model, self.optimizer, lambda: self._loss_of(kept), start=start, clip_factor=clip)
 
     def _loss_of(self, kept: list[_Again]) -> float:
         """The trainer's loss of some micro-batches at the present weights, over all processes, without dropout."""
@@ -418,15 +352,16 @@ class SupervisedRecorder(TrainerRecorder):
                 total += one.factor * float(loss[0] if isinstance(loss, tuple) else loss)
         return distributed.sum_values(total) / distributed.world_size()
 
-    def _open(self, inputs: Mapping[str, Any]) -> _Tokens:
-        """Add the micro-batch to the step.
+    def _tokens(self, inputs: Mapping[str, Any], found: _Found) -> None:
+        """Add the micro-batch to the step, and take the coefficients of its tokens from what was found in its loss.
 
         Raises:
-            UserError: the batch has inputs or labels that cannot be recorded.
+            UserError: the batch has inputs or labels, or the trainer a loss, that cannot be recorded.
         """
-        unknown = sorted(key for key in inputs if key not in _KNOWN_INPUTS)
-        if unknown:
-            raise UserError(f"the batch has the input '{unknown[0]}', which probes of the model do not get")
+        name = type(self.trainer).__name__
+        refuse((not found.kind, f"the loss of {name} uses neither the model's loss nor its log-probabilities"))
+        for key in sorted(key for key in inputs if key not in _KNOWN_INPUTS):
+            raise UserError(f"the batch has the input '{key}', which probes of the model do not get")
         ids: Tensor = inputs["input_ids"]
         present = torch.ones_like(ids) if inputs.get("attention_mask") is None else inputs["attention_mask"]
         counted = inputs["completion_mask"].bool() if self.pairs else inputs["labels"] != IGNORED
@@ -438,33 +373,83 @@ class SupervisedRecorder(TrainerRecorder):
         rewards = [Reward(0.0, {"chosen": 1.0 - row % 2} if self.pairs else {}, False) for row in range(n)]
         batch = RolloutBatch(examples, rollouts, rewards, torch.zeros(n, dtype=torch.float64), None)
         scorer = replace(self.scorer, share_prompt=self.pairs and same_prompts(rollouts, 2))
-        labels = [(self._serial, group) for group in rollouts.group.tolist()]
-        made = self.open_batch(batch, labels, scorer)
-        return _Tokens(sequences, self, self._step, made.serial)
+        made = self.open_batch(batch, [(self._serial, group) for group in rollouts.group.tolist()], scorer)
+        ours, mask = made.tokens.stats.logp, rollouts.completion_mask.bool()
+        keep = self._step.use(made.serial, torch.arange(n))
+        tokens, number = int(mask.sum()), found.labels
+        if found.kind == "log_probs":
+            self._step.gaps.append((sequences.gather(found.values.to(ours)) - ours).abs()[mask].cpu())
+            coefficients = sequences.gather
+        else:  # −Σ log π / N
+            if number and tokens:
+                gap = abs(float(found.values) * number + float(ours[mask].double().sum())) / tokens
+                self._step.gaps.append(torch.full((tokens,), gap))
+            coefficients = lambda gradient: torch.full_like(ours, -float(gradient) / number if number else 0.0)  # noqa: E731
+        found.keep = lambda gradient: self.safely(lambda: keep(coefficients(gradient)))
 
     @contextmanager
-    def _watched(self, tokens: _Tokens) -> Iterator[list[str]]:
-        """Context that hooks the model's first log-probabilities or loss with a gradient; yields which."""
-        seen: list[str] = []
+    def _watched(self) -> Iterator[_Found]:
+        """Context that hooks the model's first log-probabilities or loss with a gradient."""
+        found = _Found()
 
         def hook(module: Any, args: Any, given: dict[str, Any], output: Any) -> None:
-            """Hook the first log-probabilities or loss of the model that requires a gradient."""
-            if seen or not torch.is_grad_enabled():
-                return
-            logp, loss = getattr(output, "log_probs", None), getattr(output, "loss", None)
-            if isinstance(logp, Tensor) and logp.requires_grad:
-                seen.append("log_probs")
-                self.safely(lambda: tokens.of_logp(logp))
-            elif isinstance(loss, Tensor) and loss.requires_grad and given.get("labels") is not None:
-                seen.append("loss")
-                self.safely(lambda: tokens.of_loss(loss, given.get("num_items_in_batch"), given["labels"]))
+            """Look at an output of the model."""
+            logp, loss, labels = (
+                getattr(output, "log_probs", None),
+                getattr(output, "loss", None),
+                given.get("labels"),
+            )
+            if isinstance(logp, Tensor):
+                found.take("log_probs", logp)
+            elif isinstance(loss, Tensor) and labels is not None:
+                count = given.get("num_items_in_batch")
+                number = (labels[:, 1:] != IGNORED).sum() if count is None else torch.as_tensor(count)
+                found.take("loss", loss, float(number))
+
+        # TRL's DPO before 1.16 computes log-probabilities by a function
+        module: Any = import_module("trl.trainer.dpo_trainer") if self.pairs else None
+        softmax = getattr(module, "selective_log_softmax", None)
+
+        def hooked(*args: Any, **kwargs: Any) -> Tensor:
+            """The function's log-probabilities, of which the first that require a gradient are hooked."""
+            logp: Tensor = softmax(*args, **kwargs)
+            # TRL sets prompts to 0 in place, and a view that is written to loses its hook
+            return logp.clone() if found.take("log_probs", logp) else logp
 
         handle = self.model.register_forward_hook(hook, with_kwargs=True)
+        if softmax is not None:
+            module.selective_log_softmax = hooked
         try:
-            with _softmax_hooked(self.pairs, seen, tokens):
-                yield seen
+            yield found
         finally:
             handle.remove()
+            if softmax is not None:
+                module.selective_log_softmax = softmax
+
+
+@dataclass
+class _Found:
+    """What the gradient of a micro-batch's loss reaches first.
+
+    Attributes:
+        kind: log_probs (B, L−1), or the model's own loss.
+        values: of it.
+        labels: number of tokens N that the model's loss is divided by.
+        keep: what is done with the gradient.
+    """
+
+    kind: str = ""
+    values: Any = None
+    labels: float = 0.0
+    keep: Callable[[Tensor], None] = lambda _: None
+
+    def take(self, kind: str, values: Tensor, labels: float = 0.0) -> bool:
+        """Hook the first tensor with a gradient; returns whether it is this one."""
+        if self.kind or not values.requires_grad or not torch.is_grad_enabled():
+            return False
+        self.kind, self.values, self.labels = kind, values.detach(), labels
+        values.register_hook(lambda gradient: self.keep(gradient))  # noqa: PLW0108 - `keep` is set later
+        return True
 
 
 @dataclass(frozen=True)
@@ -483,59 +468,6 @@ def _held_constant(trainer: Any) -> str:
     if getattr(args, "loss_type", None) == "dft":
         return "loss_type = 'dft'"
     return "use_weighting = True" if getattr(args, "use_weighting", False) else ""
-
-
-class _Tokens:
-    """A micro-batch whose loss is about to be computed: hooks its log-probabilities, or the model's loss."""
-
-    def __init__(self, sequences: Sequences, recorder: SupervisedRecorder, step: Step, serial: int) -> None:
-        self.sequences, self.recorder, self.step = sequences, recorder, step
-        batch = step.batch(serial)
-        self.ours, self.mask = batch.tokens.stats.logp, sequences.rollouts.completion_mask.bool()
-        keep = step.use(serial, torch.arange(len(self.mask)))
-        self.keep = lambda gradient: recorder.safely(lambda: keep(gradient))
-
-    def of_logp(self, logp: Tensor) -> None:
-        """The loss differentiates log-probabilities (B, L−1)."""
-        theirs = self.sequences.gather(logp.detach().to(self.ours))
-        self.step.gaps.append((theirs - self.ours).abs()[self.mask].cpu())
-        logp.register_hook(lambda gradient: self.keep(self.sequences.gather(gradient)))
-
-    def of_loss(self, loss: Tensor, count: Any, labels: Tensor) -> None:
-        """The trainer's loss is a function of the model's own, −Σ log π / N; N is `count`, or the number of labels."""
-        number = float((labels[:, 1:] != IGNORED).sum() if count is None else torch.as_tensor(count))
-        tokens = int(self.mask.sum())
-        if not number or not tokens:
-            loss.register_hook(lambda gradient: self.keep(torch.zeros_like(self.ours)))
-            return
-        gap = abs(float(loss.detach()) * number + float(self.ours[self.mask].double().sum())) / tokens
-        self.step.gaps.append(torch.full((tokens,), gap))
-        loss.register_hook(lambda gradient: self.keep(torch.full_like(self.ours, -float(gradient) / number)))
-
-
-@contextmanager
-def _softmax_hooked(pairs: bool, seen: list[str], tokens: _Tokens) -> Iterator[None]:
-    """Context that hooks the log-probabilities of the function that TRL's DPO before 1.16 uses."""
-    dpo_trainer: Any = import_module("trl.trainer.dpo_trainer") if pairs else None
-    original = getattr(dpo_trainer, "selective_log_softmax", None)
-    if original is None:
-        yield
-        return
-
-    def hooked(*args: Any, **kwargs: Any) -> Tensor:
-        """The original's log-probabilities; the first that require a gradient are hooked."""
-        logp: Tensor = original(*args, **kwargs)
-        if seen or not logp.requires_grad:
-            return logp
-        seen.append("log_probs")
-        tokens.recorder.safely(lambda: tokens.of_logp(logp))
-        return logp.clone()  # TRL sets prompts to 0 in place, and a view that is written to loses its hook
-
-    dpo_trainer.selective_log_softmax = hooked
-    try:
-        yield
-    finally:
-        dpo_trainer.selective_log_softmax = original
 
 
 def is_trainer(trainer: Any) -> bool:

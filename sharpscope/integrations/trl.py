@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -29,13 +29,12 @@ from sharpscope.errors import UserError
 from sharpscope.integrations.price import Work
 from sharpscope.integrations.record import record
 from sharpscope.integrations.steps import Batch, TokenLoss, prompt_texts, same_prompts, unused_tokens
-from sharpscope.integrations.trainers import TrainerRecorder, check_setup, rows_of_update
+from sharpscope.integrations.trainers import TrainerRecorder, check_setup, refuse, rows_of_update
 from sharpscope.objective import Method, gradient_killed, k3, named_method
 from sharpscope.policy import Completions, Rollouts, join_rollouts
 from sharpscope.recording.observers import StepObserver
 from sharpscope.recording.rows import evaluation_row
 from sharpscope.recording.step import RolloutBatch
-from sharpscope.rules import Event
 from sharpscope.tasks import Example, Reward
 
 __all__ = ["GrpoRecorder", "record"]
@@ -79,16 +78,11 @@ def check_grpo(trainer: Any) -> None:
     check_setup(trainer)
     args, name = trainer.args, type(trainer).__name__
     round_, update = generate_every(trainer), args.gradient_accumulation_steps
-    if round_ % update and update % round_:
-        raise UserError(
-            f"record: steps_per_generation × num_iterations = {round_} and gradient_accumulation_steps = {update}: one must "
-            "divide the other, so that a step has whole updates"
-        )
+    numbers = f"steps_per_generation × num_iterations = {round_} and gradient_accumulation_steps = {update}"
+    refuse((round_ % update and update % round_, f"{numbers}: one must divide the other"))
     if type(trainer).compute_loss is not GRPOTrainer.compute_loss:
-        warnings.warn(
-            f"{name} overrides compute_loss; if that does not call GRPOTrainer's, recording will stop at the first update",
-            stacklevel=3,
-        )
+        text = "if that does not call GRPOTrainer's, recording will stop at the first update"
+        warnings.warn(f"{name} overrides compute_loss; {text}", stacklevel=3)
 
 
 def generate_every(trainer: Any) -> int:
@@ -103,9 +97,10 @@ def token_weights_of(trainer: Any, weights: str | Method, shaping: str | None) -
         UserError: it has none, they are not a factor on the surrogate, or it differs from GRPO in more than weights; or TRL's
             loss does not keep them apart.
     """
+    usable = ", ".join(WEIGHTABLE)
     if trainer.loss_type not in WEIGHTABLE:
         raise UserError(
-            f"weights: loss_type = '{trainer.loss_type}' does not keep token weights apart; use one of {', '.join(WEIGHTABLE)}"
+            f"weights: loss_type = '{trainer.loss_type}' does not keep token weights apart; use one of {usable}"
         )
     method = named_method(weights) if isinstance(weights, str) else weights
     plain = named_method("grpo")
@@ -113,14 +108,11 @@ def token_weights_of(trainer: Any, weights: str | Method, shaping: str | None) -
     if method.tokens is None:  # ar: TRL's own options set its clip and aggregation
         rest = rest.model_copy(update={"clip": plain.clip, "aggregate": plain.aggregate})
     if method.weight_on != "surrogate":
-        raise UserError(
-            f"weights = '{method.name}': they act on the ratio inside the clip, which TRL's advantages cannot carry; use grpo-sg"
-        )
+        wrong = "they act on the ratio inside the clip, which TRL's advantages cannot carry; use grpo-sg"
+        raise UserError(f"weights = '{method.name}': {wrong}")
     if rest != plain or (isinstance(method.weight, UniformWeight) and method.tokens is None):
-        raise UserError(
-            f"weights = '{method.name}': this method is more than token weights on GRPO, or has none; give one such as grpo-sg, "
-            "ar, cov-grpo, papo, high-entropy or a control, and set the rest by TRL's own options"
-        )
+        wrong = "this method is more than token weights on GRPO, or has none; give one such as grpo-sg or ar"
+        raise UserError(f"weights = '{method.name}': {wrong}, and set the rest by TRL's own options")
     return method.with_preset("auto", shaping or "paper")
 
 
@@ -164,9 +156,8 @@ class GrpoRecorder(TrainerRecorder):
             if value not in (off, None):
                 notes.append(f"completions were drawn with {name} = {value:g}, which log-probabilities do not show")
         if self._held:
-            notes.append(
-                f"critical sharpness is not measured: loss_type '{self.trainer.loss_type}' holds factors constant"
-            )
+            held = f"loss_type '{self.trainer.loss_type}' holds factors constant"
+            notes.append(f"critical sharpness is not measured: {held}")
         if self.trainer.loss_type == "cispo":
             notes.append(f"cispo: TRL bounds the ratio itself by epsilon_high = {float(self.trainer.epsilon_high):g}")
         return notes
@@ -228,9 +219,7 @@ class GrpoRecorder(TrainerRecorder):
         ]
         if missing := int(total.isnan().sum()):
             text = f"{missing} of {len(total)} completions got no reward from any reward function (NaN; TRL counts 0)"
-            self._events.append(
-                Event(self.step_number, "nan_reward", "warning", missing / len(total), 0.0, "none", text)
-            )
+            self._event("nan_reward", "warning", text, missing / len(total), 0.0)
         examples = [Example(text, "", {}) for text in prompt_texts(rollouts, tokenizer)[:: self.group_size]]
         every = torch.cat([each for _, each in parts]).to(device)
         batch = RolloutBatch(examples, rollouts, scores, every, None)
@@ -259,10 +248,9 @@ class GrpoRecorder(TrainerRecorder):
         self.safely(lambda: self._keep(inputs))
         self._current = inputs
         try:
-            loss: Tensor = original(model, inputs)
+            return cast(Tensor, original(model, inputs))
         finally:
             self._current = None
-        return loss
 
     def _logps(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._original["_get_per_token_logps_and_entropies"](*args, **kwargs)
@@ -317,9 +305,8 @@ class GrpoRecorder(TrainerRecorder):
         if len(total):
             judge: Callable[[float], bool] = self.correct or (lambda _: False)
             correct = np.array([judge(value) for value in total.tolist()], dtype=bool).reshape(-1, k)
-            row = evaluation_row(
-                self.step_number - 1, self.task, "heldout", "all", correct, total.tolist(), self.temperature
-            )
+            of = (self.step_number - 1, self.task, "heldout", "all")
+            row = evaluation_row(*of, correct, total.tolist(), self.temperature)
             if self.correct is None:
                 row |= dict.fromkeys(("accuracy", "std_error", "pass_at_k"))
             self.writer.append("eval", {name: [value] for name, value in row.items()})

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -92,7 +87,7 @@ def test_command_and_mistakes(run_dir, tmp_path, monkeypatch):
     assert result.exit_code == 0 and "values" in result.output and "tensorboard --logdir" in result.output
     for arguments, message in (
         (["--to", "tensorbord"], "did you mean 'tensorboard'"),
-        (["--to", "trackio", "--online"], "not supported by trackio"),
+        (["--to", "tensorboard", "--online"], "not supported by tensorboard"),
     ):
         with pytest.raises(UserError, match=message):
             CliRunner().invoke(app, ["export", str(run_dir), *arguments], catch_exceptions=False)
@@ -101,7 +96,7 @@ def test_command_and_mistakes(run_dir, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="have one name"):
         export([run_dir, run_dir], "tensorboard", tmp_path / "twice")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for name in ("tensorboard", "wandb", "trackio"):
+    for name in ("tensorboard", "wandb"):
         with pytest.raises(UserError, match=rf"pip install 'sharpscope\[{name}\]'"):
             export([run_dir], name, tmp_path)
 
@@ -127,22 +122,3 @@ def test_wandb_is_offline_whatever_the_environment_says(run_dir, tmp_path, monke
     rows = {row["_step"]: row for row in history(file)}
     for name, values in expected(run_dir).items():
         assert {step: rows[step][name] for step in values} == pytest.approx(values), name
-
-
-def test_trackio_writes_its_database_into_the_folder(run_dir, tmp_path):
-    """In a process of its own: trackio takes its folder at import."""
-    told = {"TRACKIO_SERVER_URL": "http://127.0.0.1:9/?write_token=x", "TRACKIO_SPACE_ID": "somebody/space"}
-    command = [sys.executable, "-m", "sharpscope", "export", str(run_dir), "--to", "trackio", "--project", "mine"]
-    made = subprocess.run(
-        [*command, "--out", str(tmp_path)], env=os.environ | told, capture_output=True, text=True, check=False
-    )
-    assert made.returncode == 0, made.stderr
-    (file,) = tmp_path.glob("mine*.db")
-    with sqlite3.connect(file) as database:
-        rows = database.execute("SELECT run_name, step, metrics FROM metrics").fetchall()
-    assert {name for name, _, _ in rows} == {"one"}
-    found: dict[int, dict[str, float]] = {}
-    for _, step, metrics in rows:
-        found.setdefault(step, {}).update(json.loads(metrics))
-    for name, values in expected(run_dir).items():
-        assert {step: found[step][name] for step in values} == pytest.approx(values), name

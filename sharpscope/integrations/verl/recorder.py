@@ -56,6 +56,7 @@ from sharpscope.traces import RunLock, TraceWriter, create_run_dir, create_run_i
 from sharpscope.traces.files import now
 
 ROW = "sharpscope_row"
+STRATEGIES = ("fsdp", "fsdp2")
 NORMS, CRITICAL = "SHARPSCOPE_VERL_NORMS_EVERY", "SHARPSCOPE_VERL_CRITICAL_EVERY"
 """Environment variables: intervals of score norms and of critical sharpness, both also measured at the first step and, where verl
 gives their number, at the last; 0: never [steps]."""
@@ -115,9 +116,7 @@ def interval(variable: str, default: int) -> int:
     """
     text = os.environ.get(variable, str(default))
     if not text.isdecimal():
-        raise UserError(
-            f"{variable} = {text!r}: must be a whole number of at least 0; set an interval in steps, or 0 to leave it out"
-        )
+        raise UserError(f"{variable} = {text!r}: must be a whole number of at least 0 [steps]; 0 leaves it out")
     return int(text)
 
 
@@ -129,9 +128,10 @@ def check_actor(config: Any) -> None:
     """
     from verl.utils.config import omega_conf_to_dataclass
 
-    _check_strategy(config.actor.strategy)
-    engine = omega_conf_to_dataclass(config.actor).engine
-    check_engine(engine, bool(config.model.get("use_fused_kernels", False)))
+    if config.actor.strategy in STRATEGIES:  # else there may be no `engine`
+        check_engine(omega_conf_to_dataclass(config.actor).engine, bool(config.model.get("use_fused_kernels", False)))
+    else:
+        check_engine(config.actor, False)
 
 
 def check_engine(config: Any, fused: bool) -> None:
@@ -140,23 +140,17 @@ def check_engine(config: Any, fused: bool) -> None:
     Raises:
         UserError: an engine or option is not supported; the message names it.
     """
-    _check_strategy(config.strategy)
+    if config.strategy not in STRATEGIES:
+        raise UserError(f"verl: strategy = {config.strategy} is not recorded; use fsdp2, or unset SHARPSCOPE_VERL")
     parts, dtype = config.ulysses_sequence_parallel_size, str((config.mixed_precision or {}).get("param_dtype", ""))
+    half = "mixed_precision.param_dtype = fp16 scales the loss by a changing factor; use bf16 or fp32"
     for wrong, message in (
         (fused, "use_fused_kernels = True gives no log-probabilities to hook; set it to False"),
         (parts > 1, f"ulysses_sequence_parallel_size = {parts} divides sequences; set it to 1"),
-        (
-            dtype in ("fp16", "float16", "16", "16-mixed"),
-            "mixed_precision.param_dtype = fp16 scales the loss by a changing factor; use bf16 or fp32",
-        ),
+        (dtype in ("fp16", "float16", "16", "16-mixed"), half),
     ):
         if wrong:
             raise UserError(f"verl: {message}")
-
-
-def _check_strategy(strategy: str) -> None:
-    if strategy not in ("fsdp", "fsdp2"):
-        raise UserError(f"verl: strategy = {strategy} is not recorded; use fsdp2, or unset SHARPSCOPE_VERL")
 
 
 def check_loss(loss_fn: Any) -> None:
@@ -171,10 +165,8 @@ def check_loss(loss_fn: Any) -> None:
     config = loss_fn.keywords["config"]
     mode = config.policy_loss.get("loss_mode", "vanilla")
     if mode not in LOSSES:
-        raise UserError(
-            f"policy_loss.loss_mode = {mode}: the loss has factors that its gradient treats as constants, or is not known, so its "
-            f"values along the update are not those of what the update descends; measured for {', '.join(LOSSES)}"
-        )
+        why = "the loss has factors that its gradient treats as constants, or is not known"
+        raise UserError(f"policy_loss.loss_mode = {mode}: {why}; measured for {', '.join(LOSSES)}")
     if config.use_kl_loss and config.kl_loss_type.endswith("+"):
         raise UserError(f"kl_loss_type = {config.kl_loss_type}: its gradient is not that of its value")
 
@@ -354,7 +346,11 @@ class VerlRecorder(Guard):
         """Take the gradient's norms, and return a hook that measures the critical sharpness where it is due."""
         engine = self.worker.engine
         self.lr = float(engine.optimizer.param_groups[0]["lr"])
-        self.gradient = None if self.groups is None else gradient_norms(_trained(engine.module), self.groups)
+        self.gradient = (
+            None
+            if self.groups is None
+            else gradient_norms([p for p in engine.module.parameters() if p.requires_grad], self.groups)
+        )
         if rows.updates or not self._due("critical_sharpness"):
             return []
         norm = gradient_norm(engine.module.parameters()) if self.gradient is None else self.gradient.total
@@ -412,17 +408,10 @@ class VerlRecorder(Guard):
         try:
             check_loss(loss_fn)
             compute = engine._autocast_dtype
-            critical, found = critical_rows(
-                engine.module,
-                engine.optimizer,
-                loss,
-                start=None,
-                clip_factor=factor,
-                compute=compute,
-                scale=distributed.sum_values(float(rows.coef.abs().nansum())),
-                last=self.critical_lr,
-                usual_lr=float(self.worker.optimizer_config.lr),
-            )
+            scale, lr = distributed.sum_values(float(rows.coef.abs().nansum())), float(self.worker.optimizer_config.lr)
+            options: dict[str, Any] = {"scale": scale, "last": self.critical_lr, "usual_lr": lr, "compute": compute}
+            model, optimizer = engine.module, engine.optimizer
+            critical, found = critical_rows(model, optimizer, loss, start=None, clip_factor=factor, **options)
             if critical.outcome == "found":
                 self.critical_lr = critical.lr
             self.probes += found
@@ -516,12 +505,9 @@ class VerlRecorder(Guard):
         made = create_run_dir(self.folder)
         worker.model_config.tokenizer.save_pretrained(made / "tokenizer")
         config = getattr(worker.loss_fn, "keywords", {}).get("config")
-        policy_loss = getattr(config, "policy_loss", None) or {}
-        loss = {
-            "loss_mode": policy_loss.get("loss_mode", "vanilla"),
-            **{name: getattr(config, name, None) for name in ("loss_agg_mode", "clip_ratio_low", "clip_ratio_high")},
-            **{name: getattr(config, name, None) for name in ("use_kl_loss", "kl_loss_coef", "entropy_coeff")},
-        }
+        names = ("loss_agg_mode", "clip_ratio_low", "clip_ratio_high", "use_kl_loss", "kl_loss_coef", "entropy_coeff")
+        loss = {name: getattr(config, name, None) for name in names}
+        loss["loss_mode"] = (getattr(config, "policy_loss", None) or {}).get("loss_mode", "vanilla")
         info = {
             "method": f"verl {loss['loss_mode']}",
             "task": "verl",
@@ -548,10 +534,6 @@ class VerlRecorder(Guard):
         self.lock.__exit__(None, None, None)
 
 
-def _trained(module: torch.nn.Module) -> list[Tensor]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
 def _summary(log_ratio: np.ndarray) -> UpdateSummary:
     """Statistics of the ratios of an update's tokens over all processes."""
     change = torch.from_numpy(log_ratio)
@@ -565,56 +547,34 @@ def _completions(rows: _Rows) -> list[Completion]:
     data = rows.data
     uids = [str(uid) for uid in data["uid"]] if "uid" in data else None
     prompts, replies = _parts(data)
-    advantage = _dense(data["advantages"]).double()
-    sampler = _dense(data["rollout_log_probs"]).double() if "rollout_log_probs" in data else None
+    columns = {"logp": rows.old, "entropy": rows.entropy, "advantage": _dense(data["advantages"]).double()}
+    columns |= {"ratio": rows.ratio, "loss_coef": rows.coef, "score_norm_local": rows.norm}
+    if "rollout_log_probs" in data:
+        columns["behavior_logp"] = _dense(data["rollout_log_probs"]).double()
     name = next((name for name in _REWARDS if name in data), None)
-    rewards = None if name is None else _dense(data[name]).double().sum(1)
+    rewards = None if name is None else _dense(data[name]).double().sum(1).tolist()
     completions = []
-    for row in range(len(rows.mask)):
+    for row, (prompt, reply) in enumerate(zip(prompts, replies, strict=True)):
         if uids is not None and uids[row].startswith("pad"):
             continue
         at = rows.mask[row].nonzero()[:, 0]
-        used = rows.update[row, at] >= 0
-
-        def taken(values: Tensor, at: Tensor = at, row: int = row) -> list[float | None]:
-            return [None if value != value else value for value in values[row, at].tolist()]  # noqa: PLR0124 - NaN
-
-        tokens: dict[str, Any] = {
-            "position": at.tolist(),
-            "update": [
-                u if known else None for u, known in zip(rows.update[row, at].tolist(), used.tolist(), strict=True)
-            ],
-            "token_id": [replies[row][position] for position in at.tolist()],
-            "logp": rows.old[row, at].tolist(),
-            "entropy": taken(rows.entropy),
-            "advantage": taken(advantage),
-            "ratio": taken(rows.ratio),
-            "loss_coef": taken(rows.coef),
-            "score_norm_local": taken(rows.norm),
-        }
-        if sampler is not None:
-            tokens["behavior_logp"] = taken(sampler)
+        tokens = {
+            n: np.ma.masked_invalid(values[row, at].numpy()).tolist() for n, values in columns.items()
+        }  # NaN: None
+        tokens |= {"position": at.tolist(), "token_id": [reply[position] for position in at.tolist()]}
+        tokens["update"] = np.ma.masked_less(rows.update[row, at].numpy(), 0).tolist()
         again: dict[str, list[Any]] = {name: [] for name in ("position", "update", "ratio", "loss_coef")}
         for later in rows.later:
             for place in (later.rows == row).nonzero()[:, 0].tolist():
-                where = later.used[place].nonzero()[:, 0]
-                again["position"] += where.tolist()
-                again["update"] += [later.update] * len(where)
-                again["ratio"] += later.ratio[place, where].tolist()
-                again["loss_coef"] += later.coef[place, where].tolist()
-        reward = None if rewards is None else float(rewards[row])
-        completions.append(
-            Completion(
-                ids=prompts[row] + replies[row],
-                prompt_length=len(prompts[row]),
-                tokens=tokens,
-                again=again,
-                group=None if uids is None else uids[row],
-                reward=reward,
-                parts={} if reward is None else {"total": reward},
-                length=len(replies[row]),
-            )
-        )
+                used = later.used[place]
+                again["position"] += used.nonzero()[:, 0].tolist()
+                again["update"] += [later.update] * int(used.sum())
+                again["ratio"] += later.ratio[place, used].tolist()
+                again["loss_coef"] += later.coef[place, used].tolist()
+        made = Completion(prompt + reply, len(prompt), tokens, again, length=len(reply))
+        if rewards is not None:
+            made = replace(made, reward=rewards[row], parts={"total": rewards[row]})
+        completions.append(made if uids is None else replace(made, group=uids[row]))
     return completions
 
 
