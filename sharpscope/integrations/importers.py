@@ -77,7 +77,7 @@ def read(source: Path, kind: str, options: Options, notes: list[str]) -> Iterato
     form, dropped, shift = FORMATS[kind], set[str](), 0
     files = _files(source, form)
     if not files:
-        raise UserError(f"{source}: has no file {form.missing}")
+        raise UserError(f"{source}: has no files of {kind}; {form.written}")
     if kind == "prime-rl":
         partly = {step for step, path in files if not (path.parent / "STABLE").exists()}
         notes += [f"step {step} is not complete (no file STABLE) and is left out" for step in sorted(partly)]
@@ -116,7 +116,7 @@ def recognize(source: Path) -> str:
 def _files(source: Path, form: Format) -> list[tuple[int | None, Path]]:
     """The files of a format with the step in their names, by step."""
     paths = [source] * source.is_file()
-    for pattern in form.patterns if source.is_dir() else ():
+    for pattern in form.patterns.split() if source.is_dir() else ():
         paths = paths or sorted(source.glob(pattern), key=lambda path: (len(path.name), path))
     found = [(match, path) for path in paths if (match := re.match(form.name, path.as_posix()))]
     numbered = len(found) > 1 or form.a_step
@@ -296,8 +296,8 @@ def jsonl(records: Iterator[Record], options: Options, _: list[str], dropped: se
         if isinstance(values["logp"], list):
             yield where, values
         elif not isinstance(values.get("rollout"), int | str):
-            message = f"'{theirs['rollout']}' must say of which completion; write a number or a text"
-            raise UserError(f"{where}: a line is a token, so {message}")
+            name = theirs["rollout"]
+            raise UserError(f"{where}: a line is a token, so '{name}' must say of which completion, as number or text")
         else:
             file = where.rpartition(" line ")[0]
             tokens.setdefault((file, values.get("step"), values["rollout"]), []).append(values)
@@ -465,8 +465,7 @@ def _check_export(record: dict[str, Any], where: str) -> None:
     version = record.get("schema_version")
     if version != PRIME_RL_SCHEMA:
         raise UserError(
-            f"{where}: schema_version {version}; this version reads {PRIME_RL_SCHEMA}: update sharpscope, or export with a "
-            f"prime-rl that writes {PRIME_RL_SCHEMA}"
+            f"{where}: schema_version {version}, not {PRIME_RL_SCHEMA}; export with a prime-rl that writes it"
         )
     ids = _integers(record.get("token_ids"), "token_ids", where)
     for name in ("position_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"):
@@ -557,59 +556,67 @@ class Format:
     """How the files of a trainer are read.
 
     Attributes:
-        patterns: of its files in the folder; the first that has any.
+        patterns: of its files in the folder, separated by spaces; the first that has any.
         name: regular expression of their paths; its group is the step.
-        missing: what its files are called, and how a user gets them.
         rows: the records of files with one step, options, notes and names of dropped columns to add to -> rows of COLUMNS.
+        written: how its trainer writes token IDs, log-probabilities and advantages.
         a_step: whether a file has one step, so that steps are read one after the other.
         records: reads files.
     """
 
-    patterns: tuple[str, ...]
+    patterns: str
     name: str
-    missing: str
     rows: Callable[[Iterator[Record], Options, list[str], set[str]], Iterator[Record]]
+    written: str
     a_step: bool = True
     records: Callable[[Iterable[Path]], Iterator[Record]] = json_lines
 
 
-_STABLE = "token_exports/step_N/STABLE; set enable_token_export in prime-rl"
-_SHARDS = "RUN_rollouts_N.jsonl; run open-instruct with --save_traces"
 FORMATS = {
     "prime-rl": Format(
-        ("token_exports/step_*/rank_*.jsonl", "step_*/rank_*.jsonl"),
+        "token_exports/step_*/rank_*.jsonl step_*/rank_*.jsonl",
         r".*step_(\d+)/rank_\d+\.jsonl$",
-        _STABLE,
         prime_rl,
+        "set enable_token_export in prime-rl (token_exports/step_N/STABLE), or give its rollouts/step_N folder",
     ),
     "nemo-rl": Format(
-        ("train_data_step*.jsonl",),
+        "train_data_step*.jsonl",
         r".*train_data_step(\d+)\.jsonl$",
-        "train_data_stepN.jsonl; give NeMo-RL's log_dir (logger.log_dir)",
         nemo_rl,
+        "NeMo-RL writes train_data_stepN.jsonl to its logger.log_dir unless env.should_log_nemo_gym_responses is set",
     ),
     "slime": Format(
-        ("train_data/*.pt", "*.pt"),
+        "train_data/*.pt *.pt",
         r".*?(\d+)\.pt$",
-        "N.pt; run slime with --dump-details",
         slime,
+        "run slime with --dump-details or --save-debug-train-data (N.pt)",
         records=_torch_records,
     ),
     "verifiers": Format(
-        ("**/traces.jsonl",),
+        "**/traces.jsonl",
         r"(?:.*step_(\d+)/)?.*traces\.jsonl$",
-        "traces.jsonl; give the output folder of verifiers or prime-rl",
         verifiers,
+        "verifiers writes token IDs to traces.jsonl with its TrainClient, not with vf-eval's EvalClient",
     ),
-    "open-instruct": Format(("*_rollouts_*.jsonl",), r".*_rollouts_\d+\.jsonl$", _SHARDS, open_instruct, a_step=False),
+    "open-instruct": Format(
+        "*_rollouts_*.jsonl",
+        r".*_rollouts_\d+\.jsonl$",
+        open_instruct,
+        "run open-instruct with --save_traces (RUN_rollouts_N.jsonl)",
+        a_step=False,
+    ),
     "verl": Format(
-        ("*.jsonl",),
+        "*.jsonl",
         r"(?:.*/)?(\d+)\.jsonl$",
-        "N.jsonl; set trainer.rollout_data_dir in verl and give that folder",
         verl,
+        "verl's rollout files (N.jsonl in trainer.rollout_data_dir) have text only; for tokens use sharpscope's recorder for verl",
     ),
     "jsonl": Format(
-        ("*.jsonl",), r"(?:.*?(\d+)[^\d/]*|.*)$", "*.jsonl; give a file, or a folder of them", jsonl, a_step=False
+        "*.jsonl",
+        r"(?:.*?(\d+)[^\d/]*|.*)$",
+        jsonl,
+        "write `prompt_ids` (or `prompt_length`), `token_id`, `logp` and `advantage` on each line of a file *.jsonl",
+        a_step=False,
     ),
 }
 """Formats by name, in the order in which files are compared with them."""

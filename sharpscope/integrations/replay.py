@@ -10,22 +10,10 @@ from sharpscope.config.method import Method
 from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
 from sharpscope.integrations.completions import Labels
-from sharpscope.integrations.importers import Options, import_files, recognize
+from sharpscope.integrations.importers import FORMATS, Options, import_files, recognize
 from sharpscope.policy import Policy
 from sharpscope.recording.from_checkpoint import Probed, probe_trace
 from sharpscope.traces import Run, load_run
-
-WRITES = {
-    "jsonl": "write `prompt_ids` (or `prompt_length`), `token_id`, `logp` and `advantage` on each line",
-    "nemo-rl": "NeMo-RL writes them in train_data_stepN.jsonl unless env.should_log_nemo_gym_responses is set",
-    "slime": "run slime with --save-debug-train-data (or --dump-details)",
-    "verifiers": "verifiers stores token IDs with its TrainClient, not with vf-eval's EvalClient; prime-rl's rollouts have them",
-    "open-instruct": "run open-instruct with --save_traces",
-    "prime-rl": "run prime-rl with its token export, or give its rollouts/step_N folder",
-    "verl": "verl's rollout files (trainer.rollout_data_dir) have text only, from which IDs cannot be restored; record the training "
-    "with sharpscope's recorder for verl",
-}
-"""Format -> what makes its trainer write the IDs, log-probabilities and advantages of a batch."""
 
 
 def probe_rollouts(
@@ -69,20 +57,17 @@ def probe_rollouts(
 
 def _check(run: Run, kind: str, source: Path, method: Method | None) -> None:
     """Raise UserError if the run lacks what a replay needs."""
-    rollouts = run.rollouts
+    rollouts, written = run.rollouts, FORMATS[kind].written
     without = int(rollouts["token_ids"].isna().sum())
     if without or not run.token_steps:
         ids = "prompt and completion" if not run.token_steps else "the prompt"
-        raise UserError(
-            f"--rollouts {source}: {without or len(rollouts)} of {len(rollouts)} completions have no token IDs of {ids}; {WRITES[kind]}"
-        )
+        count = f"{without or len(rollouts)} of {len(rollouts)}"
+        raise UserError(f"--rollouts {source}: {count} completions have no token IDs of {ids}; {written}")
     tokens = run.tokens(columns=["loss_coef", "advantage"])
     if method is None and tokens["loss_coef"].isna().any():
-        raise UserError(
-            f"--rollouts {source}: has no coefficients (loss_coef); give the method that trained on it, such as --method grpo"
-        )
+        missing = "has no coefficients (loss_coef); give the method that trained on it, such as --method grpo"
+        raise UserError(f"--rollouts {source}: {missing}")
     rewarded = rollouts["reward"].notna().all() and rollouts["group"].notna().all()
     if method is not None and tokens["advantage"].isna().any() and not rewarded:
-        raise UserError(
-            f"--rollouts {source}: has neither advantages nor rewards with groups, from which {method.name} makes them; {WRITES[kind]}"
-        )
+        missing = f"has neither advantages nor rewards with groups, from which {method.name} makes them; {written}"
+        raise UserError(f"--rollouts {source}: {missing}")

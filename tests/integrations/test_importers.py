@@ -30,14 +30,6 @@ def import_jsonl(source: Path, out: Path, labels: Labels, columns: Any = None) -
     return import_files("jsonl", source, out, labels, Options(columns=columns or {}))
 
 
-def import_prime_rl(source: Path, out: Path, labels: Labels, taus: Any = (None, None)) -> dict[str, int]:
-    return import_files("prime-rl", source, out, labels, Options(adv_tau=taus[0], kl_tau=taus[1]))
-
-
-def import_verl(source: Path, out: Path, labels: Labels) -> dict[str, int]:
-    return import_files("verl", source, out, labels)
-
-
 def write_lines(path: Path, records: list[Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
@@ -104,7 +96,9 @@ def export(tmp_path: Path) -> tuple[Path, dict[int, list[dict[str, Any]]]]:
 
 def test_jsonl_with_a_sequence_on_each_line(tmp_path: Path):
     file = write_lines(tmp_path / "t.jsonl", ROWS)
-    assert import_jsonl(file, tmp_path / "run", LABELS, NAMES) == {"steps": 2, "rollouts": 3, "tokens": 6}
+    tokenizer().save_pretrained(tmp_path / "words")
+    labels = Labels(tokenizer=str(tmp_path / "words"))
+    assert import_jsonl(file, tmp_path / "run", labels, NAMES) == {"steps": 2, "rollouts": 3, "tokens": 6}
     run = sharpscope.load_run(tmp_path / "run")
     tokens = run.tokens()
     assert tokens["token_id"].tolist() == [5, 7, 8, 9, 8, 9] and tokens["position"].tolist() == [0, 2, 0, 1, 0, 1]
@@ -113,6 +107,7 @@ def test_jsonl_with_a_sequence_on_each_line(tmp_path: Path):
     assert run.rollouts["advantage"].tolist() == [0.5, 0.0, 1.0] and run.rollouts["group"].tolist() == [0, 1, 0]
     assert json.loads(run.rollouts["token_ids"][0]) == [2, 3, 5, 6, 7]
     assert run.steps["completion_length_mean"].tolist() == [2, 2]
+    assert run.rollouts["prompt"].tolist() == ["w2 w3", "w4", "w4"] and run.rollouts["completion"][0] == "w5 w6 w7"
 
 
 def test_jsonl_with_a_token_on_each_line(tmp_path: Path):
@@ -178,18 +173,9 @@ def test_the_samplers_log_probabilities_are_checked(tmp_path: Path):
     ]
 
 
-def test_probabilities_are_no_log_probabilities(tmp_path: Path):
-    write_lines(
-        tmp_path / "t.jsonl", [{"token_id": [3, 4], "logp": [-0.1, 0.0]}, {"token_id": [3, 4], "logp": [0.0, 0.4]}]
-    )
-    with pytest.raises(UserError, match=r"line 2: logp = 0\.4 is above 0.*not probabilities"):
-        import_jsonl(tmp_path / "t.jsonl", tmp_path / "run", Labels())
-    assert not (tmp_path / "run").exists()
-
-
 def test_prime_rl(export, tmp_path: Path):
     source, records = export
-    counts = import_prime_rl(source, tmp_path / "run", LABELS, (1.25, 0.01))
+    counts = import_files("prime-rl", source, tmp_path / "run", LABELS, Options(adv_tau=1.25, kl_tau=0.01))
     assert counts == {"steps": 2, "rollouts": 8, "tokens": 24}
     run = sharpscope.load_run(tmp_path / "run")
     assert (run.method, run.task, run.seed, run.status, run.info["steps_done"]) == ("grpo", "task", 3, "finished", 2)
@@ -247,7 +233,7 @@ def test_tokens_outside_pure_rl_have_no_coefficient(tmp_path: Path):
     record["ce_weights"] = [0.0] * 4 + [1.0] + [0.0] * 5
     write_lines(tmp_path / "step_1" / "rank_0.jsonl", [record])
     (tmp_path / "step_1" / "STABLE").touch()
-    import_prime_rl(tmp_path, tmp_path / "run", LABELS, (1.0, 0.0))
+    import_files("prime-rl", tmp_path, tmp_path / "run", LABELS, Options(adv_tau=1.0, kl_tau=0.0))
     tokens = sharpscope.load_run(tmp_path / "run").tokens()
     weight = np.array(record["rl_weights"])[[2, 3, 4, 6, 7, 9]]
     expected = -weight * tokens["advantage"] * tokens["ratio"] * (tokens["clipped"] == 0) / 4
@@ -256,7 +242,7 @@ def test_tokens_outside_pure_rl_have_no_coefficient(tmp_path: Path):
     distilled = packed(rng, 1, rl_weights=[0.0] * 10)
     write_lines(tmp_path / "o" / "step_1" / "rank_0.jsonl", [distilled])
     (tmp_path / "o" / "step_1" / "STABLE").touch()
-    import_prime_rl(tmp_path / "o", tmp_path / "other", LABELS, (1.0, 0.0))
+    import_files("prime-rl", tmp_path / "o", tmp_path / "other", LABELS, Options(adv_tau=1.0, kl_tau=0.0))
     assert sharpscope.load_run(tmp_path / "other").tokens()["loss_coef"].isna().all()
 
 
@@ -275,13 +261,13 @@ def test_prime_rl_with_channels_and_without_the_constants(tmp_path: Path):
     folder = tmp_path / "token_exports" / "step_4"
     write_lines(folder / "rank_0.jsonl", [record])
     (folder / "STABLE").touch()
-    import_prime_rl(tmp_path / "token_exports", tmp_path / "run", LABELS)
+    import_files("prime-rl", tmp_path / "token_exports", tmp_path / "run", LABELS)
     run = sharpscope.load_run(tmp_path / "run")
     assert run.rollouts["reward"].tolist() == [0.5, 0.5] and run.steps["reward_mean"].tolist() == [0.5]
     assert run.steps["step"].tolist() == [4] and len(run.tokens()) == 5
     assert run.tokens()["loss_coef"].isna().all() and (run.rollouts["env"] == "e").all()
     np.testing.assert_allclose(run.tokens()["temperature"], [0.7] * 2 + [1.0] * 3)
-    import_prime_rl(tmp_path / "token_exports", tmp_path / "known", LABELS, (1.0, 0.0))
+    import_files("prime-rl", tmp_path / "token_exports", tmp_path / "known", LABELS, Options(adv_tau=1.0, kl_tau=0.0))
     tokens = sharpscope.load_run(tmp_path / "known").tokens()
     expected = -tokens["advantage"] * tokens["ratio"] * (tokens["clipped"] == 0) / 10
     np.testing.assert_allclose(tokens["loss_coef"], expected, rtol=1e-6)
@@ -481,7 +467,11 @@ def test_verl(tmp_path: Path):
     by_text = [line(2, "same", i, i / 4, acc=float(i > 1), format=0.5) for i in range(3)]
     write_lines(tmp_path / "rollouts" / "2.jsonl", by_text)
     (tmp_path / "rollouts" / "notes.jsonl").write_text("not a step")
-    assert import_verl(tmp_path / "rollouts", tmp_path / "run", LABELS) == {"steps": 2, "rollouts": 7, "tokens": 0}
+    assert import_files("verl", tmp_path / "rollouts", tmp_path / "run", LABELS) == {
+        "steps": 2,
+        "rollouts": 7,
+        "tokens": 0,
+    }
     run = sharpscope.load_run(tmp_path / "run")
     first, second = (run.rollouts[run.rollouts["step"] == step] for step in (1, 2))
     assert first["group"].tolist() == [0, 0, 1, 1] and first["prompt"].tolist() == ["q0", "q0", "q1", "q1"]
@@ -491,14 +481,6 @@ def test_verl(tmp_path: Path):
     assert run.steps["reward_mean"].tolist() == [0.5, 0.25] and run.steps["zero_std_groups"].tolist() == [0, 0]
     assert math.isnan(run.steps["accuracy"][0]) and run.steps["accuracy"][1] == pytest.approx(1 / 3)
     assert run.steps["tokens"].isna().all() and run.tokens().empty
-
-
-def test_an_empty_file_is_named(tmp_path: Path):
-    write_lines(tmp_path / "v" / "1.jsonl", [{"input": "q", "output": "a", "score": 1.0}])
-    (tmp_path / "v" / "2.jsonl").write_text("")
-    with pytest.raises(UserError, match="step 2 has no completion"):
-        import_verl(tmp_path / "v", tmp_path / "run", Labels())
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_temperature_is_that_of_probes(tmp_path: Path):
@@ -522,37 +504,21 @@ def test_the_temperature_is_that_of_probes(tmp_path: Path):
         assert "must be above 0" in message and not (tmp_path / "no").exists()
 
 
-def test_texts_with_a_tokenizer(tmp_path: Path):
-    tokenizer().save_pretrained(tmp_path / "words")
-    file = write_lines(tmp_path / "t.jsonl", ROWS)
-    import_jsonl(file, tmp_path / "run", Labels(tokenizer=str(tmp_path / "words")), NAMES)
-    rollouts = sharpscope.load_run(tmp_path / "run").rollouts
-    assert rollouts["prompt"].tolist() == ["w2 w3", "w4", "w4"] and rollouts["completion"][0] == "w5 w6 w7"
-
-
 @pytest.mark.parametrize(
     ("row", "columns", "message"),
     [
         ({"logp": [-1.0]}, {}, "line 1: no column 'token_id'; name the file's column: --columns token_id=NAME"),
-        ({"logp": [-1.0], "token_id": [1]}, {"advantage": "adv"}, "no column 'adv'"),
         ({"logp": [-1.0], "token_id": [1, 2]}, {}, "logp has 1 values, token_id 2"),
         ({"logp": [None], "token_id": [1]}, {}, "logp is null on a token in the loss"),
-        ({"logp": ["x"], "token_id": [1]}, {}, "logp = 'x' is not a finite number"),
         ({"logp": [-math.inf], "token_id": [1]}, {}, "logp = '-inf' is not a finite number"),
         ({"logp": [-1.0], "token_id": [1], "reward": 10**400}, {}, "is not a finite number"),
         ({"logp": [-1.0], "token_id": [2**31]}, {}, "token_id is not made of whole numbers from 0"),
-        ({"logp": [-1.0], "token_id": [1], "position": 0}, {}, "position is not made of whole numbers from 0"),
-        ({"logp": [-1.0], "token_id": [1], "position": [0, 1]}, {}, "position has 2 values, token_id 1"),
-        ({"logp": [-1.0], "token_id": [1], "prompt_ids": "ab"}, {}, "prompt_ids is not made of whole numbers from 0"),
-        ({"logp": [-1.0], "token_id": [1], "weight": 2.0}, {}, "weight has no list of values, token_id 1"),
         ({"logp": -1.0, "token_id": 1, "rollout": [1]}, {}, "a line is a token, so 'rollout'"),
-        ({"logp": [-1.0], "token_id": [1], "mask": [None]}, {}, "mask has not one value"),
-        ({"logp": [-1.0], "token_id": [-1]}, {}, "token_id is not made of whole numbers from 0"),
-        ({"logp": [-1.0], "token_id": [1], "step": -1}, {}, "step = '-1' is not a whole number from 0"),
         ({"logp": [-1.0], "token_id": [1], "mask": [1, 1]}, {}, "mask has not one value"),
+        ({"logp": [-1.0], "token_id": [1], "step": -1}, {}, "step = '-1' is not a whole number from 0"),
         ({"logp": [-1.0], "token_id": [1], "prompt": 3}, {}, "prompt is a int; write a text"),
-        ({"logp": -1.0, "token_id": 1}, {}, "a line is a token, so 'rollout'"),
-        ({"logp": [-1.0], "token_id": [1], "mask": [0]}, {"lopg": "x"}, "--columns lopg: unknown; did you mean 'logp'"),
+        ({"logp": [-1.0], "token_id": [1]}, {"lopg": "x"}, "--columns lopg: unknown; did you mean 'logp'"),
+        ({"logp": [0.4], "token_id": [1]}, {}, "logp = 0.4 is above 0, so it is no log-probability"),
         ([1], {}, "a list, not a JSON object"),
     ],
 )
@@ -565,26 +531,23 @@ def test_a_bad_table_is_refused_and_nothing_is_left(row, columns, message, tmp_p
 
 def test_other_mistakes(export, tmp_path: Path):
     source, records = export
-    for importer in (import_prime_rl, import_verl):
-        with pytest.raises(UserError, match="has no"):
-            importer(tmp_path / "nothing", tmp_path / "run", LABELS)
     bad = source / "token_exports" / "step_0" / "rank_0.jsonl"
     for change, message in (
         ({"schema_version": 2}, "schema_version 2"),
         ({"loss_mask": [1]}, "loss_mask is no list of 10 values"),
-        ({"token_ids": "x"}, "token_ids is not made of whole numbers"),
     ):
         write_lines(bad, [records[0][0] | change])
         with pytest.raises(UserError, match=message):
-            import_prime_rl(source, tmp_path / "run", LABELS)
-    bad.write_text("{not json")
-    with pytest.raises(UserError, match="line 1: not JSON"):
-        import_prime_rl(source, tmp_path / "run", LABELS)
-    write_lines(tmp_path / "v" / "1.jsonl", [{"input": "q"}])
-    with pytest.raises(UserError, match="output is no text"):
-        import_verl(tmp_path / "v", tmp_path / "run", LABELS)
-    with pytest.raises(UserError, match="--tokenizer nowhere: cannot be loaded"):
-        import_jsonl(write_lines(tmp_path / "t.jsonl", ROWS), tmp_path / "run", Labels(tokenizer="nowhere"), NAMES)
+            import_files("prime-rl", source, tmp_path / "run", LABELS)
+    write_lines(tmp_path / "v" / "1.jsonl", [{"input": "q", "output": "a", "score": 1.0}])
+    (tmp_path / "v" / "2.jsonl").write_text("")
+    for kind, folder, labels, message in (
+        ("verl", tmp_path / "nothing", LABELS, "has no files of verl"),
+        ("verl", tmp_path / "v", LABELS, "step 2 has no completion"),
+        ("verl", tmp_path / "v", Labels(tokenizer="nowhere"), "--tokenizer nowhere: cannot be loaded"),
+    ):
+        with pytest.raises(UserError, match=message):
+            import_files(kind, folder, tmp_path / "run", labels)
     assert not (tmp_path / "run").exists()
 
 

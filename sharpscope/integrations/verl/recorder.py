@@ -172,31 +172,34 @@ def check_loss(loss_fn: Any) -> None:
 
 
 @dataclass
-class _Later:
-    """Tokens of some rows (n,) of the step that an update uses again."""
+class _Use:
+    """What an update does with the tokens of some rows (n,) of the step; coefficients are known after the backward pass."""
 
     rows: Tensor
     update: int
     used: Tensor  # (n, T) bool
-    ratio: Tensor  # (n, T)
-    coef: Tensor  # (n, T), after the backward pass
+    change: Tensor  # (n, T) ln π − ln π_old [nats]
+    coef: Tensor  # (n, T)
 
 
 @dataclass
 class _Rows:
-    """This process's rows of the step in progress: what the loss did with the response tokens (n, T), and its updates."""
+    """This process's rows of the step in progress: response tokens (N, T), and what the updates did with them."""
 
     data: Any
-    mask: Tensor  # (n, T) bool
-    old: Tensor  # (n, T) ln π at the start of the step [nats]
-    coef: Tensor
-    ratio: Tensor
-    update: Tensor  # int, −1 where no update has used the token
+    mask: Tensor  # (N, T) bool
+    old: Tensor  # (N, T) ln π at the start of the step [nats]
     entropy: Tensor  # NaN where it is not known
     norm: Tensor  # local score norm at the start of the step, NaN where it was not measured
     updates: list[UpdateResult] = field(default_factory=list)
-    ratios: list[list[Tensor]] = field(default_factory=list)  # of each update, ln r of its tokens, per micro-batch
-    later: list[_Later] = field(default_factory=list)
+    uses: list[_Use] = field(default_factory=list)
+
+    def changes(self) -> list[np.ndarray]:
+        """Of each update, ln r of the tokens that it used."""
+        return [
+            torch.cat([use.change[use.used] for use in self.uses if use.update == index]).numpy()
+            for index in range(len(self.updates))
+        ]
 
 
 class VerlRecorder(Guard):
@@ -259,13 +262,12 @@ class VerlRecorder(Guard):
         mask, old = _dense(data["response_mask"]).bool(), _dense(data["old_log_probs"]).double()
         if old.shape[1] < mask.shape[1]:
             raise UserError("verl: old_log_probs is shorter than response_mask, so tokens cannot be matched")
-        blank = torch.full(mask.shape, torch.nan, dtype=torch.float64)
-        never = torch.full(mask.shape, -1)
-        entropy = _dense(data["entropy"]).double()[:, : mask.shape[1]] if "entropy" in data else blank.clone()
-        norm = blank.clone()
+        entropy, norm = (torch.full(mask.shape, torch.nan, dtype=torch.float64) for _ in range(2))
+        if "entropy" in data:
+            entropy = _dense(data["entropy"]).double()[:, : mask.shape[1]]
         if self._due("score_norm_local"):
             self._score_norms(data, mask, norm)
-        self.rows = _Rows(data, mask, old[:, : mask.shape[1]], blank.clone(), blank.clone(), never, entropy, norm)
+        self.rows = _Rows(data, mask, old[:, : mask.shape[1]], entropy, norm)
 
     def _due(self, name: str) -> bool:
         """Whether `name` is measured in the coming step."""
@@ -322,7 +324,6 @@ class VerlRecorder(Guard):
             self._timed(lambda: self.together(lambda: self._after(rows, norm)))
             return norm
 
-        rows.ratios.append([])
         worker.loss_fn, engine.optimizer_step = watched, measured
         try:
             output = train()
@@ -408,7 +409,8 @@ class VerlRecorder(Guard):
         try:
             check_loss(loss_fn)
             compute = engine._autocast_dtype
-            scale, lr = distributed.sum_values(float(rows.coef.abs().nansum())), float(self.worker.optimizer_config.lr)
+            scale = distributed.sum_values(sum(float(use.coef[use.used].abs().sum()) for use in rows.uses))
+            lr = float(self.worker.optimizer_config.lr)
             options: dict[str, Any] = {"scale": scale, "last": self.critical_lr, "usual_lr": lr, "compute": compute}
             model, optimizer = engine.module, engine.optimizer
             critical, found = critical_rows(model, optimizer, loss, start=None, clip_factor=factor, **options)
@@ -438,23 +440,16 @@ class VerlRecorder(Guard):
                 out[row, :length] = flat[end - length - 1 : end - 1].detach().double().cpu()
             return out
 
-        used = rows.mask[mine]
-        first = used & (rows.update[mine] < 0)
-        change = responses(logp) - rows.old[mine]
-        rows.ratios[index].append(change[used])
-        rows.ratio[mine] = torch.where(first, change.exp(), rows.ratio[mine])
-        rows.update[mine] = torch.where(first, index, rows.update[mine])
+        used, change = rows.mask[mine], responses(logp) - rows.old[mine]
+        use = _Use(mine, index, used, change, torch.full_like(change, torch.nan))
+        rows.uses.append(use)
         if output.get("entropy") is not None and index == 0:
-            rows.entropy[mine] = torch.where(first, responses(output["entropy"]), rows.entropy[mine])
+            rows.entropy[mine] = torch.where(used, responses(output["entropy"]), rows.entropy[mine])
         processes = self.worker.engine.get_data_parallel_size()
-        later = _Later(mine, index, used & ~first, change.exp(), torch.full_like(change, torch.nan))
-        if bool(later.used.any()):
-            rows.later.append(later)
 
         def keep(gradient: Tensor) -> None:
-            coef = responses(gradient) / processes
-            rows.coef[mine] = torch.where(first, coef, rows.coef[mine])
-            later.coef = coef
+            """Take the coefficients from the gradient that reaches the log-probabilities."""
+            use.coef = responses(gradient) / processes
 
         logp.register_hook(lambda gradient: self.safely(lambda: keep(gradient)))
 
@@ -464,7 +459,7 @@ class VerlRecorder(Guard):
         """Gather the step's rows from all processes; the first writes them."""
         started, rows = time.perf_counter(), self.rows
         assert rows is not None
-        parts = distributed.gather((_completions(rows), [torch.cat(each).numpy() for each in rows.ratios]))
+        parts = distributed.gather((_completions(rows), rows.changes()))
         self.count += 1
         if not self.first:
             return
@@ -547,8 +542,22 @@ def _completions(rows: _Rows) -> list[Completion]:
     data = rows.data
     uids = [str(uid) for uid in data["uid"]] if "uid" in data else None
     prompts, replies = _parts(data)
+    update = torch.full(rows.mask.shape, -1)
+    coef, ratio = (torch.full_like(rows.old, torch.nan) for _ in range(2))
+    again = [{name: list[Any]() for name in ("position", "update", "ratio", "loss_coef")} for _ in prompts]
+    for use in rows.uses:
+        first = use.used & (update[use.rows] < 0)
+        for target, value in ((coef, use.coef), (ratio, use.change.exp())):
+            target[use.rows] = torch.where(first, value, target[use.rows])
+        update[use.rows] = torch.where(first, use.update, update[use.rows])
+        for place, row in enumerate(use.rows.tolist()):
+            later = (use.used & ~first)[place]
+            again[row]["position"] += later.nonzero()[:, 0].tolist()
+            again[row]["update"] += [use.update] * int(later.sum())
+            again[row]["ratio"] += use.change[place, later].exp().tolist()
+            again[row]["loss_coef"] += use.coef[place, later].tolist()
     columns = {"logp": rows.old, "entropy": rows.entropy, "advantage": _dense(data["advantages"]).double()}
-    columns |= {"ratio": rows.ratio, "loss_coef": rows.coef, "score_norm_local": rows.norm}
+    columns |= {"ratio": ratio, "loss_coef": coef, "score_norm_local": rows.norm}
     if "rollout_log_probs" in data:
         columns["behavior_logp"] = _dense(data["rollout_log_probs"]).double()
     name = next((name for name in _REWARDS if name in data), None)
@@ -562,16 +571,8 @@ def _completions(rows: _Rows) -> list[Completion]:
             n: np.ma.masked_invalid(values[row, at].numpy()).tolist() for n, values in columns.items()
         }  # NaN: None
         tokens |= {"position": at.tolist(), "token_id": [reply[position] for position in at.tolist()]}
-        tokens["update"] = np.ma.masked_less(rows.update[row, at].numpy(), 0).tolist()
-        again: dict[str, list[Any]] = {name: [] for name in ("position", "update", "ratio", "loss_coef")}
-        for later in rows.later:
-            for place in (later.rows == row).nonzero()[:, 0].tolist():
-                used = later.used[place]
-                again["position"] += used.nonzero()[:, 0].tolist()
-                again["update"] += [later.update] * int(used.sum())
-                again["ratio"] += later.ratio[place, used].tolist()
-                again["loss_coef"] += later.coef[place, used].tolist()
-        made = Completion(prompt + reply, len(prompt), tokens, again, length=len(reply))
+        tokens["update"] = np.ma.masked_less(update[row, at].numpy(), 0).tolist()
+        made = Completion(prompt + reply, len(prompt), tokens, again[row], length=len(reply))
         if rewards is not None:
             made = replace(made, reward=rewards[row], parts={"total": rewards[row]})
         completions.append(made if uids is None else replace(made, group=uids[row]))

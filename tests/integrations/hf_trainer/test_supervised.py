@@ -38,7 +38,6 @@ from tests.integrations.two_processes import fail_in_one, loop_of_two, train_all
 from tests.launched import run_ranks
 
 ALL = {"token_gradients_every": 1, "exact_tokens": 2, "group_share": 1.0}
-DROPOUT = {"architecture": "gpt2", "model": {"resid_pdrop": 0.2, "attn_pdrop": 0.2}}
 
 
 class Halved(Trainer):
@@ -46,41 +45,6 @@ class Halved(Trainer):
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs) / 2
-
-
-class Decayed(Trainer):
-    """The model's loss and a penalty on the weights, which no token carries."""
-
-    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(model, *args, **kwargs) + 0.1 * sum(p.square().sum() for p in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("make", "arguments"),
-    [
-        (plain_trainer, {}),
-        (plain_trainer, {"bf16": True}),
-        (sft_trainer, DROPOUT),
-        (sft_trainer, {"optim": "adafactor"}),
-        (dpo_trainer, {}),
-    ],
-)
-def test_the_same_weights_with_and_without_the_recorder(make, arguments, tmp_path: Path):
-    plain = make(tmp_path / "a", **arguments)
-    plain.train()
-    recorded = make(tmp_path / "b", **arguments)
-    record(recorded, out=tmp_path / "run", recording=ALL)
-    recorded.train()
-    pairs = list(zip(plain.model.parameters(), recorded.model.parameters(), strict=True))
-    assert all(torch.equal(a, b) for a, b in pairs)
-    assert any(
-        not torch.equal(a, b)
-        for a, b in zip(
-            small_model(arguments.get("architecture", "qwen2"), arguments.get("model")).parameters(),
-            recorded.model.parameters(),
-            strict=True,
-        )
-    )
 
 
 @pytest.mark.parametrize(
@@ -410,43 +374,6 @@ def test_pairs_of_dpo_are_groups(tmp_path: Path):
     assert (sums[::2] < 0).all() and (sums[1::2] > 0).all()  # the chosen are raised
 
 
-def test_a_penalty_that_no_token_carries_is_reported(tmp_path: Path):
-    one = plain_trainer(tmp_path / "t", kind=Decayed, max_steps=1)
-    record(one, out=tmp_path / "run", recording=ALL)
-    one.train()
-    run = sharpscope.load_run(tmp_path / "run")
-    (event,) = run.events[run.events["rule"] == "attribution_sum"].itertuples()
-    total = run.tokens()["attribution"].sum()
-    assert "a penalty" in event.message and (event.action == "warn") == (abs(event.value - 1) < 0.1)
-    assert event.value == pytest.approx(total) if event.action == "warn" else total == 0
-
-
-def test_dropout_is_reported(tmp_path: Path):
-    one = sft_trainer(tmp_path / "t", max_steps=1, **DROPOUT)
-    record(one, out=tmp_path / "run")
-    one.train()
-    assert {"trl_statistics", "dropout"} <= set(sharpscope.load_run(tmp_path / "run").events["rule"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor = 0.1"),
-        ({"packing": True}, "packing = True"),
-        ({"padding_free": True}, "padding_free = True"),
-        ({"fp16": True}, "fp16"),
-        ({"use_liger_kernel": True}, "use_liger_kernel"),
-    ],
-)
-def test_what_cannot_be_recorded_is_refused_before_anything_is_written(arguments, message, tmp_path: Path, monkeypatch):
-    one = sft_trainer(tmp_path / "t")
-    for name, value in arguments.items():
-        monkeypatch.setitem(vars(one.args), name, value)
-    with pytest.raises(UserError, match=message):
-        record(one, out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_other_trainers_and_mistakes_are_refused(tmp_path: Path):
     with pytest.raises(UserError, match="is no trainer"):
         record(object(), out=tmp_path / "run")
@@ -466,7 +393,6 @@ def test_other_trainers_and_mistakes_are_refused(tmp_path: Path):
     ("change", "message"),
     [
         (lambda batch: batch | {"position_ids": batch["input_ids"]}, "the input 'position_ids'"),
-        (lambda batch: batch | {"labels": batch["input_ids"] + 1}, "labels differ"),
         (
             lambda batch: {
                 k: torch.nn.functional.pad(v, (1, 0)) for k, v in (batch | {"labels": batch["input_ids"]}).items()
@@ -510,20 +436,8 @@ def test_several_turns_count_their_own_tokens_only(tmp_path: Path):
     np.testing.assert_allclose(tokens["loss_coef"], -1 / 3, rtol=1e-6)
 
 
-def test_detach_gives_the_trainer_back(tmp_path: Path):
-    one = sft_trainer(tmp_path / "t", max_steps=1)
-    recorder = record(one, out=tmp_path / "run")
-    with pytest.raises(UserError, match="recorded already"):
-        record(one, out=tmp_path / "other")
-    recorder.detach()
-    assert not any(name in vars(one) for name in recorder.wrapped)
-    one.train()
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("make", [plain_trainer, sft_trainer, dpo_trainer])
-def test_commands_read_it(make, tmp_path: Path):
-    one = make(tmp_path / "t", max_steps=10)
+def test_commands_read_it(tmp_path: Path):
+    one = sft_trainer(tmp_path / "t", max_steps=10)
     run = tmp_path / "run"
     record(one, out=run, recording={"token_gradients_every": 5})
     one.train()
