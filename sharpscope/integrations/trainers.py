@@ -297,7 +297,7 @@ class SupervisedRecorder(TrainerRecorder):
     ) -> None:
         self.pairs, self._kind = kind == "dpo", kind
         self._held = _held_constant(trainer) if critical else ""
-        self._kept: list[_Again] = []  # micro-batches of an update whose loss is computed again
+        self._kept: list[tuple[Callable[[], Any], float]] = []  # losses of an update's micro-batches, and their factors
         rows = rows_of_update(trainer.args) * (2 if self.pairs else 1)
         self.work = Work(rows=rows)
         super().__init__(trainer, out, critical=0 if self._held else critical, task=task, **options)
@@ -329,7 +329,12 @@ class SupervisedRecorder(TrainerRecorder):
         if self.recording and self.observers.surface.update_due(self.step_number):
             # The gradient that reaches the loss holds the division by the accumulation steps.
             value = loss[0] if isinstance(loss, tuple) else loss
-            value.register_hook(lambda factor: self._kept.append(_Again(given, args, kwargs, float(factor))))
+            again = self._original["compute_loss"]
+            value.register_hook(
+                lambda factor: self._kept.append(
+                    (lambda: again(self.model, dict(given), *args, **kwargs), float(factor))
+                )
+            )
         return loss
 
     def observe_update(self, observer: StepObserver) -> None:
@@ -343,13 +348,11 @@ class SupervisedRecorder(TrainerRecorder):
             clip = factor if same else None
             observer.critical(self.model, self.optimizer, lambda: self._loss_of(kept), start=start, clip_factor=clip)
 
-    def _loss_of(self, kept: list[_Again]) -> float:
+    def _loss_of(self, kept: list[tuple[Callable[[], Any], float]]) -> float:
         """The trainer's loss of some micro-batches at the present weights, over all processes, without dropout."""
-        compute, total = self._original["compute_loss"], 0.0
         with self.evaluating():
-            for one in kept:
-                loss = compute(self.model, dict(one.inputs), *one.args, **one.kwargs)
-                total += one.factor * float(loss[0] if isinstance(loss, tuple) else loss)
+            losses = [(compute(), factor) for compute, factor in kept]
+        total = sum(factor * float(loss[0] if isinstance(loss, tuple) else loss) for loss, factor in losses)
         return distributed.sum_values(total) / distributed.world_size()
 
     def _tokens(self, inputs: Mapping[str, Any], found: _Found) -> None:
@@ -450,16 +453,6 @@ class _Found:
         self.kind, self.values, self.labels = kind, values.detach(), labels
         values.register_hook(lambda gradient: self.keep(gradient))  # noqa: PLW0108 - `keep` is set later
         return True
-
-
-@dataclass(frozen=True)
-class _Again:
-    """A call of `compute_loss`, and the factor of its loss in that of the update."""
-
-    inputs: dict[str, Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    factor: float
 
 
 def _held_constant(trainer: Any) -> str:
