@@ -22,9 +22,10 @@ pytest.importorskip("peft", reason="peft is not installed (test extra)")
 
 from peft import LoraConfig
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
+from trl.trainer.callbacks import SyncRefModelCallback
 
 from sharpscope.integrations.record import record
-from tests.integrations.trainers import dpo_trainer, evens, plain_trainer, sft_trainer, shortness, trainer
+from tests.integrations.trainers import dpo_trainer, evens, plain_trainer, sft_trainer, shortness, tokenizer, trainer
 
 ALL = {"token_gradients_every": 1, "exact_tokens": 1}
 LORA: dict[str, Any] = {"r": 8, "target_modules": "all-linear"}
@@ -90,6 +91,7 @@ GRPO: dict[str, dict[str, Any]] = {
     "Adafactor": {"optim": "adafactor"},
     "one reward": {"rewards": [shortness]},
     "subclass with a factor": {"kind": Doubled},
+    "mixture of experts": {"architecture": "mixtral"},
 }
 
 
@@ -101,14 +103,38 @@ def frozen(folder: Path, **arguments: Any) -> Any:
     return one
 
 
+def synchronized(folder: Path, **arguments: Any) -> Any:
+    """GRPO whose reference follows the policy, as with sync_ref_model."""
+    one = trainer(folder, beta=0.1, ref_model_sync_steps=1, ref_model_mixup_alpha=0.5, learning_rate=0.05, **arguments)
+    one.add_callback(SyncRefModelCallback(ref_model=one.ref_model, accelerator=one.accelerator))
+    return one
+
+
+def with_tools(folder: Path, **arguments: Any) -> Any:
+    """GRPO with a rollout_func whose second token of each completion is a tool's, and not in the loss."""
+    words, draw = tokenizer(), np.random.default_rng(0)
+
+    def rollout(prompts: list[str], _: Any) -> dict[str, Any]:
+        ids = [draw.integers(2, 37, draw.integers(3, 7)).tolist() for _ in prompts]
+        given = {"prompt_ids": [words(prompt)["input_ids"] for prompt in prompts], "completion_ids": ids}
+        given["logprobs"] = [[-1.0] * len(row) for row in ids]
+        return given | {"env_mask": [[1, 0, *[1] * (len(row) - 2)] for row in ids]}
+
+    return trainer(folder, rollout_func=rollout, **arguments)
+
+
 OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "GRPO, frozen layers": (frozen, {}),
+    "GRPO, reference follows": (synchronized, {}),
+    "GRPO, tools": (with_tools, {}),
     "Trainer": (plain_trainer, {}),
     "Trainer, no accumulation": (plain_trainer, {"gradient_accumulation_steps": 1}),
     "Trainer, bf16": (plain_trainer, {"bf16": True}),
     "Trainer, checkpointing": (plain_trainer, {"gradient_checkpointing": True}),
     "Trainer, Adafactor": (plain_trainer, {"optim": "adafactor"}),
     "SFT": (sft_trainer, {}),
+    "SFT, compiled": (sft_trainer, {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 1}),
+    "SFT, mixture of experts": (sft_trainer, {"architecture": "mixtral"}),
     "SFT, chunked": (sft_trainer, {"loss_type": "chunked_nll"}),
     "SFT, dft": (sft_trainer, {"loss_type": "dft"}),
     "SFT, whole text": (sft_trainer, {"completion_only_loss": False}),
@@ -175,6 +201,7 @@ def check(make: Any, arguments: dict[str, Any], folder: Path) -> None:
     [
         (trainer, lora(lora_dropout=0.1), "dropout of 0.1"),
         (trainer, {"kind": Penalized}, "a penalty"),
+        (trainer, {"architecture": "mixtral", "model": {"output_router_logits": True}}, "an auxiliary loss"),
         (trainer, {"architecture": "gpt2", "model": {"attn_pdrop": 0.1}}, "dropout of 0.1"),
         (sft_trainer, {"neftune_noise_alpha": 5.0}, "noise on embeddings"),
         (trainer, {"rewards": [nothing]}, "the gradient of an update is 0"),
@@ -182,7 +209,17 @@ def check(make: Any, arguments: dict[str, Any], folder: Path) -> None:
         (trainer, {"loss_type": "vespo"}, "loss_type 'vespo' holds factors constant"),
         (trainer, {"num_iterations": 2, "max_steps": 4, "optim": "sgd"}, "AdamW"),
     ],
-    ids=["LoRA dropout", "penalty", "attention dropout", "NEFTune", "zero rewards", "cispo", "vespo", "SGD"],
+    ids=[
+        "LoRA dropout",
+        "penalty",
+        "router's loss",
+        "attention dropout",
+        "NEFTune",
+        "zero rewards",
+        "cispo",
+        "vespo",
+        "SGD",
+    ],
 )
 def test_what_is_withheld_has_its_reason(make, arguments, reason, tmp_path: Path):
     plain = trained(make, tmp_path / "a", arguments, None)

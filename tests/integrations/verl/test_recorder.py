@@ -326,11 +326,6 @@ def test_packing_and_sharding_do_not_change_the_numbers(tmp_path: Path):
     [
         ("ppo_megatron_trainer", "actor_rollout_ref.actor.strategy=megatron", "strategy = megatron"),
         ("ppo_trainer", "actor_rollout_ref.model.use_fused_kernels=True", "use_fused_kernels = True"),
-        (
-            "ppo_trainer",
-            "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2",
-            "ulysses_sequence_parallel_size = 2",
-        ),
         ("ppo_trainer", "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16", "param_dtype = fp16"),
         ("ppo_trainer", "actor_rollout_ref.actor.strategy=fsdp2", None),
     ],
@@ -432,11 +427,3 @@ def test_verl_does_what_our_loop_does(name: str, tmp_path: Path):
     }
     trained(tmp_path, tmp_path / "run", plan)
     check_equal(ours, sharpscope.load_run(tmp_path / "run"), ["loss_coef", "advantage", "ratio", "logp"])
-
-
-def test_the_oracles_log_probabilities_are_the_models():
-    model = small_model().double()
-    row = ([2, 3], [4, 5, 6])
-    logits = model(input_ids=torch.tensor([[2, 3, 4, 5, 6]])).logits[0]
-    expected = [float(logits[i].log_softmax(-1)[t]) for i, t in ((1, 4), (2, 5), (3, 6))]
-    np.testing.assert_allclose(row_logp(model, row).detach(), expected, rtol=1e-12)
