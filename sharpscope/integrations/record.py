@@ -23,7 +23,6 @@ def record(
     out: str | Path = "runs/recorded",
     tokenizer: Any = None,
     weights: str | Method | None = None,
-    shaping: str | None = None,
     rotation: str | Method | None = None,
     task: str | None = None,
     correct: float | Callable[[float], bool] | None = None,
@@ -47,9 +46,8 @@ def record(
         out: folder of the run; where there is something already, `out`-2, -3, …. A trainer that resumes from a
             checkpoint continues the trace in it.
         tokenizer: of the loop.
-        weights: for GRPOTrainer: a method, or the name of one, whose token weights multiply TRL's surrogate (`grpo-sg`, `ar`, a
-            control …), through per-token advantages; None changes nothing.
-        shaping: preset of a sigmoid weight, `paper` or `calibrated`; None: `paper`.
+        weights: for GRPOTrainer: a method, the name of one (`grpo-sg`, `ar`, `grpo-sg+weight.preset=calibrated`) or
+            `module:function`, whose token weights multiply TRL's surrogate, through per-token advantages; None changes nothing.
         rotation: token weights, as a method, the name of one (`grpo-sg`) or `module:function`: at the measured steps, how far they
             would turn the gradient of this training (columns gradient_rotation, gradient_scale), which does not use them. For
             GRPOTrainer and loops.
@@ -85,12 +83,15 @@ def record(
     if rotation is not None:
         if weights is not None:
             raise UserError("rotation: the training uses weights already; give one of the two")
-        method = rotation if isinstance(rotation, Method) else _weighting(rotation)
-        options["rotate"] = method
+        options["rotate"] = _weighting(rotation)
+        if options["rotate"].tokens is None and isinstance(options["rotate"].weight, UniformWeight):
+            raise UserError(
+                f"rotation = {rotation!r}: has no token weights; give one such as grpo-sg, or module:function"
+            )
     if isinstance(model, nn.Module):
         if optimizer is None or tokenizer is None:
             raise UserError("record: a model needs its optimizer and tokenizer; record(model, optimizer, tokenizer=…)")
-        if weights is not None or shaping is not None:
+        if weights is not None:
             raise UserError("weights: a loop of your own applies its own; leave them out")
         options |= {"temperature": temperature, "max_grad_norm": max_grad_norm, "task": task or "loop"}
         return LoopRecorder(model, optimizer, tokenizer, out, steps=steps, updates=updates_per_step, **options)
@@ -105,7 +106,7 @@ def record(
 
         check_version()
     name = type(model).__name__
-    if any(given is not None for given in (weights, shaping, rotation)) and "GRPOTrainer" not in names:
+    if any(given is not None for given in (weights, rotation)) and "GRPOTrainer" not in names:
         raise UserError(f"weights, rotation: {name} has no surrogate that they multiply; leave them out")
     if is_supervised(model):
         kind = check_supervised(model)
@@ -115,10 +116,9 @@ def record(
     from sharpscope.integrations.trl import GrpoRecorder, check_grpo, token_weights_of
 
     check_grpo(model)
-    if shaping is not None and weights is None:
-        raise UserError(f"shaping = {shaping!r}: belongs to weights, which are not given; add weights='grpo-sg'")
-    multiplied = None if weights is None else token_weights_of(model, weights, shaping)
-    return GrpoRecorder(model, out, weights=multiplied, task=task or "trl", **options)
+    if weights is not None:
+        options["weights"] = token_weights_of(model, _weighting(weights))
+    return GrpoRecorder(model, out, task=task or "trl", **options)
 
 
 def _judge(correct: float | Callable[[float], bool] | None) -> Callable[[float], bool] | None:
@@ -128,13 +128,9 @@ def _judge(correct: float | Callable[[float], bool] | None) -> Callable[[float],
     return lambda total: total > threshold
 
 
-def _weighting(text: str) -> Method:
-    """The method with token weights that `rotation` names.
-
-    Raises:
-        UserError: there is none, or it has no token weights.
-    """
-    method = parse_method("grpo-sg", text) if ":" in text else parse_method(text)
-    if isinstance(method.weight, UniformWeight) and method.tokens is None:
-        raise UserError(f"rotation = {text!r}: has no token weights; give one such as grpo-sg, or module:function")
-    return method.with_preset("auto", "paper").model_copy(update={"name": text})
+def _weighting(given: str | Method) -> Method:
+    """A method as given, or by its name or token weights."""
+    if isinstance(given, Method):
+        return given
+    method = parse_method("grpo-sg", given) if ":" in given else parse_method(given)
+    return method.with_preset("auto", "paper").model_copy(update={"name": given})

@@ -90,8 +90,8 @@ def generate_every(trainer: Any) -> int:
     return int(trainer.args.steps_per_generation * trainer.num_iterations)
 
 
-def token_weights_of(trainer: Any, weights: str | Method, shaping: str | None) -> Method:
-    """The method whose token weights are added to TRL's loss.
+def token_weights_of(trainer: Any, method: Method) -> Method:
+    """The method whose token weights are added to TRL's loss, after its checks.
 
     Raises:
         UserError: it has none, they are not a factor on the surrogate, or it differs from GRPO in more than weights; or TRL's
@@ -102,7 +102,6 @@ def token_weights_of(trainer: Any, weights: str | Method, shaping: str | None) -
         raise UserError(
             f"weights: loss_type = '{trainer.loss_type}' does not keep token weights apart; use one of {usable}"
         )
-    method = named_method(weights) if isinstance(weights, str) else weights
     plain = named_method("grpo")
     rest = method.model_copy(update={"name": plain.name, "weight": plain.weight, "tokens": plain.tokens})
     if method.tokens is None:  # ar: TRL's own options set its clip and aggregation
@@ -113,7 +112,7 @@ def token_weights_of(trainer: Any, weights: str | Method, shaping: str | None) -
     if rest != plain or (isinstance(method.weight, UniformWeight) and method.tokens is None):
         wrong = "this method is more than token weights on GRPO, or has none; give one such as grpo-sg or ar"
         raise UserError(f"weights = '{method.name}': {wrong}, and set the rest by TRL's own options")
-    return method.with_preset("auto", shaping or "paper")
+    return method.with_preset("auto", "paper")
 
 
 class GrpoRecorder(TrainerRecorder):
@@ -128,7 +127,7 @@ class GrpoRecorder(TrainerRecorder):
     }
 
     def __init__(
-        self, trainer: Any, out: str | Path, *, weights: Method | None, critical: bool | int, **options: Any
+        self, trainer: Any, out: str | Path, *, critical: bool | int, weights: Method | None = None, **options: Any
     ) -> None:
         self.weights, self._held = weights, trainer.loss_type in HELD_CONSTANT
         self.group_size = int(trainer.num_generations)

@@ -79,7 +79,7 @@ def train_all(folder: Path) -> None:
                 one = make(folder / "t", max_grad_norm=0.0, ddp_backend="gloo", model={"tie": False}, **arguments)
             keep = Weights()
             one.add_callback(keep)
-            options = {"weights": "grpo-sg", "shaping": "calibrated"} if weighted else {}
+            options = {"weights": "grpo-sg+weight.preset=calibrated"} if weighted else {}
             if recorded:
                 options |= {
                     "recording": {"token_gradients_every": 1, "exact_tokens": 100, "group_share": 1.0},

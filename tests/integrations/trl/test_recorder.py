@@ -120,26 +120,26 @@ def test_the_kl_terms_part_of_a_coefficient_is_that_of_the_loss_without_advantag
 def test_the_rotation_by_weights_is_that_of_a_training_with_them(tmp_path: Path):
     """The first update's gradient of two trainings, with weights in TRL's loss and without, a reference away from the policy."""
     gradients = []
-    for weights in (None, "grpo-sg"):
-        one = trainer(tmp_path / str(weights), beta=0.5, max_steps=1, max_grad_norm=0.0)
+    for weights in (None, "grpo-sg+weight.preset=calibrated"):
+        one = trainer(tmp_path / "t", beta=0.5, max_steps=1, max_grad_norm=0.0)
         draw = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in one.ref_model.parameters():
                 parameter += 0.05 * torch.randn(parameter.shape, generator=draw)
-        options: dict[str, Any] = {"weights": weights, "shaping": "calibrated"}
+        options: dict[str, Any] = {"weights": weights}
         if weights is None:
             options = {"rotation": "grpo-sg+weight.preset=calibrated", "recording": {"rotation_every": 1}}
-        record(one, out=tmp_path / f"run-{weights}", **options)
+        record(one, out=tmp_path / f"run-{weights is None}", **options)
         watch = Watch()
         one.add_callback(watch)
         one.train()
         gradients.append(torch.cat([g.double().flatten() for g in watch.gradients[0]]))
     plain, weighted = gradients
     angle = np.degrees(np.arccos(float(plain @ weighted / plain.norm() / weighted.norm())))
-    (row,) = sharpscope.load_run(tmp_path / "run-None").updates.itertuples()
+    (row,) = sharpscope.load_run(tmp_path / "run-True").updates.itertuples()
     assert angle > 1 and row.gradient_rotation == pytest.approx(angle, rel=1e-3)
-    shown = CliRunner().invoke(app, ["show", str(tmp_path / "run-None")]).output
-    assert f"would turn the gradient of run-None by {angle:.1f}° on average" in " ".join(shown.split())
+    shown = CliRunner().invoke(app, ["show", str(tmp_path / "run-True")]).output
+    assert f"would turn the gradient of run-True by {angle:.1f}° on average" in " ".join(shown.split())
     assert row.gradient_scale == pytest.approx(float(weighted.norm() / plain.norm()), rel=1e-4)
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import sharpscope
+from sharpscope.config.methods import parse_method
 from sharpscope.errors import UserError
 from sharpscope.integrations.trl import WEIGHTABLE, record, token_loss
-from sharpscope.objective import StepTensors, calibrate, gradient_mass, named_method, prepare
+from sharpscope.objective import StepTensors, calibrate, gradient_mass, prepare
 from sharpscope.seeds import generator
 from tests.integrations.trainers import trainer
 from tests.oracles.objective import loss_coefficients
@@ -20,12 +21,13 @@ from tests.oracles.objective import loss_coefficients
 pytest.importorskip("trl", reason="TRL is not installed (test extra)")
 
 
+CALIBRATED = "grpo-sg+weight.preset=calibrated"
 QUIET = {"token_gradients_every": 0, "spike_z": None}
 
 
-def first_step(folder: Path, weights: Any, shaping: str | None = None, **arguments: Any) -> Any:
+def first_step(folder: Path, weights: Any, **arguments: Any) -> Any:
     one = trainer(folder / "t", max_steps=1, **arguments)
-    record(one, out=folder / "run", weights=weights, shaping=shaping, recording=QUIET)
+    record(one, out=folder / "run", weights=weights, recording=QUIET)
     one.train()
     return sharpscope.load_run(folder / "run")
 
@@ -35,7 +37,7 @@ def test_each_coefficient_is_the_weight_times_that_of_the_plain_loss(loss_type, 
     """At the first update both runs have the same completions, so that coefficients differ by the weight alone."""
     named = {"vespo": {"importance_sampling_level": "token"}, "cispo": {"epsilon_high": 5.0}}.get(loss_type, {})
     plain = first_step(tmp_path / "a", None, loss_type=loss_type, **named).tokens()
-    weighted = first_step(tmp_path / "b", "grpo-sg", "calibrated", loss_type=loss_type, **named).tokens()
+    weighted = first_step(tmp_path / "b", CALIBRATED, loss_type=loss_type, **named).tokens()
     assert (plain["token_id"] == weighted["token_id"]).all()
     assert weighted["weight"].nunique() > 10 and weighted["weight"].between(1, 1.4).all()
     np.testing.assert_allclose(weighted["loss_coef"], weighted["weight"] * plain["loss_coef"], rtol=1e-5, atol=1e-9)
@@ -43,19 +45,11 @@ def test_each_coefficient_is_the_weight_times_that_of_the_plain_loss(loss_type, 
 
 
 @pytest.mark.parametrize(
-    ("name", "shaping"),
-    [
-        ("grpo-sg", "paper"),
-        ("grpo-sg", "calibrated"),
-        ("ar", None),
-        ("cov-grpo", None),
-        ("grpo-sg-shuffled", "calibrated"),
-        ("high-entropy", None),
-        ("papo", None),
-    ],
+    "name",
+    ["grpo-sg", CALIBRATED, "ar", "cov-grpo", "grpo-sg-shuffled+weight.of.preset=calibrated", "high-entropy", "papo"],
 )
-def test_weights_are_those_that_the_objective_prepares(name, shaping, tmp_path: Path):
-    run = first_step(tmp_path, name, shaping)
+def test_weights_are_those_that_the_objective_prepares(name, tmp_path: Path):
+    run = first_step(tmp_path, name)
     tokens = run.tokens().sort_values(["rollout", "position"])
     width = int(tokens["position"].max()) + 1
 
@@ -68,7 +62,7 @@ def test_weights_are_those_that_the_objective_prepares(name, shaping, tmp_path: 
     mask[tokens["rollout"].to_numpy(), tokens["position"].to_numpy()] = True
     rollouts = run.rollouts.sort_values("rollout")
     columns = {column: laid_out(column) for column in ("logp", "logit", "entropy", "collision", "polarity")}
-    method = named_method(name)
+    method = parse_method(name)
     advantage = torch.tensor(rollouts["advantage"].to_numpy(), dtype=torch.float32)
     step = StepTensors(
         mask=mask,
@@ -78,9 +72,7 @@ def test_weights_are_those_that_the_objective_prepares(name, shaping, tmp_path: 
         gradient_mass=gradient_mass(method, mask, advantage, laid_out("logit_grad_norm").float()),
         **columns,
     )
-    method = method.model_copy(
-        update={"weight": calibrate(method.weight.with_preset("auto", shaping or "paper"), step)}
-    )
+    method = method.model_copy(update={"weight": calibrate(method.weight.with_preset("auto", "paper"), step)})
     plan = prepare(method, step, generator(3, "plan", 1))  # 3: the trainer's seed
     np.testing.assert_allclose(tokens["weight"], plan.weight[mask], rtol=1e-6)
     dropped = ~plan.keep[mask].numpy()
@@ -103,7 +95,7 @@ def test_weights_stay_with_their_rows_when_a_batch_is_used_again(tmp_path: Path)
     record(plain, out=tmp_path / "plain", recording=QUIET)
     plain.train()
     weighted = trainer(tmp_path / "b", max_steps=4, **settings)
-    record(weighted, out=tmp_path / "weighted", weights="grpo-sg", shaping="calibrated", recording=QUIET)
+    record(weighted, out=tmp_path / "weighted", weights=CALIBRATED, recording=QUIET)
     weighted.train()
     one, two = (sharpscope.load_run(tmp_path / name).tokens() for name in ("plain", "weighted"))
     np.testing.assert_allclose(two["loss_coef"], two["weight"] * one["loss_coef"], rtol=1e-5, atol=1e-9)
@@ -119,14 +111,12 @@ def test_weights_stay_with_their_rows_when_a_batch_is_used_again(tmp_path: Path)
         ("ar-lopti", {}, "more than token weights"),
         ("grpo-sgg", {}, "did you mean"),
         ("grpo-sg", {"loss_type": "luspo", "importance_sampling_level": "sequence"}, "loss_type = 'luspo'"),
-        (None, {"shaping": "paper"}, "belongs to weights"),
     ],
 )
 def test_weights_that_cannot_be_are_refused(name, options, message, tmp_path: Path):
-    shaping = options.pop("shaping", None)
     one = trainer(tmp_path / "t", **options)
     with pytest.raises(UserError, match=message):
-        record(one, out=tmp_path / "run", weights=name, shaping=shaping)
+        record(one, out=tmp_path / "run", weights=name)
     assert not (tmp_path / "run").exists() and "train" not in vars(one)
 
 
