@@ -91,7 +91,7 @@ GRPO: dict[str, dict[str, Any]] = {
     "Adafactor": {"optim": "adafactor"},
     "one reward": {"rewards": [shortness]},
     "subclass with a factor": {"kind": Doubled},
-    "mixture of experts": {"architecture": "mixtral"},
+    "mixture of experts": {"architecture": "qwen2_moe"},
 }
 
 
@@ -134,7 +134,7 @@ OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Trainer, Adafactor": (plain_trainer, {"optim": "adafactor"}),
     "SFT": (sft_trainer, {}),
     "SFT, compiled": (sft_trainer, {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 1}),
-    "SFT, mixture of experts": (sft_trainer, {"architecture": "mixtral"}),
+    "SFT, mixture of experts": (sft_trainer, {"architecture": "qwen2_moe"}),
     "SFT, chunked": (sft_trainer, {"loss_type": "chunked_nll"}),
     "SFT, dft": (sft_trainer, {"loss_type": "dft"}),
     "SFT, whole text": (sft_trainer, {"completion_only_loss": False}),
@@ -201,7 +201,7 @@ def check(make: Any, arguments: dict[str, Any], folder: Path) -> None:
     [
         (trainer, lora(lora_dropout=0.1), "dropout of 0.1"),
         (trainer, {"kind": Penalized}, "a penalty"),
-        (trainer, {"architecture": "mixtral", "model": {"output_router_logits": True}}, "an auxiliary loss"),
+        (trainer, {"architecture": "qwen2_moe", "model": {"output_router_logits": True}}, "an auxiliary loss"),
         (trainer, {"architecture": "gpt2", "model": {"attn_pdrop": 0.1}}, "dropout of 0.1"),
         (sft_trainer, {"neftune_noise_alpha": 5.0}, "noise on embeddings"),
         (trainer, {"rewards": [nothing]}, "the gradient of an update is 0"),
