@@ -562,23 +562,16 @@ def said(*arguments: str, code: int = 0) -> str:
 def test_every_command_reads_imports(export, tmp_path: Path, quick):
     source, _ = export
     write_lines(tmp_path / "v" / "1.jsonl", [{"input": "q", "output": "a<b>", "score": 1.0}] * 2)
-    write_lines(tmp_path / "t.jsonl", ROWS)
     runs = tmp_path / "runs"
     constants = ("--adv-tau", "1", "--kl-tau", "0.001")
-    assert "2 steps, 8 completions, 24 tokens" in said(
-        "import", "prime-rl", str(source), "--out", str(runs / "p"), *constants
-    )
+    told = said("import", "prime-rl", str(source), "--out", str(runs / "p"), *constants)
+    assert "2 steps, 8 completions, 24 tokens" in told and "Next: sharpscope tokens" in told
     said("import", "verl", str(tmp_path / "v"), "--out", str(runs / "v"))
-    columns = ",".join(f"{ours}={theirs}" for ours, theirs in NAMES.items())
-    said("import", "jsonl", str(tmp_path / "t.jsonl"), "--columns", columns, "--out", str(runs / "j"))
     assert "give both" in said("import", "prime-rl", str(source), "--adv-tau", "1", code=2)
     assert "Imported from prime-rl" in said("show", str(runs / "p")) and "tokens: all" in said("show", str(runs / "v"))
     assert "[⟨" in said("tokens", str(runs / "p"), "--step", "2", "--by", "loss_coef")
-    unknown = "attribution: not recorded at step 1; never recorded in this run"
-    for run in ("v", "j"):
-        assert unknown in said("tokens", str(runs / run), "--step", "1", code=2)
-    for run in ("p", "v", "j"):
-        assert "No step has a gradient norm" in said("tokens", str(runs / run), "--spikes")
+    told = said("tokens", str(runs / "v"), "--step", "1", code=2)
+    assert "attribution: not recorded at step 1; never recorded in this run" in told
     said("analyze", str(runs), "--out", str(tmp_path / "report"))
     text = (tmp_path / "report" / "report.html").read_text("utf-8")
     assert "not a number" not in text and "a<b>" not in text

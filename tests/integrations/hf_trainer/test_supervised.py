@@ -151,20 +151,6 @@ def test_the_critical_sharpness_is_that_of_a_dense_line_search(make, arguments, 
         assert logged[-1]["num_tokens"] == sum(run.rollouts["prompt"].str.split().str.len()) + len(run.tokens())
 
 
-@pytest.mark.parametrize(
-    ("make", "arguments", "reason"),
-    [(sft_trainer, {"loss_type": "dft"}, "dft"), (dpo_trainer, {"use_weighting": True}, "use_weighting")],
-)
-def test_a_loss_with_factors_held_constant_has_no_critical_sharpness(make, arguments, reason, tmp_path: Path):
-    one = make(tmp_path / "t", max_steps=1, **arguments)
-    if one.compute_loss_func is not None:
-        pytest.skip("this TRL computes dft's loss by a function of its own, which is refused")
-    record(one, out=tmp_path / "run")
-    one.train()
-    run = sharpscope.load_run(tmp_path / "run")
-    assert run.probes.empty and any("not measured" in note and reason in note for note in run.info["notes"])
-
-
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[Any, Any]]]:
     """The folder of two_processes.py, and for each process the weights before each update and at the end."""
