@@ -201,7 +201,11 @@ def check(make: Any, arguments: dict[str, Any], folder: Path) -> None:
     [
         (trainer, lora(lora_dropout=0.1), "dropout of 0.1"),
         (trainer, {"kind": Penalized}, "a penalty"),
-        (trainer, {"architecture": "qwen2_moe", "model": {"output_router_logits": True}}, "an auxiliary loss"),
+        (
+            sft_trainer,
+            {"architecture": "qwen2_moe", "model": {"output_router_logits": True, "router_aux_loss_coef": 1.0}},
+            "an auxiliary loss",
+        ),
         (trainer, {"architecture": "gpt2", "model": {"attn_pdrop": 0.1}}, "dropout of 0.1"),
         (sft_trainer, {"neftune_noise_alpha": 5.0}, "noise on embeddings"),
         (trainer, {"rewards": [nothing]}, "the gradient of an update is 0"),
