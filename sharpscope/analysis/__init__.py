@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sharpscope.analysis.forks import batches_needed, fork_differences
@@ -12,40 +13,16 @@ from sharpscope.analysis.terminal import path_sections, show, show_headline, spi
 from sharpscope.traces.token_text import piece_maker
 
 if TYPE_CHECKING:
-    from sharpscope.analysis.figures.plots import probe_pictures, token_picture
+    from sharpscope.analysis.figures.plots import probe_pictures, score_norms
     from sharpscope.analysis.output import AnalysisResult, analyze
     from sharpscope.analysis.reduction import reduce_runs
 
-__all__ = [
-    "AnalysisResult",
-    "analyze",
-    "batches_needed",
-    "compare_runs",
-    "explain_spikes",
-    "find_spikes",
-    "fork_differences",
-    "load_several",
-    "nothing_found",
-    "path_sections",
-    "piece_maker",
-    "probe_pictures",
-    "recorded_by",
-    "reduce_runs",
-    "show",
-    "show_headline",
-    "spike_sections",
-    "spike_text",
-    "token_picture",
-    "token_sections",
-    "watch",
-]
+_LATER = {"AnalysisResult": "output", "analyze": "output", "reduce_runs": "reduction"}
+_LATER |= {"probe_pictures": "figures.plots", "score_norms": "figures.plots"}
 
 
 def __getattr__(name: str) -> Any:
-    """What draws is imported when first used: `show` needs no plotting library."""
-    if name in __all__:
-        from importlib import import_module
-
-        modules = {"reduce_runs": "reduction", "probe_pictures": "figures.plots", "token_picture": "figures.plots"}
-        return getattr(import_module(f"sharpscope.analysis.{modules.get(name, 'output')}"), name)
+    """What draws or reads Parquet in bulk is imported when first used: `show` needs no plotting library."""
+    if name in _LATER:
+        return getattr(import_module(f"sharpscope.analysis.{_LATER[name]}"), name)
     raise AttributeError(f"module 'sharpscope.analysis' has no attribute '{name}'")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.spikes import Spike, explain_spikes, share_steps
+from sharpscope.analysis.spikes import SPIKE_Z, Spike, explain_spikes, share_steps
 from sharpscope.analysis.study import ground_of
+from sharpscope.analysis.tokens import complement
 from sharpscope.traces import Run
 
 SPIKES = 4
@@ -36,7 +35,7 @@ RULE = (
 class Choice:
     """The completions selected from one run: (step, rollout) → why, in the order of the rule; and its spikes.
 
-    Without a spike, the largest gradient with attribution takes its place; its z is NaN.
+    Without a spike, the largest gradient with attribution takes its place.
     """
 
     run: Run
@@ -65,7 +64,8 @@ def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
     """RULE applied to every run that has completions."""
     choices = {name: Choice(run) for name, run in runs.items() if len(run.rollouts)}
     for name, choice in choices.items():
-        choice.spikes = _spikes(choice.run)
+        found = explain_spikes(choice.run, top=SPIKE_TOKENS, largest=1)
+        choice.spikes = sorted(sorted(found, key=lambda one: -one.z)[:SPIKES], key=lambda one: one.step)
         for spike in choice.spikes:
             _add_spike(choices, name, spike)
     grounds: dict[str, list[Choice]] = {}
@@ -98,29 +98,17 @@ def of_step(run: Run, step: int) -> dict[str, Choice]:
 
 def _add_spike(choices: Mapping[str, Choice], name: str, spike: Spike) -> None:
     """Take the prompts of a spike's largest tokens from its run, and from the others of its study."""
-    choice, what = choices[name], "largest gradient" if math.isnan(spike.z) else "spike"
+    choice, what = choices[name], "spike" if spike.z >= SPIKE_Z else "largest gradient"
     asked = choice.run.rollouts[choice.run.rollouts["step"] == spike.step].set_index("rollout")
-    held = (
-        []
-        if spike.tokens is None
-        else [int(one) for one in dict.fromkeys(spike.tokens["rollout"]) if one in asked.index]
-    )
-    prompts: dict[object, int] = {}  # prompt → its first completion among those that hold the largest tokens
-    for rollout in held:
-        prompts.setdefault(asked.loc[rollout, "prompt"] or rollout, rollout)
-    taken = dict(list(prompts.items())[:SPIKE_PROMPTS])
-    choice.add(spike.step, taken.values(), what)
+    leading = [] if spike.tokens is None else spike.tokens["rollout"].unique()
+    held = asked.reindex(leading).dropna(how="all")["prompt"]
+    taken = held.fillna(pd.Series(held.index, held.index)).drop_duplicates()[:SPIKE_PROMPTS]
+    choice.add(spike.step, map(int, taken.index), what)
     for other_name, other in choices.items():
         if other_name != name and ground_of(other.run) == ground_of(choice.run):
             rows = other.run.rollouts[other.run.rollouts["step"] == spike.step]
-            same = rows[rows["prompt"].isin(list(taken))].drop_duplicates("prompt")["rollout"]
+            same = rows[rows["prompt"].isin(taken)].drop_duplicates("prompt")["rollout"]
             other.add(spike.step, same, f"prompt of the {what} of {name}")
-
-
-def _spikes(run: Run) -> list[Spike]:
-    result = explain_spikes(run, top=SPIKE_TOKENS, largest=1)
-    largest = sorted(result, key=lambda spike: -spike.z)[:SPIKES] if len(result) > 1 else result
-    return sorted(largest, key=lambda spike: spike.step)
 
 
 def _candidates(run: Run) -> list[int]:
@@ -138,11 +126,10 @@ def _spread(steps: list[int]) -> list[int]:
 
 def largest_rollouts(run: Run, steps: list[int]) -> dict[int, int]:
     """Step → completion that holds its largest token: the largest |share|, or else the largest pull |c|·(1 − π)."""
-    found: dict[int, int] = {}
     tokens = run.tokens(steps=steps, columns=["step", "rollout", "attribution", "loss_coef", "logp"])
-    pull = tokens["loss_coef"].astype(float).abs() * -pd.Series(np.expm1(tokens["logp"].astype(float)))
-    for step, rows in tokens.assign(share=tokens["attribution"].abs(), pull=pull).groupby("step"):
-        size = rows["share"] if rows["share"].notna().any() else rows["pull"]
-        if size.notna().any():
-            found[int(str(step))] = int(rows["rollout"].to_numpy()[size.argmax()])
+    share = tokens["attribution"].abs().astype(float)
+    pull = tokens["loss_coef"].astype(float).abs() * complement(tokens["logp"].to_numpy())
+    size = share.where(share.groupby(tokens["step"]).transform("count") > 0, pull).dropna()
+    at = size.groupby(tokens["step"]).idxmax()
+    found = {int(step): int(tokens.loc[row, "rollout"]) for step, row in at.items()}  # type: ignore[call-overload, arg-type]
     return {step: found[step] for step in steps if step in found}

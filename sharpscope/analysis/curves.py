@@ -18,16 +18,8 @@ from sharpscope.analysis.text import method_label, shown
 from sharpscope.traces import Runs
 
 COLORS = (
-    "#0173b2",
-    "#de8f05",
-    "#029e73",
-    "#d55e00",
-    "#cc78bc",
-    "#ca9161",
-    "#fbafe4",
-    "#949494",
-    "#ece133",
-    "#56b4e9",
+    *("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc"),
+    *("#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9"),
 )
 """Palette `colorblind` of seaborn, of every chart and figure."""
 POINTS = 1500
@@ -55,61 +47,57 @@ def study_charts(study: Study, settings: Sequence[Setting], runs: Runs) -> dict[
     """
     labels = [setting.label for setting in settings]
     part = study.only(labels)
-    evaluated, sharp = eval_values(part), sharpness_values(part)
     steps = step_values(part, list(STEPS))
     frames = [own for name in STEPS if len(own := steps[steps["quantity"] == name])]
-    frames += [own for frame in (evaluated, sharp) if len(frame) for _, own in frame.groupby("quantity", sort=False)]
+    for frame in (eval_values(part), sharpness_values(part)):
+        frames += [own for _, own in frame.groupby("quantity", sort=False)] if len(frame) else []
     frames = [own for own in frames if own["step"].nunique() > 1]
     columns = {
         name for _, _, run in part.each() for name in STEPS if name in run.steps and run.steps[name].notna().any()
     }
-    still = [STEPS[name].name for name in STEPS if name in columns - set(steps["quantity"])]
     order = in_order(labels)
     names = {id(run): name for name, run in runs.by_name.items()}
+    described = [
+        {
+            "label": shown(method_label(label)),
+            "color": COLORS[order.index(label) % len(COLORS)],
+            "runs": [shown(names[id(run)]) for _, _, run in part.only([label]).each()],
+        }
+        for label in labels
+    ]
     return {
         "name": shown(study.name) if study.slug else "",
-        "settings": [
-            {
-                "label": shown(method_label(label)),
-                "color": COLORS[order.index(label) % len(COLORS)],
-                "runs": [shown(names[id(run)]) for _, _, run in part.only([label]).each()],
-            }
-            for label in labels
-        ],
-        "charts": [_chart(own, labels) for own in sorted(frames, key=_rank)],
+        "settings": described,
+        "charts": [chart_of(own, labels) for own in sorted(frames, key=_rank)],
         "events": _events(part),
-        "still": still,
+        "still": [STEPS[name].name for name in STEPS if name in columns - set(steps["quantity"])],
     }
 
 
 def _rank(frame: pd.DataFrame) -> int:
     """Place of a chart: reward, accuracies, then the other quantities by step, sharpness last."""
     name = str(frame["quantity"].iloc[0])
-    if name in STEPS:
-        return 0 if name == "reward_mean" else 2 if name == "accuracy" else 3
-    return 1 if "accuracy" in name else 4
+    return {"reward_mean": 0, "accuracy": 2}.get(name, 3 if name in STEPS else 1 if "accuracy" in name else 4)
 
 
-def _chart(frame: pd.DataFrame, labels: Sequence[str]) -> dict[str, Any]:
-    """One chart of the rows (setting, seed, step, value, …) of one quantity."""
+def chart_of(frame: pd.DataFrame, labels: Sequence[str]) -> dict[str, Any]:
+    """One chart of the rows (setting, seed, step, value, …) of one quantity, see `study_charts`."""
     name = str(frame["quantity"].iloc[0])
     quantity = STEPS.get(name, Quantity(name))
     frame = frame.assign(value=quantity.factor * frame["value"])
     steps = np.sort(frame["step"].unique())
     at = np.arange(len(steps)) // -(-len(steps) // POINTS)
     x, block = pd.Series(steps).groupby(at).mean(), dict(zip(steps, at, strict=True))
-    series = []
-    for label in labels:
-        own = frame[frame["setting"] == label].assign(at=lambda rows: rows["step"].map(block))
-        table = own.pivot_table(index="at", columns="seed", values="value").reindex(range(len(x)))
-        series.append(_series(own, table))
+    frame = frame.assign(at=frame["step"].map(block))
     positive = frame["value"].dropna()
     log = quantity.log and bool((positive > 0).all() and positive.max() > 5 * positive.min())
-    return {"title": shown(quantity.name), "log": log, "x": [_short(step) for step in x], "series": series}
+    series = [_series(frame[frame["setting"] == label], range(len(x))) for label in labels]
+    return {"title": shown(quantity.name), "log": log, "x": _list(x), "series": series}
 
 
-def _series(own: pd.DataFrame, table: pd.DataFrame) -> dict[str, list[Any]]:
-    """`y`, `low`, `high`, `seeds` and `hollow` of one setting; `table`: value by point and seed."""
+def _series(own: pd.DataFrame, points: range) -> dict[str, list[Any]]:
+    """`y`, `low`, `high`, `seeds` and `hollow` of one setting's rows, by `at`."""
+    table = own.pivot_table(index="at", columns="seed", values="value").reindex(points)
     mean, count = table.mean(axis=1), table.count(axis=1)
     made: dict[str, list[Any]] = {"y": _list(mean)}
     if table.shape[1] >= FEWEST:
@@ -118,10 +106,10 @@ def _series(own: pd.DataFrame, table: pd.DataFrame) -> dict[str, list[Any]]:
     elif table.shape[1] > 1:
         made["seeds"] = [_list(table[seed]) for seed in table]
     elif "low" in own and own["low"].notna().any():
-        ends = own.groupby("at")[["low", "high"]].mean().reindex(table.index)
+        ends = own.groupby("at")[["low", "high"]].mean().reindex(points)
         made |= {"low": _list(ends["low"]), "high": _list(ends["high"])}
     if "saturated" in own and own["saturated"].any():
-        made["hollow"] = sorted(int(at) for at in own.loc[own["saturated"], "at"].unique())
+        made["hollow"] = sorted(set(map(int, own.loc[own["saturated"], "at"])))
     return made
 
 

@@ -10,19 +10,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-from scipy.special import stdtr, stdtrit
+from scipy.special import stdtrit
+from scipy.stats import ttest_1samp
 
 from sharpscope.analysis.sections import Section
 from sharpscope.analysis.statistics import mean_interval
 from sharpscope.analysis.text import number
 from sharpscope.errors import UserError, nearest
-
-if TYPE_CHECKING:  # figures are drawn elsewhere
-    pass
 
 COMPARISONS = {
     "step": "the optimizer's step as it is",
@@ -45,7 +42,6 @@ UNITS: dict[str, tuple[str, float]] = {
     "train_failure": ("points", 100.0),
     "entropy": ("millinats", 1000.0),
     "kl": ("millinats / token", 1000.0),
-    "update_rotation": ("degrees", 1.0),
 }
 """Outcome -> unit in tables and figures, and the factor that gives it."""
 
@@ -92,25 +88,22 @@ def fork_differences(forks: pd.DataFrame, margin: float = MARGIN, reference: str
             raise UserError(f"reference {reference!r}: no such arm{nearest(reference, set(rows['arm']))}")
         rows = rows.assign(reference=reference)
     pairs = _paired(rows)
-    places = pairs.groupby(["run", "step"], sort=True)
-    names = dict(zip(places.ngroup(), zip(pairs["run"], pairs["step"], strict=True), strict=True))
-    # Grouped by numbers and without the columns of text, which take most of the time otherwise.
-    numbers = pairs[["both", "change", "difference"]].assign(place=places.ngroup())
+    several = pairs.groupby(_SERIES)["run"].transform("nunique") > 1
+    state = "step " + pairs["step"].astype(str)
+    pairs["state"] = state.where(~several, pairs["run"].astype(str) + ", " + state)
+    pairs = pairs.sort_values(["run", "step"], kind="stable")
+    numbers = pairs[["both", "change", "difference"]]  # without the columns of text, which take most of the time
     result = []
-    for key, group in numbers.groupby([pairs[name] for name in _SERIES], sort=False):
-        by_place = [(*names[own["place"].iloc[0]], own) for _, own in group.groupby("place", sort=True)]
-        several = len({run for run, _, _ in by_place}) > 1
+    for key, places in pairs.groupby(_SERIES, sort=False).groups.items():
         common = dict(zip(_SERIES, key, strict=True))
-        outcome = str(common["outcome"])
-        states = []
-        for run, step, own in by_place:
-            used = own[own["both"]]
-            label = f"{run}, step {step}" if several else f"step {step}"
-            states.append(used)
-            result.append({"state": label, **common, **_summary([used], len(own) - len(used), margin, outcome)})
-        if len(states) > 1:
-            invalid = int((~group["both"]).sum())
-            result.append({"state": ALL_STATES, **common, **_summary(states, invalid, margin, outcome)})
+        states = numbers.loc[places].groupby(pairs.loc[places, "state"], sort=False)
+        used = {str(name): own[own["both"]] for name, own in states}
+        invalid = states["both"].agg(lambda both: int((~both).sum()))
+        for name, own in used.items():
+            result.append({"state": name, **common, **_summary([own], invalid[name], margin, common["outcome"])})
+        if len(used) > 1:
+            pooled = _summary(list(used.values()), int(invalid.sum()), margin, common["outcome"])
+            result.append({"state": ALL_STATES, **common, **pooled})
     return pd.DataFrame(result)
 
 
@@ -154,59 +147,36 @@ def _paired(rows: pd.DataFrame) -> pd.DataFrame:
     return joined
 
 
-def _sample(states: Sequence[pd.DataFrame], name: str, one: bool) -> np.ndarray:
-    """Values of a column over the batches of `one` state, or its means over those of each of several."""
-    values = [state[name].to_numpy(dtype=float) for state in states]
-    return values[0] if one else np.array([own.mean() for own in values])
-
-
-def _interval_ends(values: np.ndarray) -> tuple[float, float]:
-    interval = mean_interval(values)
-    return (math.nan, math.nan) if interval is None else (interval.low, interval.high)
-
-
 def _summary(
     states: Sequence[pd.DataFrame], invalid: int, margin: float, outcome: str
 ) -> dict[str, float | int | None]:
     """Means and intervals over the batches of one state, or over the means of several; those without a batch are left out."""
-    one = len(states) == 1
-    states = [state for state in states if len(state)]
-
+    one, states = len(states) == 1, [state for state in states if len(state)]
     if not states:
         nothing = dict.fromkeys(("change", "change_low", "change_high", "difference", "low", "high", "p", "sd"))
         return {"states": 0, "batches": 0, "invalid": invalid, **nothing, "detectable": math.nan, "needed": None}
-    change, difference = (_sample(states, name, one) for name in ("change", "difference"))
+    sample = states[0] if one else pd.DataFrame([state[["change", "difference"]].mean() for state in states])
+    change, difference = (sample[name].to_numpy(dtype=float) for name in ("change", "difference"))
     within = [state["difference"].var() for state in states if len(state) > 1]
     sd = math.sqrt(float(np.mean(within))) if within else math.nan
     spread = float(difference.std(ddof=1)) if len(difference) > 1 else math.nan
-    (change_low, change_high), (low, high) = _interval_ends(change), _interval_ends(difference)
-    of_failure = "failure" in outcome
+    ends = [
+        (i.low, i.high) if (i := mean_interval(values)) else (math.nan, math.nan) for values in (change, difference)
+    ]
     return {
-        "states": len(states),
-        "batches": sum(map(len, states)),
-        "invalid": invalid,
-        "change": float(change.mean()),
-        "change_low": change_low,
-        "change_high": change_high,
-        "difference": float(difference.mean()),
-        "low": low,
-        "high": high,
-        "p": _p_value(difference),
-        "sd": sd,
-        "detectable": detectable(spread, len(difference)),
-        "needed": batches_needed(sd, margin) if of_failure and sd > 0 else None,
+        **{"states": len(states), "batches": sum(map(len, states)), "invalid": invalid},
+        **{"change": float(change.mean()), "change_low": ends[0][0], "change_high": ends[0][1]},
+        **{"difference": float(difference.mean()), "low": ends[1][0], "high": ends[1][1]},
+        **{"p": _p_value(difference), "sd": sd, "detectable": detectable(spread, len(difference))},
+        "needed": batches_needed(sd, margin) if "failure" in outcome and sd > 0 else None,
     }
 
 
 def _p_value(values: np.ndarray) -> float:
     """Two-sided p of Student's t-test that the mean is 0; NaN for fewer than two values, 1 if all are 0."""
-    if len(values) < 2:
-        return math.nan
-    error = float(values.std(ddof=1)) / math.sqrt(len(values))
-    mean = abs(float(values.mean()))
-    if error == 0:
-        return 1.0 if mean == 0 else 0.0
-    return float(2 * stdtr(len(values) - 1, -mean / error))
+    if len(values) < 2 or not values.std():
+        return math.nan if len(values) < 2 else 1.0 if values[0] == 0 else 0.0
+    return float(ttest_1samp(values, 0.0).pvalue)
 
 
 def fork_sections(differences: pd.DataFrame, title: str = "", most: int | None = None) -> list[Section]:
@@ -243,25 +213,20 @@ def fork_table(differences: pd.DataFrame, state: str, comparison: str, most: int
     rows = []
     for arm in dict.fromkeys(chosen.index.get_level_values("arm")):
         own = chosen.loc[arm]
-        reference = str(own["reference"].iloc[0])
-        kind = "change" if arm == reference else "difference"
-        ends = ("change_low", "change_high") if kind == "change" else ("low", "high")
-        row = {
-            "arm": f"{arm} (reference)" if arm == reference else arm,
-            "rotation of the update [°]": number(angles.get((arm, "update_rotation"))),
-        }
+        is_reference = arm == own["reference"].iloc[0]
+        columns = ("change", "change_low", "change_high") if is_reference else ("difference", "low", "high")
+        row = {"arm": f"{arm} (reference)" if is_reference else arm}
+        row["rotation of the update [°]"] = number(angles.get((arm, "update_rotation")))
         for name in outcomes:
             unit, factor = UNITS.get(name, ("", 1.0))
-            mean, low, high = (factor * own[column].get(name, math.nan) for column in (kind, *ends))
-            text = (
-                "–" if math.isnan(mean) else f"{mean:+.3g}" + ("" if math.isnan(low) else f" [{low:+.3g}, {high:+.3g}]")
+            mean, low, high = (factor * own[column].get(name, math.nan) for column in columns)
+            interval = "" if math.isnan(low) else f" [{low:+.3g}, {high:+.3g}]"
+            row[f"{NAMES[name]} [{unit}]" if unit else NAMES[name]] = (
+                "–" if math.isnan(mean) else f"{mean:+.3g}{interval}"
             )
-            row[f"{NAMES[name]} [{unit}]" if unit else NAMES[name]] = text
         main = own.loc["heldout_failure"] if "heldout_failure" in own.index else own.iloc[0]
-        row["p"] = "–" if kind == "change" else number(main["p"])
-        row |= {"batches": str(int(main["batches"])), "left out": str(int(main["invalid"]))}
-        row[f"batches for {100 * MARGIN:g} point"] = (
-            "–" if kind == "change" or pd.isna(main["needed"]) else str(int(main["needed"]))
-        )
+        needed = "–" if is_reference or pd.isna(main["needed"]) else str(int(main["needed"]))
+        row |= {"p": "–" if is_reference else number(main["p"]), "batches": str(int(main["batches"]))}
+        row |= {"left out": str(int(main["invalid"])), f"batches for {100 * MARGIN:g} point": needed}
         rows.append(row)
     return pd.DataFrame(rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,6 @@ from sharpscope.analysis.mismatch import mismatch_by_step
 from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.study import Study
 from sharpscope.analysis.text import sampling
-from sharpscope.analysis.tokens import SAMPLE, sample_tokens
 from sharpscope.traces import MAX_SATURATION, Run
 
 Z = 1.959964  # 97.5 % quantile of the normal distribution
@@ -78,19 +77,19 @@ def rotates(run: Run) -> bool:
 
 def step_values(study: Study, columns: Sequence[str]) -> pd.DataFrame:
     """setting, seed, step, quantity, value of STEPS. A quantity that never varies, or is rounding, is left out."""
-    pieces = []
+    pieces = [pd.DataFrame(columns=["quantity", "step", "value"])]
     for label, seed, run in study.each():
         steps = run.steps.sort_values("step")
         if "mismatch" in columns:
             steps = steps.assign(mismatch=steps["step"].map(mismatch_by_step(run)))
-        for column in columns:
-            values = known(steps[column]) if column in steps else np.zeros(0)
+        for column in (column for column in columns if column in steps and len(steps)):
+            values = known(steps[column])
             rounding = column == "mismatch" and not (values > ROUNDED).any()
             rounding |= column in ("gradient_rotation", "update_rotation") and not rotates(run)
-            if len(values) and not rounding:
+            if not rounding:
                 place = {"setting": label, "seed": seed, "quantity": column}
                 pieces.append(pd.DataFrame({"step": steps["step"], "value": values}).assign(**place))
-    frame = pd.concat(pieces, ignore_index=True) if pieces else pd.DataFrame(columns=["quantity", "step", "value"])
+    frame = pd.concat(pieces[1:], ignore_index=True) if pieces[1:] else pieces[0]
     grouped = frame.groupby("quantity")["value"]
     there = frame.dropna(subset=["value"]).groupby("quantity")["step"].nunique()
     low, high = grouped.transform("min"), grouped.transform("max")
@@ -110,29 +109,46 @@ def accuracy_values(run: Run) -> pd.DataFrame:
             rows = run.eval[(run.eval["split"] == split) & (run.eval["temperature"] == heat)]
             for step, (accuracy, prompts) in columns["accuracy"].items():
                 row = {name: at.get(step, (math.nan, 0))[0] for name, at in columns.items()}
-                samples = int(rows.loc[rows["step"] == step, "k"].max())
-                ends = accuracy_interval(accuracy, row["std_error"], prompts, samples)
-                row |= {"low": ends.low, "high": ends.high, "half": max(accuracy - ends.low, ends.high - accuracy)}
-                place = {"step": step, "split": split, "temperature": heat, "prompts": prompts, "k": samples}
-                made.append(place | row)
+                k = int(rows.loc[rows["step"] == step, "k"].max())
+                interval = accuracy_interval(accuracy, row["std_error"], prompts, k)
+                low, high = interval.low, interval.high
+                place = {"step": step, "split": split, "temperature": heat, "prompts": prompts, "k": k}
+                made.append(place | row | {"low": low, "high": high, "half": max(accuracy - low, high - accuracy)})
     names = ["step", "split", "temperature", "prompts", "k", *EVALUATED, "low", "high", "half"]
     return pd.DataFrame(made, columns=names)
 
 
 def eval_values(study: Study) -> pd.DataFrame:
     """setting, seed, step, quantity, value, low, high: accuracy in percent at each evaluation, by split and temperature."""
-    pieces = []
-    for label, seed, run in study.each():
-        frame = accuracy_values(run)
-        places = zip(frame["split"], frame["temperature"], strict=True)
-        quantity = [f"{split.replace('heldout', 'held-out')} accuracy, {sampling(heat)} [%]" for split, heat in places]
-        numbers = {
-            "value": 100 * frame["accuracy"],
-            "low": 100 * frame["low"],
-            "high": 100 * frame["high"],
-            "step": frame["step"],
-        }
-        pieces.append(pd.DataFrame(numbers).assign(quantity=quantity, setting=label, seed=seed))
+
+    def of(run: Run) -> pd.DataFrame:
+        rows = accuracy_values(run)
+        names = (
+            rows["split"].str.replace("heldout", "held-out")
+            + " accuracy, "
+            + rows["temperature"].map(sampling)
+            + " [%]"
+        )
+        shares = 100 * rows[["accuracy", "low", "high"]].rename(columns={"accuracy": "value"})
+        return shares.assign(step=rows["step"], quantity=names)
+
+    return _of_each(study, of)
+
+
+def sharpness_values(study: Study) -> pd.DataFrame:
+    """setting, seed, step, quantity (the measure), value, low, high, saturated of every estimate that is shown."""
+
+    def of(run: Run) -> pd.DataFrame:
+        rows = sharpness_rows(run).drop_duplicates(["measure", "step"])
+        ends = {"low": rows["value"] - rows["half"], "high": rows["value"] + rows["half"], "quantity": rows["measure"]}
+        return rows[["step", "value"]].assign(**ends, saturated=known(rows["saturation"]) > MAX_SATURATION)
+
+    return _of_each(study, of)
+
+
+def _of_each(study: Study, of: Callable[[Run], pd.DataFrame]) -> pd.DataFrame:
+    """The frame `of` each run, with its setting and seed; an empty frame where none has rows."""
+    pieces = [of(run).assign(setting=label, seed=seed) for label, seed, run in study.each()]
     pieces = [piece for piece in pieces if len(piece)]
     return pd.concat(pieces, ignore_index=True) if pieces else pd.DataFrame()
 
@@ -147,66 +163,37 @@ def sharpness_rows(run: Run) -> pd.DataFrame:
     rows = run.probes
     good = rows["value"].notna() & ~rows["converged"].isin([False]) & (rows["parameters"] == "all")
     rows = rows[good & rows["quantity"].isin(list(SHARPNESS)) & ~rows["probe_set"].fillna("").str.contains("/heldout@")]
+    rows = rows.assign(measure="", half=Z * known(rows["prompt_std_error"]), saturation=math.nan, rank=0)
     pieces = []
     for (quantity, functional), group in rows.groupby(["quantity", rows["functional"].fillna("")]):
         own, rho = group, known(group["rho"])
-        saturation = np.full(len(own), math.nan)
         if quantity == "sam":
             table = sharpness(run, quantity, functional)["saturation"]
             keys = zip(own["step"], (float(f"{one:.9g}") for one in rho), strict=True)
-            saturation = np.array([table.get(key, math.nan) for key in keys], dtype=float)
-            worst = pd.Series(saturation).groupby(rho).max().sort_index()
+            own = own.assign(saturation=np.array([table.get(key, math.nan) for key in keys], dtype=float))
+            worst = own["saturation"].groupby(rho).max().sort_index()
             fit = worst.index[(worst <= MAX_SATURATION) | worst.isna()]
             kept = np.isclose(rho, fit[-1] if len(fit) and worst.notna().any() else worst.index[0], rtol=1e-6)
-            own, rho, saturation = own[kept], rho[kept], saturation[kept]
+            own, rho = own[kept], rho[kept]
         name = SHARPNESS[str(quantity)] + ("" if quantity == "critical_sharpness" else f" of {functional}")
         name += f", radius {rho[0]:.3g}" if len(rho) and math.isfinite(rho[0]) else ""
-        half = Z * known(own["prompt_std_error"])
-        rank = list(SHARPNESS).index(str(quantity))
-        pieces.append(own.assign(measure=name, half=half, saturation=saturation, rank=rank))
-    made = pd.concat(pieces) if pieces else rows.assign(measure="", half=math.nan, saturation=math.nan, rank=0)
-    return made.sort_values(["rank", "measure", "step"], kind="stable")
-
-
-def sharpness_values(study: Study) -> pd.DataFrame:
-    """setting, seed, step, quantity (the measure), value, low, high, saturated of every estimate that is shown."""
-    pieces = []
-    for label, seed, run in study.each():
-        rows = sharpness_rows(run).drop_duplicates(["measure", "step"])
-        ends = {"low": rows["value"] - rows["half"], "high": rows["value"] + rows["half"]}
-        frame = rows[["step", "value"]].assign(**ends, quantity=rows["measure"], setting=label, seed=seed)
-        pieces.append(frame.assign(saturated=known(rows["saturation"]) > MAX_SATURATION))
-    pieces = [piece for piece in pieces if len(piece)]
-    return pd.concat(pieces, ignore_index=True) if pieces else pd.DataFrame()
-
-
-def token_samples(study: Study, columns: Sequence[str]) -> dict[str, pd.DataFrame]:
-    """Setting's label → a sample of its runs' tokens that have all `columns`; settings without any are left out."""
-    samples = {}
-    for setting in study.settings:
-        share = max(1, SAMPLE // max(1, len(setting.runs)))
-        parts = [part for run in setting.runs.values() if len(part := sample_tokens(run, columns, share))]
-        if parts:
-            samples[setting.label] = pd.concat(parts, ignore_index=True)
-    return samples
+        pieces.append(own.assign(measure=name, rank=list(SHARPNESS).index(str(quantity))))
+    return (pd.concat(pieces) if pieces else rows).sort_values(["rank", "measure", "step"], kind="stable")
 
 
 def critical_text(estimates: pd.DataFrame) -> str:
-    """The newest critical sharpness of the table `probes` beside its threshold 2 / learning rate; empty without one."""
-    known = estimates[estimates["value"].notna()]
-    pairs = known.pivot_table(index="step", columns="quantity", values="value", aggfunc="last")
-    if not {"critical_sharpness", "critical_threshold"} <= set(pairs):
-        return ""
-    both = pairs[["critical_sharpness", "critical_threshold"]].dropna()
-    return critical_sentence(*map(float, both.iloc[-1])) if len(both) else ""
+    """The newest critical sharpness of the table `probes` with its threshold 2 / learning rate; empty without one."""
+    pairs = estimates.dropna(subset=["value"]).pivot_table(
+        index="step", columns="quantity", values="value", aggfunc="last"
+    )
+    both = pairs.reindex(columns=["critical_sharpness", "critical_threshold"]).dropna()
+    return f"step {both.index[-1]}, {critical_sentence(*map(float, both.iloc[-1]))}" if len(both) else ""
 
 
 def critical_sentence(sharpness: float, threshold: float) -> str:
-    """What a critical sharpness says beside its threshold 2 / learning rate."""
+    """What a critical sharpness says about its threshold 2 / learning rate."""
     factor = threshold / sharpness
-    means = (
-        f"could be {factor:.3g} times longer before it raised"
-        if factor >= 1
-        else f"was {1 / factor:.3g} times too long: it raised"
-    )
+    means = f"was {1 / factor:.3g} times too long: it raised"
+    if factor >= 1:
+        means = f"could be {factor:.3g} times longer before it raised"
     return f"critical sharpness {sharpness:.3g}, threshold 2/lr = {threshold:.3g}: the update {means} the loss of its batch"

@@ -6,12 +6,10 @@ import json
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.headline import sentences
 from sharpscope.analysis.sections import Section
-from sharpscope.analysis.spikes import find_spikes, large_steps, largest_gradients
 from sharpscope.analysis.text import number, percent
 from sharpscope.traces import Run
 
@@ -27,19 +25,17 @@ def layer_norms(run: Run) -> pd.DataFrame:
     `group` is `12.attention` in a decoder layer, elsewhere the kind alone (embedding, norm, head, other); `layer` is −1 there.
     Empty where nothing was recorded.
     """
-    names = ("grad_norm_by_layer", "update_norm_by_layer")
+    names = ["grad_norm_by_layer", "update_norm_by_layer"]
     rows = []
-    for update in run.updates.dropna(subset=[names[0]]).to_dict("records"):
-        gradient, moved = (json.loads(update[name]) if isinstance(update[name], str) else {} for name in names)
-        rows += [
-            (update["step"], update["update"], group, value, moved.get(group)) for group, value in gradient.items()
-        ]
-    frame = pd.DataFrame(rows, columns=["step", "update", "group", "grad_norm", "update_norm"])
-    split = frame["group"].str.rpartition(".") if len(frame) else pd.DataFrame({0: [], 2: []}, dtype=str)
-    layer = pd.to_numeric(split[0], errors="coerce").fillna(-1).astype(int)
-    frame = frame.assign(layer=layer, kind=split[2])
-    frame[["grad_norm", "update_norm"]] = frame[["grad_norm", "update_norm"]].astype(float)
-    return frame[["step", "update", "group", "layer", "kind", "grad_norm", "update_norm"]]
+    for step, update, *texts in run.updates.dropna(subset=names[:1])[["step", "update", *names]].itertuples(
+        index=False
+    ):
+        gradient, moved = (json.loads(text) if isinstance(text, str) else {} for text in texts)
+        for group, value in gradient.items():
+            layer, _, kind = group.rpartition(".")
+            rows.append((step, update, group, int(layer) if layer.isdecimal() else -1, kind, value, moved.get(group)))
+    frame = pd.DataFrame(rows, columns=["step", "update", "group", "layer", "kind", "grad_norm", "update_norm"])
+    return frame.astype({"grad_norm": float, "update_norm": float})
 
 
 @dataclass(frozen=True)
@@ -81,15 +77,17 @@ def layer_growth(run: Run, step: int) -> Growth | None:
     if here.empty:
         return None
     present = here.groupby("group")["grad_norm"].mean()
-    earlier = table[table["step"] < step]
-    wide = earlier.pivot_table(index=["step", "update"], columns="group", values="grad_norm").tail(WINDOW)
-    typical = wide.median().reindex(present.index)
+    earlier = table[table["step"] < step].pivot_table(index=["step", "update"], columns="group", values="grad_norm")
+    typical = earlier.tail(WINDOW).median().reindex(present.index)
     growth = (present / typical.where(typical > 0)).astype(float)
-    groups = pd.DataFrame(
-        {"grad_norm": present, "typical": typical, "growth": growth, "share": present**2 / float((present**2).sum())}
-    ).sort_values(["growth", "share"], ascending=False)
-    middle = float(groups["growth"].median())
-    apart = np.isfinite(middle) and float(groups["growth"].iloc[0]) > APART * middle
+    columns = {
+        "grad_norm": present,
+        "typical": typical,
+        "growth": growth,
+        "share": present**2 / float((present**2).sum()),
+    }
+    groups = pd.DataFrame(columns).sort_values(["growth", "share"], ascending=False)
+    apart = groups["growth"].iloc[0] > APART * groups["growth"].median()
     return Growth(step, groups, str(groups.index[0]) if apart else None)
 
 
@@ -112,31 +110,17 @@ def layer_sections(run: Run, step: int, top: int = 6) -> list[Section]:
     if found is None:
         return []
     shown = found.groups.head(top)
-    table = pd.DataFrame(
-        {
-            "parameters": shown.index,
-            "gradient norm": [number(value) for value in shown["grad_norm"]],
-            "× typical": [number(value) for value in shown["growth"]],
-            "of ‖∇L‖²": [percent(value) for value in shown["share"]],
-        }
-    )
-    parts = [Section(f"Layers at step {step}", table, found.text)]
+    cells = {"parameters": shown.index, "gradient norm": shown["grad_norm"].map(number)}
+    cells |= {"× typical": shown["growth"].map(number), "of ‖∇L‖²": shown["share"].map(percent)}
+    parts = [Section(f"Layers at step {step}", pd.DataFrame(cells), found.text)]
     tokens = layer_tokens(run, step)
     if len(tokens):
+        layers = list(tokens.columns[4:])
         layer = (found.named or str(found.groups["share"].idxmax())).partition(".")[0]
-        layer = layer if layer in tokens else next(name for name in tokens.columns[4:])
+        layer = layer if layer in layers else layers[0]
         tokens = tokens.sort_values(layer, ascending=False, kind="stable").head(top)
         where = f"layer {layer}" if layer.isdecimal() else f"the {layer}"
-        whole = np.sqrt((tokens[list(tokens.columns[4:])] ** 2).sum(axis=1))
-        cells = {"token": sentences(run, step, tokens), f"|c|·‖∇ ln π‖ in {where}": [number(v) for v in tokens[layer]]}
-        parts.append(
-            Section(f"Leading tokens by {where}", pd.DataFrame(cells | {"in all": [number(v) for v in whole]}))
-        )
+        norms = {f"|c|·‖∇ ln π‖ in {where}": tokens[layer], "in all": (tokens[layers] ** 2).sum(axis=1) ** 0.5}
+        table = {"token": sentences(run, step, tokens)} | {name: [*map(number, own)] for name, own in norms.items()}
+        parts.append(Section(f"Leading tokens by {where}", pd.DataFrame(table)))
     return parts
-
-
-def spike_layer_sections(run: Run) -> list[Section]:
-    """The layers at the largest spike, or else at a large step whose reward fell; empty without either."""
-    spikes = find_spikes(largest_gradients(run)).sort_values("z", ascending=False)
-    steps = spikes if len(spikes) else large_steps(run.steps)
-    return layer_sections(run, int(steps["step"].iloc[0])) if len(steps) else []

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -67,33 +68,25 @@ def analyze(
         runs = load_several(given)
         if not any(last_step(run) or run.rows("forks") for run in runs):
             raise UserError(nothing_found(given, runs))
-        folder = output_folder(beside(runs) if out is None else out)
+        folder = output_folder(_beside(runs) if out is None else out)
         tell("comparing the runs" + (" and testing the claims" if claims else ""))
-        source = " ".join(shlex.quote(str(path)) for path in given)
-        content = page_of(runs, source, claims)
-        pictures = {
-            s.name: s.content
-            for s in content.sections
-            if s.content is not None and not isinstance(s.content, str | pd.DataFrame)
+        content = page_of(runs, " ".join(shlex.quote(str(path)) for path in given), claims)
+        pictures: dict[str, Any] = {
+            s.name: s.content for s in content.sections if not isinstance(s.content, str | pd.DataFrame)
         }
         saved = {}
         if pictures or figures:
             from sharpscope.analysis.figures.plots import run_pictures
             from sharpscope.analysis.figures.style import save
 
-            drawn = (
-                {picture.name: picture.figure for picture in run_pictures(runs) if picture.figure} if figures else {}
-            )
-            for name, figure in (pictures | drawn).items():
+            for name, figure in (*pictures.items(), *(run_pictures(runs) if figures else ())):
                 tell(f"{name}.png")
                 saved[name] = save(figure, output_folder(folder / "figures"), name)
-        tables = {
-            name: output_folder(folder / "tables") / f"{name}.csv"
-            for name, table in content.tables.items()
-            if len(table)
-        }
-        for name, file in tables.items():
-            write_atomic(file, csv_text(content.tables[name]))
+        tables = {}
+        for name, table in content.tables.items():
+            if len(table):
+                tables[name] = output_folder(folder / "tables") / f"{name}.csv"
+                write_atomic(tables[name], csv_text(table))
         tell("writing the page")
         svg = {name: saved[name][1].read_text(encoding="utf-8") for name in pictures}
         page = folder / "report.html"
@@ -101,7 +94,7 @@ def analyze(
     return AnalysisResult(folder, page, saved, tables, content)
 
 
-def beside(runs: Runs) -> Path:
+def _beside(runs: Runs) -> Path:
     """`report` in the folder that holds the runs."""
     folders = [Path(run.path).absolute().parent for run in runs]
     return Path(os.path.relpath(os.path.commonpath(folders))) / "report"

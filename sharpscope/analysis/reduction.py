@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,6 @@ from sharpscope.traces.files import TRACES
 TOKENS = 1_500
 """Tokens kept of a run unless asked otherwise."""
 KEPT = ("steps", "updates", "eval", "probes", "probe_prompts", "events", "forks")
-
-
 RULE = "half of the sampled tokens uniformly from the steps with score norms, half uniformly from all other steps"
 
 
@@ -49,7 +48,10 @@ def reduce_run(run: Run, out: Path, tokens: int = TOKENS) -> Path:
         for table in KEPT:
             writer.append_table(table, run.arrow(table))
         writer.append_table("tokens", _sample(run, tokens))
-    write_reductions(aside, _reductions(run))
+    found = scan({"": run}, REDUCERS)  # all that claims need of whole token tables, whichever methods are compared
+    write_reductions(
+        aside, [Reduction(n, one.step, one.tokens, one.values) for n, several in found.items() for one in several]
+    )
     # Known now that all was read; rollouts are not kept anyhow.
     damaged = [(part, why) for part, why in run.damaged.items() if not part.startswith(f"{TRACES}/rollouts/")]
     if damaged:  # a copy of the rest would look whole
@@ -91,12 +93,6 @@ def reduce_runs(
     return written, left_out
 
 
-def _reductions(run: Run) -> list[Reduction]:
-    """All that claims and figures need of whole token tables, whichever methods a claim will later compare."""
-    result = scan({"": run}, REDUCERS)
-    return [Reduction(name, one.step, one.tokens, one.values) for name, several in result.items() for one in several]
-
-
 def _sample(run: Run, count: int) -> pa.Table:
     """`count` rows of the token table by RULE, all columns, in the table's order."""
     steps = run.token_steps
@@ -107,9 +103,7 @@ def _sample(run: Run, count: int) -> pa.Table:
     rest = order[~has_norm[order]][: count - len(half)]
     chosen = np.zeros(len(has_norm), dtype=bool)
     chosen[half] = chosen[rest] = True
-    start, pieces = 0, [run.arrow("tokens", steps=[])]
-    for step in steps:
-        rows = run.arrow("tokens", steps=[step])
-        pieces.append(rows.filter(pa.array(chosen[start : start + len(rows)])))
-        start += len(rows)
-    return pa.concat_tables(pieces)
+    ends = np.cumsum([0, *map(len, measured)])
+    parts = [chosen[a:b] for a, b in pairwise(ends)]
+    pieces = [run.arrow("tokens", steps=[step]).filter(pa.array(own)) for step, own in zip(steps, parts, strict=True)]
+    return pa.concat_tables([run.arrow("tokens", steps=[]), *pieces])

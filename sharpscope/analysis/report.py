@@ -26,24 +26,16 @@ from sharpscope.analysis.frames import (
     sharpness_values,
     step_values,
 )
-from sharpscope.analysis.headline import moved_sections, step_sections, trained_text
-from sharpscope.analysis.layers import layer_sections, spike_layer_sections
+from sharpscope.analysis.headline import largest_update, moved_sections, step_sections, trained_text
+from sharpscope.analysis.layers import layer_sections
 from sharpscope.analysis.mismatch import sampler_section
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.sections import Code, Section
 from sharpscope.analysis.selection import gap_section, selection_section
-from sharpscope.analysis.spikes import recorded_by
+from sharpscope.analysis.spikes import LARGE, SPIKE_Z, recorded_by
 from sharpscope.analysis.statistics import mean_interval, series_mean
 from sharpscope.analysis.study import Setting, Study, flat, last_step, studies
-from sharpscope.analysis.text import (
-    interval_text,
-    method_label,
-    model_label,
-    number,
-    percent,
-    printable,
-    sampling,
-)
+from sharpscope.analysis.text import interval_text, method_label, model_label, number, percent, printable, sampling
 from sharpscope.analysis.token_values import entropy_section
 from sharpscope.traces import MAX_SATURATION, Run, Runs
 
@@ -54,11 +46,8 @@ LARGEST_TOKENS = 5
 LARGEST_STEPS = 6
 """Steps whose largest tokens are listed on the page, the highest spikes first."""
 HEADLINE = (
-    "accuracy, greedy",
-    "accuracy, T = 1",
-    "reward",
-    "SAM sharpness of expected_failure",
-    "SAM sharpness of nll",
+    *("accuracy, greedy", "accuracy, T = 1", "reward"),
+    *("SAM sharpness of expected_failure", "SAM sharpness of nll"),
 )
 """What the headline compares, in this order: ends or beginnings of quantities of `compare_runs`, not of the split `train`."""
 COVERED = "±: 95 % interval. One pair: over steps or prompts, which says nothing about other seeds; several: Student's t over pairs."
@@ -84,12 +73,14 @@ def run_sections(run: Run) -> list[Section]:
     if run.steps.empty:
         return [head, Section("", "No step is recorded yet."), *problem_sections(runs)]
     study = Study({run.name: run}, name=run.task)
+    found = found_sections(study, study.settings)
+    spike = largest_update(run)
+    if spike is not None and (spike.z >= SPIKE_Z or spike.grad_norm >= LARGE * spike.typical):
+        found += layer_sections(run, spike.step)
     curves = Section("Curves", curve_table(run), "Means of the first and the last third.")
     ends = [*accuracy_sections(study.settings), *sharpness_sections(study.settings)]
-    kinds = [section for section in (entropy_section(run), selection_section(run)) if section]
-    gap = gap_section(run)
-    found = [*found_sections(study, study.settings), *spike_layer_sections(run), *kinds]
-    return [head, *found, curves, *ends, *([gap] if gap else []), *problem_sections(runs)]
+    parts = [head, *found, entropy_section(run), selection_section(run), curves, *ends, gap_section(run)]
+    return [*filter(None, parts), *problem_sections(runs)]
 
 
 def runs_sections(runs: Runs) -> list[Section]:
@@ -118,13 +109,12 @@ def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
         charts.append(study_charts(study, settings, runs))
         shown = study.only([setting.label for setting in settings])
         each = [accuracy_values(run).assign(setting=label, seed=seed) for label, seed, run in study.each()]
-        named = {
-            "comparison": comparison(study),
-            "steps": step_values(shown, list(STEPS)),
-            "sharpness": sharpness_values(shown),
-            "accuracy": pd.concat(each, ignore_index=True),
+        tables |= {
+            f"{study.slug}comparison": comparison(study),
+            f"{study.slug}steps": step_values(shown, list(STEPS)),
+            f"{study.slug}sharpness": sharpness_values(shown),
+            f"{study.slug}accuracy": pd.concat(each, ignore_index=True),
         }
-        tables |= {f"{study.slug}{name}": table for name, table in named.items()}
     if claims:
         from sharpscope.analysis.claims import claim_sections
 
@@ -132,11 +122,11 @@ def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
     if any(run.rows("forks") for run in runs):
         tables["forks"] = fork_differences(runs.forks)
         several = tables["forks"]["fork"].nunique() > 1
-        for name, own_forks in tables["forks"].groupby("fork", sort=False):
-            sections += fork_sections(own_forks, title=f"{name}: " if several else "")
+        for name, rows in tables["forks"].groupby("fork", sort=False):
+            sections += fork_sections(rows, title=f"{name}: " if several else "")
     choices = choose(runs.by_name)
     largest = [(choice.run, spike) for choice in choices.values() for spike in choice.spikes]
-    largest.sort(key=lambda one: -math.inf if math.isnan(one[1].z) else one[1].z, reverse=True)
+    largest.sort(key=lambda one: one[1].z if one[1].z >= SPIKE_Z else -math.inf, reverse=True)
     for run, spike in largest[:LARGEST_STEPS]:
         own = [*step_sections(run, spike, LARGEST_TOKENS), *layer_sections(run, spike.step)]
         sections += [replace(section, part="Tokens") for section in own]
@@ -226,16 +216,18 @@ def difference_sections(study: Study, settings: Sequence[Setting]) -> list[Secti
     baseline, treatment = (second if len(second) else compared)[["baseline", "treatment"]].iloc[0]
     own = compared[(compared["baseline"] == baseline) & (compared["treatment"] == treatment)]
     main = own.assign(rank=own["quantity"].map(_rank)).sort_values("rank", kind="stable")
-    main = main[main["rank"] < len(HEADLINE)].head(6)
-    runs = [run for label, _, run in study.each() if label == treatment]
-    angles = {name: [v for run in runs if rotates(run) for v in known(run.steps[name].dropna())] for name in _ANGLES}
-    said = [text.format(np.mean(angles[name])) for name, text in _ANGLES.items() if angles[name]]
+    main = main[main["rank"] < len(HEADLINE)].head(6).drop(columns="rank")
+    runs = [run for label, _, run in study.each() if label == treatment and rotates(run)]
+    said = []
+    for name, text in _ANGLES.items():
+        angles = np.concatenate([np.zeros(0), *(known(run.steps[name].dropna()) for run in runs)])
+        said += [text.format(angles.mean())] if len(angles) else []
     n = int(main["n"].max()) if len(main) else 0
     said.append("One pair of runs: repeat with more seeds before believing a difference." if n == 1 else f"{n} seeds.")
     said += [f"{int(halve)} seeds would halve the intervals." for halve in main["to_halve"].dropna()[:1]]
     title = f"Did {method_label(treatment)} change anything, compared with {method_label(baseline)}?"
     shown = difference_table(main).drop(columns=_PAIRS, errors="ignore")
-    return [Section(title, shown, " ".join(said), records=main.drop(columns="rank").to_dict("records"))]
+    return [Section(title, shown, " ".join(said), records=main.to_dict("records"))]  # type: ignore[arg-type]
 
 
 _ANGLES = {
@@ -247,19 +239,14 @@ _PAIRS = ["pairs", "worst pair"]
 
 def comparison_sections(study: Study, settings: Sequence[Setting]) -> list[Section]:
     """All paired differences, a table for each of the `settings` that has pairs with the baseline."""
-    result = []
-    compared = comparison(study)
-    shown = (
-        compared[compared["treatment"].isin([setting.label for setting in settings])]
-        if len(study.settings) > 2
-        else compared
-    )
-    for (first, second), own in shown.groupby(["baseline", "treatment"], sort=False):
-        n = int(own["n"].max())
-        note = f"{n} pair{'s' * (n > 1)} of runs. {COVERED}"
-        title = f"{method_label(str(second))} − {method_label(str(first))}"
-        records = own.to_dict("records")
-        result.append(Section(title, difference_table(own), note, "Compare", records=records))  # type: ignore[arg-type]
+    result, labels = [], [setting.label for setting in settings]
+    for (first, second), own in comparison(study).groupby(["baseline", "treatment"], sort=False):
+        if second in labels or len(study.settings) < 3:
+            n = int(own["n"].max())
+            note = f"{n} pair{'s' * (n > 1)} of runs. {COVERED}"
+            title = f"{method_label(str(second))} − {method_label(str(first))}"
+            records: Any = own.to_dict("records")
+            result.append(Section(title, difference_table(own), note, "Compare", records=records))
     return result
 
 
@@ -268,29 +255,16 @@ def difference_table(rows: pd.DataFrame) -> pd.DataFrame:
     made = []
     for row in rows.to_dict("records"):
         share = row["unit"] == "share"
-        factor = 100 if share else 1
-        value, half = factor * row["difference"], factor * (row["high"] - row["low"]) / 2
-        text = (
-            "–"
-            if not math.isfinite(value)
-            else "0"
-            if value == 0 and not half > 0
-            else interval_text(value, half, sign=True)
-        )
-        clear = (
-            "a difference"
-            if row["low"] > 0 or row["high"] < 0
-            else "no difference shown"
-            if math.isfinite(half)
-            else ""
-        )
+        factor, value = (100 if share else 1), row["difference"]
+        half = (row["high"] - row["low"]) / 2
+        text = interval_text(factor * value, factor * half, sign=True) + " points" * share
+        text = "–" if not math.isfinite(value) else "0" if value == 0 and not half > 0 else text
+        clear = "a difference" if row["low"] > 0 or row["high"] < 0 else "no difference shown" * math.isfinite(half)
         cells = {"quantity": row["quantity"] + ("" if row["unit"] in ("share", "1", "reward") else f" [{row['unit']}]")}
         for side in ("baseline", "treatment"):
-            end = row[f"{side}_value"]
-            cells[method_label(row[side])] = f"{number(factor * end)}{' %' if share else ''}" if pd.notna(end) else "–"
-        cells["difference"] = f"{text} points" if share and text not in ("–", "0") else text
-        cells["shows"] = clear if math.isfinite(value) else row["note"]
-        cells["pairs"] = str(row["n"])
+            end = number(factor * row[f"{side}_value"])
+            cells[method_label(row[side])] = end + " %" * (share and end != "–")
+        cells |= {"difference": text, "shows": clear if math.isfinite(value) else row["note"], "pairs": str(row["n"])}
         cells["worst pair"] = f"{number(factor * row['worst'])} ({row['worst_pair']})" if row["n"] > 1 else ""
         made.append(cells)
     frame = pd.DataFrame(made)
@@ -300,23 +274,17 @@ def difference_table(rows: pd.DataFrame) -> pd.DataFrame:
 def setting_sections(study: Study) -> list[Section]:
     """What the configurations of a study's settings differ in; values that differ between a setting's runs are joined."""
     columns = {s.label: [flat(run.config) for run in s.runs.values()] for s in study.settings[:SHOWN_SETTINGS]}
+
+    def text(value: Any) -> str:
+        return "none" if value is None else number(value) if isinstance(value, float) else str(value)
+
     rows = []
     for key in dict.fromkeys(key for facts in columns.values() for one in facts for key in one):
-        values = [dict.fromkeys(_setting_text(one.get(key)) for one in facts) for facts in columns.values()]
-        cells = [printable(", ".join(own), 60) for own in values]
+        cells = [printable(", ".join(dict.fromkeys(text(one.get(key)) for one in own)), 60) for own in columns.values()]
         if len(set(cells)) > 1 and key not in ("name", "out", "method.name", "seed"):
             rows.append((key, *cells))
-    if len(columns) < 2 or not rows:
-        return []
-    return [
-        Section(
-            "Settings that differ", pd.DataFrame(rows, columns=["setting", *map(method_label, columns)]), part="Compare"
-        )
-    ]
-
-
-def _setting_text(value: Any) -> str:
-    return "none" if value is None else number(value) if isinstance(value, float) else str(value)
+    frame = pd.DataFrame(rows, columns=["setting", *map(method_label, columns)])
+    return [Section("Settings that differ", frame, part="Compare")] if rows else []
 
 
 # -- Accuracy and sharpness ----------------------------------------------------------------------------------------------
@@ -327,31 +295,29 @@ def accuracy_sections(settings: Sequence[Setting]) -> list[Section]:
     frames = [
         accuracy_values(run).assign(setting=s.label, run=n) for s in settings for n, run in enumerate(s.runs.values())
     ]
-    whole = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+    whole = pd.concat(frames, ignore_index=True)
     rows = []
-    for (split, heat, label), own in (
-        whole.groupby(["split", "temperature", "setting"], sort=False) if len(whole) else ()
-    ):
+    for (split, heat, label), own in whole.groupby(["split", "temperature", "setting"], sort=False):
         runs = [one.sort_values("step") for _, one in own.groupby("run")]
         first, last = ([(100 * one["accuracy"].iloc[k], 100 * one["half"].iloc[k]) for one in runs] for k in (0, -1))
         changes = [(b[0] - a[0], math.hypot(a[1], b[1])) for a, b in zip(first, last, strict=True)]
         paired = all(len(one) > 1 for one in runs)
         ends = pd.DataFrame([one.iloc[-1] for one in runs])
-        row = {
-            "on": str(split).replace("heldout", "held-out"),
-            "sampling": sampling(float(str(heat))),
-            "setting": method_label(str(label)),
-        }
-        row |= {
-            "prompts": str(ends["prompts"].iloc[0]),
-            "before [%]": _over_seeds(first if paired else []),
-            "after [%]": _over_seeds(last),
-        }
-        row["change [points]"] = _over_seeds(changes if paired else [], sign=True)
         k = int(ends["k"].max())
-        row["right in k tries"] = f"{percent(known(ends['pass_at_k']).mean(), 1)} (k = {k})" if k > 1 else "–"
-        row["cut"] = percent(known(ends["truncated"]).mean(), 1)
-        rows.append(row | {"right of the completed": percent(known(ends["accuracy_completed"]).mean(), 1)})
+        rows.append(
+            {
+                "on": str(split).replace("heldout", "held-out"),
+                "sampling": sampling(float(str(heat))),
+                "setting": method_label(str(label)),
+                "prompts": str(ends["prompts"].iloc[0]),
+                "before [%]": _over_seeds(first if paired else []),
+                "after [%]": _over_seeds(last),
+                "change [points]": _over_seeds(changes if paired else [], sign=True),
+                "right in k tries": f"{percent(known(ends['pass_at_k']).mean(), 1)} (k = {k})" if k > 1 else "–",
+                "cut": percent(known(ends["truncated"]).mean(), 1),
+                "right of the completed": percent(known(ends["accuracy_completed"]).mean(), 1),
+            }
+        )
     if not rows:
         return []
     frame = _dense(pd.DataFrame(rows).sort_values(["on", "sampling"], kind="stable"))
@@ -360,35 +326,42 @@ def accuracy_sections(settings: Sequence[Setting]) -> list[Section]:
 
 
 def sharpness_sections(settings: Sequence[Setting]) -> list[Section]:
-    """Sharpness at the first and the last probe; a change is paired by prompt. Saturated estimates are marked."""
+    """Sharpness at the first and the last step measured; a change is paired by prompt. Saturated estimates are marked."""
     rows = []
     for setting in settings:
         each = [(run, sharpness_rows(run)) for run in setting.runs.values()]
         for measure in dict.fromkeys(name for _, one in each for name in one["measure"]):
-            parts = [(run, one[one["measure"] == measure]) for run, one in each if (one["measure"] == measure).any()]
-            ends = [[(own["value"].iloc[k], own["half"].iloc[k]) for _, own in parts] for k in (0, -1)]
-            changes = [_paired(run, own.iloc[0], own.iloc[-1]) for run, own in parts if own["step"].nunique() > 1]
+            parts = [(run, own) for run, one in each if len(own := one[one["measure"] == measure])]
+            longer = [(run, own) for run, own in parts if own["step"].nunique() > 1]
+            first = [(own["value"].iloc[0], own["half"].iloc[0]) for _, own in parts]
+            last = [(own["value"].iloc[-1], own["half"].iloc[-1]) for _, own in longer]
+            changes = [_paired(run, own.iloc[0], own.iloc[-1]) for run, own in longer]
+            steps = [_span([own["step"].iloc[k] for _, own in several]) for k, several in ((0, parts), (-1, longer))]
             worst = max(known(pd.concat([own["saturation"] for _, own in parts]).fillna(-1.0)))
-            row = {"measure": measure, "setting": method_label(setting.label)}
-            row |= {
-                "start": _over_seeds(ends[0]),
-                "end": _over_seeds(ends[1]),
-                "change": _over_seeds(changes, sign=True),
+            filled = percent(worst) + " (saturated)" * bool(worst > MAX_SATURATION) if worst >= 0 else "–"
+            row = {
+                "measure": measure,
+                "setting": method_label(setting.label),
+                "steps": " and ".join(filter(None, steps)),
             }
-            filled = percent(worst) + (" (saturated)" if worst > MAX_SATURATION else "") if worst >= 0 else "–"
-            rows.append(row | {"of the possible rise": filled})
+            row |= {"at the first": _over_seeds(first), "at the last": _over_seeds(last)}
+            rows.append(row | {"change": _over_seeds(changes, sign=True), "of the possible rise": filled})
+    run = next(iter(settings[0].runs.values()))
     if not rows:
-        run = next(iter(settings[0].runs.values()))
         return [Section("Sharpness", f"Not recorded{recorded_by(run, 'probes.preset')}.", part="Sharpness")]
     order = {name: n for n, name in enumerate(dict.fromkeys(row["measure"] for row in rows))}
     frame = _dense(pd.DataFrame(rows).sort_values("measure", key=lambda names: names.map(order), kind="stable"))
     note = "Rise of the loss within the radius (SAM), eigenvalue, or 2 / critical learning rate. ±: 95 % interval over prompts or seeds."
     if "of the possible rise" in frame:
         note += f" Above {percent(MAX_SATURATION)} of the possible rise it says how many answers are right, not how sharp the loss is."
-    run = next(iter(settings[0].runs.values()))
     if len(settings) == 1 and len(settings[0].runs) == 1 and (said := critical_text(run.probes)):
         note += f" Last update measured: {said}."
-    return [Section("Sharpness at start and end", frame, note, "Sharpness")]
+    return [Section("Sharpness at the steps where it was measured", frame, note, "Sharpness")]
+
+
+def _span(steps: Sequence[int]) -> str:
+    """The steps as text: `6`, or `4 to 6` where runs differ."""
+    return " to ".join(map(str, sorted({min(steps), max(steps)}))) if steps else ""
 
 
 def _dense(frame: pd.DataFrame) -> pd.DataFrame:
@@ -437,9 +410,7 @@ def sparkline(values: np.ndarray, width: int = 40) -> str:
     if not np.isfinite(means).any():
         return "·" * len(values[:width])
     low, high = np.nanmin(means), np.nanmax(means)
-    height = (
-        np.where(np.isfinite(means), 3.0, np.nan) if high == low else (means - low) / (high - low) * (len(BLOCKS) - 1)
-    )
+    height = (len(BLOCKS) - 1) * ((means - low) / (high - low) if high > low else 0 * means + 3 / 7)
     return "".join("·" if math.isnan(h) else BLOCKS[round(h)] for h in height)
 
 
@@ -466,25 +437,26 @@ def curve_table(run: Run) -> pd.DataFrame:
 
 
 def _facts(run: Run) -> str:
-    config = flat(run.config)
-    model, rate = (
-        config.get("policy.model") or run.info.get("model"),
-        config.get("optimizer.lr", config.get("learning_rate")),
-    )
-    size = run.info.get("parameters")
+    """What was trained, on one line; of an imported trace a second line says what it lacks."""
+    config, info = flat(run.config), run.info
+    model, size = config.get("policy.model") or info.get("model"), info.get("parameters")
+    rate = config.get("optimizer.lr", config.get("learning_rate"))
     sized = f" ({size / 1e6:,.3g} M parameters)" if size else ""
-    facts = [f"method {method_label(run.method)}, task {run.task}, seed {run.seed}"]
-    facts += [f"model {model_label(str(model))}{sized}"] if model else []
-    facts += [f"{last_step(run)} of {config.get('steps') or config.get('max_steps') or '?'} steps"]
-    facts += [f"learning rate {rate}"] if rate else []
-    facts += [f"group size {config['rollout.group_size']}"] if config.get("rollout.group_size") else []
-    facts += [f"started {run.info['started']}"] if run.info.get("started") else []
-    imported = run.info.get("imported")
+    facts = {
+        f"method {method_label(run.method)}, task {run.task}, seed {run.seed}": True,
+        f"model {model_label(str(model))}{sized}": model,
+        f"{last_step(run)} of {config.get('steps') or config.get('max_steps') or '?'} steps": True,
+        f"learning rate {rate}": rate,
+        f"group size {config.get('rollout.group_size')}": config.get("rollout.group_size"),
+        f"started {info.get('started')}": info.get("started"),
+    }
+    said = ", ".join(fact for fact, is_known in facts.items() if is_known)
+    imported = info.get("imported")
     if not isinstance(imported, dict):
-        return ", ".join(facts)
+        return said
     absent = (imported.get("not_recorded") or {}).items()
     lacks = [f"{table}: {', '.join(names) if run.rows(table) else 'all'}" for table, names in absent if names]
-    return f"{', '.join(facts)}\nImported from {imported.get('from')}; not recorded: {'; '.join(lacks) or 'nothing is missing'}."
+    return f"{said}\nImported from {imported.get('from')}; not recorded: {'; '.join(lacks) or 'nothing is missing'}."
 
 
 # -- Events and cost -----------------------------------------------------------------------------------------------------
@@ -492,9 +464,8 @@ def _facts(run: Run) -> str:
 
 def problem_sections(runs: Runs) -> list[Section]:
     """What a reader should know: runs left out, events, the sampler, and costs."""
-    part, result = "Events and cost", []
-    if said := messages(runs):
-        result.append(Section("To know", "\n".join(said), part=part))
+    part = "Events and cost"
+    result = [Section("To know", "\n".join(said), part=part)] if (said := messages(runs)) else []
     events = runs.events
     loud = events[events["severity"] != "info"] if len(events) else events
     if len(loud):
@@ -502,13 +473,13 @@ def problem_sections(runs: Runs) -> list[Section]:
         table = last[["step", "message"]].last().assign(times=last.size()).reset_index()
         table = table[["run", "rule", "times", "step", "message"]].rename(columns={"step": "last step"})
         result.append(Section("Events", table if len(runs) > 1 else table.drop(columns="run"), part=part))
-    sampler = sampler_section(runs)
-    result += [sampler] if sampler is not None else []
-    costs = cost_table(runs)
-    note = "Sums over the recorded steps; evaluation and loading are not in them. Recording holds the probes."
-    most = {INTERVALS[kind] for kind in costs.get("most of recording", []) if kind in INTERVALS}
-    note += f" To record less, change {' or '.join(sorted(most))}." if most else ""
-    return [*result, *([Section("Cost", costs, note, part)] if len(costs) else [])]
+    result += filter(None, [sampler_section(runs)])
+    if len(costs := cost_table(runs)):
+        note = "Sums over the recorded steps; evaluation and loading are not in them. Recording holds the probes."
+        most = {INTERVALS[kind] for kind in costs.get("most of recording", []) if kind in INTERVALS}
+        note += f" To record less, change {' or '.join(sorted(most))}." if most else ""
+        result.append(Section("Cost", costs, note, part))
+    return result
 
 
 def messages(runs: Runs) -> list[str]:
@@ -517,11 +488,9 @@ def messages(runs: Runs) -> list[str]:
     said += [f"{run.name}: {part} is set aside: {why}" for run in runs for part, why in run.damaged.items()]
     said += [note for study in studies(runs) for note in study.notes]
     for run in runs:
-        bad = run.steps.loc[run.steps["reward_mean"].isna(), "step"].tolist()
-        if 0 < len(bad) < len(run.steps):  # of a run without any reward, none was recorded
-            said.append(
-                f"{run.name}: the reward is not a number in {len(bad)} of {len(run.steps)} steps (first: {bad[0]})."
-            )
+        bad, total = run.steps.loc[run.steps["reward_mean"].isna(), "step"].tolist(), len(run.steps)
+        if 0 < len(bad) < total:  # of a run without any reward, none was recorded
+            said.append(f"{run.name}: the reward is not a number in {len(bad)} of {total} steps (first: {bad[0]}).")
     return [*said, *filter(None, [not_kept(list(runs))])]
 
 
@@ -529,10 +498,10 @@ def not_kept(runs: Sequence[Run]) -> str:
     """Which runs have no completions because they are reduced; empty if there are none."""
     count = sum(completions_dropped(run) for run in runs)
     which = "these runs" if count == len(runs) else f"{count} of {len(runs)} runs"
-    text = (
+    kept = (
         f"Completions of {which} were not kept when they were reduced; a report of the whole runs shows their tokens."
     )
-    return text if count else ""
+    return kept if count else ""
 
 
 def cost_table(runs: Runs) -> pd.DataFrame:
@@ -543,17 +512,14 @@ def cost_table(runs: Runs) -> pd.DataFrame:
             continue
         parts = {kind: float(run.steps[f"{kind}_s"].sum()) for kind in ("generation", "training", "recording")}
         total = sum(parts.values())
-        row = {"run": name, "a step [s]": f"{total / len(run.steps):.2f}", "all [min]": f"{total / 60:.1f}"}
-        row |= {kind: percent(seconds / total if total else 0.0) for kind, seconds in parts.items()}
-        measuring = (run.info.get("measuring") or {}).get("seconds") or {}
-        largest = max(measuring, key=lambda kind: float(measuring[kind]), default="")
+        seconds = (run.info.get("measuring") or {}).get("seconds") or {}
         held = run.info.get("peak_memory_bytes")
-        sizes = held if isinstance(held, dict) else {"process": held}
-        memory = ", ".join(
-            f"{kind} {size / 2**20:,.0f} MiB" for kind, size in sizes.items() if isinstance(size, int | float)
-        )
-        row["most of recording"] = largest or "–"
-        rows.append(row | {"peak memory": memory or "–", "device": str(run.info.get("device") or "–")})
+        sizes = {kind: n for kind, n in (held if isinstance(held, dict) else {"process": held}).items() if n}
+        row = {"run": name, "a step [s]": f"{total / len(run.steps):.2f}", "all [min]": f"{total / 60:.1f}"}
+        row |= {kind: percent(part / total if total else 0.0) for kind, part in parts.items()}
+        row["most of recording"] = max(seconds, key=lambda kind: float(seconds[kind]), default="–")
+        row["peak memory"] = ", ".join(f"{kind} {size / 2**20:,.0f} MiB" for kind, size in sizes.items()) or "–"
+        rows.append(row | {"device": str(run.info.get("device") or "–")})
     frame = pd.DataFrame(rows)
     alone = ["run"] * (len(runs) == 1) + [name for name in frame if (frame[name] == "–").all()]
     return frame.drop(columns=alone, errors="ignore")
@@ -577,29 +543,23 @@ def run_table(runs: Runs) -> pd.DataFrame:
     """One row per run; runs that cannot be read come last."""
     rows = []
     for name, run in runs.by_name.items():
-        why = run.info.get("end")
+        why, count = run.info.get("end"), len(run.steps)
         status = run.status if run.status == "finished" or not why else f"{run.status}: {why}"
-        reward = series_mean(known(run.steps.sort_values("step")["reward_mean"])[-max(1, len(run.steps) // 3) :])[0]
-        row = {
-            "run": name,
-            "method": method_label(run.method),
-            "seed": str(run.seed),
-            "task": run.task,
-            "status": status,
-        }
-        rows.append(row | {"steps": str(len(run.steps)), "reward, last third": number(reward)})
+        reward = number(series_mean(known(run.steps.sort_values("step")["reward_mean"])[-max(1, count // 3) :])[0])
+        row = {"run": name, "method": method_label(run.method), "seed": str(run.seed), "task": run.task}
+        rows.append(row | {"status": status, "steps": str(count), "reward, last third": reward})
     rows += [{"run": name, "status": f"cannot be read: {why}"} for name, why in runs.skipped.items()]
     return pd.DataFrame(rows).fillna("–")
 
 
 def command_table(runs: Runs, source: str) -> pd.DataFrame:
     """What each command makes, for everything on a page."""
-    rows = [
-        ("this page and its tables", Code(f"sharpscope analyze {source}")),
-        ("figures for a paper", Code(f"sharpscope analyze {source} --figures")),
-    ]
+    rows = {"this page and its tables": f"sharpscope analyze {source}"}
+    rows["figures for a paper"] = f"sharpscope analyze {source} --figures"
     for run in list(runs)[:20]:
         if run.config_text is not None and run.path.exists():
-            name, folder = shlex.quote(run.name), shlex.quote(str(run.path / "config.yaml"))
-            rows.append((f"the run {run.name}, again", Code(f"sharpscope run {folder} --out runs/again-{name}")))
-    return pd.DataFrame(rows, columns=["makes", "command"])
+            again = (
+                f"sharpscope run {shlex.quote(str(run.path / 'config.yaml'))} --out runs/again-{shlex.quote(run.name)}"
+            )
+            rows[f"the run {run.name}, again"] = again
+    return pd.DataFrame({"makes": list(rows), "command": [Code(text) for text in rows.values()]})

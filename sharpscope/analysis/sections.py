@@ -61,14 +61,17 @@ class Marked:
     Attributes:
         before, token, after: text.
         direction: 1 if its loss makes it more likely, -1 if less likely, 0 if that is not known.
-        place: (run, step, rollout, position), by which the page links to it.
+        run, step, rollout, position: where it is, by which the page links to it.
     """
 
     before: str
     token: str
     after: str
-    direction: int = 0
-    place: tuple[str, int, int, int] | None = None
+    direction: int
+    run: str
+    step: int
+    rollout: int
+    position: int
 
     def __str__(self) -> str:
         return f"{self.before}[{self.token}]{self.after}"
@@ -99,19 +102,21 @@ def to_records(sections: Iterable[Section]) -> dict[str, Any]:
     """Sections for scripts: `title`, `part`, `note`, and `text` or `rows`; a cell with a token is an object."""
     made: list[dict[str, Any]] = []
     for section in sections:
-        if isinstance(section.content, str):
-            own: dict[str, Any] = {"text": section.content}
-        elif isinstance(section.content, pd.DataFrame):
+        own: dict[str, Any] = {"text": section.content}
+        if isinstance(section.content, pd.DataFrame):
             rows = section.records or section.content.to_dict("records")
-            own = {"rows": [{str(name): _value(cell) for name, cell in row.items()} for row in rows]}
-        else:
-            continue
-        made.append({"title": section.title, "part": section.part, **own, "note": section.note})
+            own = {
+                "rows": [
+                    {
+                        str(name): asdict(c) if isinstance(c, Marked) else c.text if isinstance(c, Code) else c
+                        for name, c in row.items()
+                    }
+                    for row in rows
+                ]
+            }
+        if "rows" in own or isinstance(section.content, str):
+            made.append({"title": section.title, "part": section.part, **own, "note": section.note})
     return {"sections": made}
-
-
-def _value(cell: Any) -> Any:
-    return asdict(cell) if isinstance(cell, Marked) else cell.text if isinstance(cell, Code) else cell
 
 
 def to_terminal(sections: Iterable[Section]) -> RenderableType:
@@ -123,33 +128,30 @@ def to_terminal(sections: Iterable[Section]) -> RenderableType:
     for section in sections:
         if not isinstance(section.content, str | pd.DataFrame):
             continue
-        if section.title:
-            parts.append(Text(visible(section.title), "bold"))
+        parts += [Text(visible(section.title), "bold")] if section.title else []
         if isinstance(section.content, str):
             parts += [Text(visible(line)) for line in section.content.splitlines()]
         else:
             parts.append(_table(section.content))
-        parts += [Text(visible(section.note), "dim")] if section.note else []
-        parts.append(Text())
+        parts += [Text(visible(section.note), "dim"), Text()] if section.note else [Text()]
     return Group(*parts[:-1])
 
 
 def _table(frame: pd.DataFrame) -> Table:
+    """A table for rich; a column of sentences takes the width that is left."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for number_, name in enumerate(frame.columns):
-        column = frame.iloc[:, number_]
-        left, wide = is_text(column), any(isinstance(value, Marked) for value in column)
-        table.add_column(Text(visible(str(name))), justify="left" if left else "right", ratio=1 if wide else None)
+    for at, name in enumerate(frame.columns):
+        column = frame.iloc[:, at]
+        wide = any(isinstance(value, Marked) for value in column)
+        justify: Any = "left" if is_text(column) else "right"
+        table.add_column(Text(visible(name)), justify=justify, ratio=1 if wide else None)
     for row in frame.itertuples(index=False, name=None):
-        table.add_row(
-            *(_sentence(cell) if isinstance(cell, Marked) else Text(visible(cell_text(cell))) for cell in row)
-        )
+        table.add_row(*(_sentence(c) if isinstance(c, Marked) else Text(visible(cell_text(c))) for c in row))
     return table
 
 
 def _sentence(cell: Marked) -> Text:
-    text = Text(visible(cell.before), "dim")
-    text.append(
-        f"[{visible(cell.token)}]", DOWN if cell.direction < 0 else UP if cell.direction > 0 else "bold reverse"
-    )
+    """A token in its sentence, colored by its direction."""
+    style = {1: UP, -1: DOWN}.get(cell.direction, "bold reverse")
+    text = Text(visible(cell.before), "dim").append(f"[{visible(cell.token)}]", style)
     return text.append(visible(cell.after), "dim")

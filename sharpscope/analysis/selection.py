@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
@@ -23,50 +22,40 @@ def left_out(run: Run) -> pd.DataFrame:
     of probability and entropy [nats] and the share with A < 0. A KL term does not count as a gradient. Empty without tokens.
     """
     columns = ["step", "update", "logp", "entropy", "advantage", "loss_coef", "kl_coef", "clipped"]
-    rows = []
+    pieces = [pd.DataFrame({"step": pd.Series(dtype=int)})]
     for part in run.iter_tokens(columns=columns, required=["advantage", "loss_coef"]):
         used = part[part["update"].notna() & (part["advantage"] != 0)]
         policy = used["loss_coef"].astype(float) - used["kl_coef"].astype(float).fillna(0.0)
+        values = {"probability": np.exp(used["logp"].astype(float)), "entropy": used["entropy"].astype(float)}
+        values["negative"] = (used["advantage"] < 0).astype(float)
         out = (policy == 0) & (used["clipped"] == 0)
-        values = pd.DataFrame(
-            {
-                "probability": np.exp(used["logp"].astype(float)),
-                "entropy": used["entropy"].astype(float),
-                "negative": (used["advantage"] < 0).astype(float),
-            }
-        )
-        for step, group in values.groupby(used["step"]):
-            gone = out.loc[group.index]
-            row = {"step": int(step), "out": float(gone.mean())}
-            for name in values:
-                row |= {f"{name}_out": group[name][gone].mean(), f"{name}_kept": group[name][~gone].mean()}
-            rows.append(row)
-    return pd.DataFrame(rows)
+        by_step = pd.DataFrame(values).groupby([used["step"], out.map({True: "out", False: "kept"})]).mean().unstack()
+        by_step.columns = [f"{name}_{which}" for name, which in by_step.columns]
+        pieces.append(by_step.assign(out=out.groupby(used["step"]).mean()).reset_index())
+    return pd.concat(pieces, ignore_index=True) if len(pieces) > 1 else pieces[0]
 
 
 def selection_section(run: Run) -> Section | None:
     """What the selection left out in the first, the strictest and the last recorded step, for `show`; None without a selection."""
-    if not (run.config.get("method") or {}).get("tokens"):
-        return None
-    found = left_out(run)
-    if found.empty:
+    method = run.config.get("method") or {}
+    if not method.get("tokens") or (found := left_out(run)).empty:
         return None
     named = {"first": found.index[0], "most left out": found["out"].idxmax(), "last": found.index[-1]}
-    cells = []
-    for name, index in named.items():
-        row = found.loc[index]
-        pairs: dict[str, tuple[str, Callable[[float], str]]] = {
-            "mean π": ("probability", number),
-            "mean H [nats]": ("entropy", number),
-            "A < 0": ("negative", percent),
-        }
-        cells.append(
-            {"step": f"{int(row['step'])} ({name})", "left out": percent(row["out"], 1)}
-            | {title: f"{form(row[f'{key}_out'])} / {form(row[f'{key}_kept'])}" for title, (key, form) in pairs.items()}
-        )
-    kind = run.config["method"]["tokens"]["kind"]
-    note = f"Tokens with an advantage that the selection {kind} leaves out of the loss / those that it keeps; over all steps {{}}."
-    return Section("Tokens left out", pd.DataFrame(cells), note.format(percent(found["out"].mean(), 1)))
+    chosen = found.loc[list(named.values())]
+    steps = [f"{step} ({name})" for step, name in zip(chosen["step"], named, strict=True)]
+    cells = {"step": steps, "left out": [percent(share, 1) for share in chosen["out"]]}
+    for title, key, form in (
+        ("mean π", "probability", number),
+        ("mean H [nats]", "entropy", number),
+        ("A < 0", "negative", percent),
+    ):
+        both = (chosen.get(f"{key}_{which}", pd.Series(math.nan, chosen.index)) for which in ("out", "kept"))
+        cells[title] = [f"{form(out)} / {form(kept)}" for out, kept in zip(*both, strict=True)]
+    note = (
+        f"Tokens with an advantage that the selection {method['tokens']['kind']} leaves out of the loss / those that it keeps; "
+        f"over all steps {percent(found['out'].mean(), 1)}."
+    )
+    return Section("Tokens left out", pd.DataFrame(cells), note)
 
 
 def gradient_gap(run: Run) -> pd.DataFrame:
@@ -116,14 +105,11 @@ def gap_section(run: Run) -> Section | None:
     found = gradient_gap(run)
     if found.empty:
         return None
+    measured, bound = found["critical_lr"], found["gap_lr"]
     cells = {
-        "step": found["step"],
-        "correct": [percent(value) for value in found["success"]],
-        "learning rate": [number(value) for value in found["lr"]],
-        "critical, measured": [number(value) for value in found["critical_lr"]],
-        "critical, gradient gap": [f"≤ {number(value)}" for value in found["gap_lr"]],
-        "λ_c": [number(2 / value) for value in found["critical_lr"]],
-        "λ of the gap": [f"≥ {number(2 / value)}" if value > 0 else "–" for value in found["gap_lr"]],
+        **{"step": found["step"], "correct": found["success"].map(percent), "learning rate": found["lr"].map(number)},
+        **{"critical, measured": measured.map(number), "critical, gradient gap": "≤ " + bound.map(number)},
+        **{"λ_c": (2 / measured).map(number), "λ of the gap": ("≥ " + (2 / bound).map(number)).where(bound > 0, "–")},
     }
     note = (
         "Along the optimizer's update; measured: where the batch's loss is back at its value (λ_c = 2/learning rate). Gradient gap "

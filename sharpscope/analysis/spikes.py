@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from sharpscope.analysis.study import per_run
 from sharpscope.analysis.text import number
 from sharpscope.analysis.tokens import INCLUSION, inverse_inclusion, sample_text
 from sharpscope.traces import Run, robust_z
@@ -25,11 +26,14 @@ SUBJECTS = {
     "probes.preset": ("critical sharpness", "critical_sharpness"),
 }
 """What records a quantity -> words by which events name it, where they say why it is missing."""
+SPIKE_Z = 4.0
 WINDOW = 50
 FEWEST = 10
 """Earlier steps with a gradient that the rule needs; see `sharpscope.traces.robust_z`."""
 LARGE = 3.0
 """A norm this many times the typical one is a finding where the reward falls with it."""
+SURE = 0.99
+"""Probability from which the model was sure of a token."""
 ENOUGH = 0.2
 """Estimated sum of a sample's shares (1 for all groups) from which ranges of probability are scaled to sum to 1."""
 COLUMNS = ["rollout", "position", "token_id", "logp", "advantage", "weight", "loss_coef", "attribution", "update"]
@@ -42,12 +46,12 @@ class Spike:
     Attributes:
         step: of the run.
         grad_norm, typical: its gradient norm, of the update below, and the median of those before it [L2, parameters].
-        z: robust standard deviations of the logarithm above that median; NaN where the rule was not reached.
+        z: robust standard deviations of the logarithm above that median; NaN where too few steps came before.
         tokens: the tokens with the largest |share|, with `share` and `probability`; None if none was recorded.
         prompts: group, prompt, share.
         probabilities: share and share of the tokens by range of π; estimates are scaled to sum to 1.
         sample: the groups whose tokens were measured, in words; empty if all were. Prompts and tokens are of these only.
-        missing: why there are no shares.
+        missing: why there are no shares, or why all are 0.
         update: which of the step's updates, in words; empty if it has one.
     """
 
@@ -100,7 +104,7 @@ def largest_gradients(run: Run) -> pd.DataFrame:
     return steps.assign(grad_norm=steps["step"].map(largest).fillna(steps["grad_norm"]))
 
 
-def find_spikes(steps: pd.DataFrame, z: float = 4.0) -> pd.DataFrame:
+def find_spikes(steps: pd.DataFrame, z: float = SPIKE_Z) -> pd.DataFrame:
     """Steps whose log gradient norm is `z` robust standard deviations above the median of the 50 before it.
 
     Columns step, grad_norm, z, typical (the median norm of the window); the rule is `sharpscope.traces.robust_z`.
@@ -116,6 +120,7 @@ def large_steps(steps: pd.DataFrame) -> pd.DataFrame:
     return scores[large].sort_values("grad_norm", ascending=False)
 
 
+@per_run
 def share_steps(run: Run) -> list[int]:
     """Steps at which tokens' shares were recorded."""
     found: set[int] = set()
@@ -131,12 +136,10 @@ def recorded_by(run: Run, option: str) -> str:
     """
     if len(run.steps) and (run.steps["grad_norm"] == 0).all():
         return ": the gradient was 0 at every step"
-    if told := (run.info.get("not_measured") or {}).get(option):
-        return f": {told}"
     reasons = run.events[run.events["rule"].isin(("probe", "self_check", "no_gradient"))]["message"]
-    for reason in reasons:
-        if any(subject in reason for subject in SUBJECTS.get(option, ())):
-            return f": {reason}"
+    told = [text for text in reasons if any(subject in text for subject in SUBJECTS.get(option, ()))]
+    if reason := next(filter(None, [(run.info.get("not_measured") or {}).get(option), *told]), None):
+        return f": {reason}"
     if option.split(".", maxsplit=1)[0] in run.config:
         return f" ({option})"
     if option == "recording.token_gradients_every":
@@ -145,7 +148,7 @@ def recorded_by(run: Run, option: str) -> str:
     return " (SHARPSCOPE_VERL_CRITICAL_EVERY)" if verl and option == "probes.preset" else ""
 
 
-def explain_spikes(run: Run, z: float = 4.0, top: int = 8, largest: int = 0) -> list[Spike]:
+def explain_spikes(run: Run, z: float = SPIKE_Z, top: int = 8, largest: int = 0) -> list[Spike]:
     """Every spike of a run with its causes.
 
     Args:
@@ -154,33 +157,51 @@ def explain_spikes(run: Run, z: float = 4.0, top: int = 8, largest: int = 0) -> 
         top: tokens and prompts of each.
         largest: without a spike, so many steps with recorded shares, the largest gradients first.
     """
-    found = find_spikes(largest_gradients(run), z)
+    steps = largest_gradients(run)
+    found = find_spikes(steps, z)
     if found.empty and largest:
-        scores = gradient_scores(largest_gradients(run))
-        found = scores[scores["step"].isin(share_steps(run))].nlargest(largest, "grad_norm").assign(z=math.nan)
-        found["typical"] = scores["grad_norm"].median()
-    return [
-        explain_step(run, int(row["step"]), top, float(row["z"]), float(row["typical"]))
-        for row in found.to_dict("records")
-    ]
+        found = steps[steps["step"].isin(share_steps(run)) & (steps["grad_norm"] > 0)].nlargest(largest, "grad_norm")
+    return [explain_step(run, int(step), top) for step in found["step"]]
 
 
-def explain_step(run: Run, step: int, top: int = 8, z: float = math.nan, typical: float = math.nan) -> Spike:
+def notable_steps(run: Run, z: float = SPIKE_Z, top: int = 8) -> list[Spike]:
+    """The spikes; else up to three large steps with shares, see `large_steps`; else the largest gradient with shares."""
+    large = [int(step) for step in large_steps(run.steps)["step"] if step in share_steps(run)]
+    return (
+        explain_spikes(run, z, top)
+        or [explain_step(run, step, top) for step in large[:3]]
+        or explain_spikes(run, z, top, largest=1)
+    )
+
+
+def explain_step(run: Run, step: int, top: int = 8) -> Spike:
     """The causes of one step's gradient."""
     tokens = step_shares(run, step)
+    scores = gradient_scores(largest_gradients(run)).set_index("step").reindex([step]).iloc[0]
     own = run.updates[run.updates["step"] == step].set_index("update")["grad_norm"]
-    norms, named = run.steps.loc[run.steps["step"] == step, "grad_norm"], ""
+    norm, named = scores["grad_norm"], ""
     if len(own) > 1:
         chosen = int(own.index[int(own.argmax())] if tokens.empty else tokens["update"].iloc[0])
-        norms, named = own[own.index == chosen], f"update {chosen + 1} of {len(own)}"
-    head = (step, float(norms.iloc[0]) if len(norms) else math.nan, z, typical)
+        norm, named = own[own.index == chosen].iloc[0], f"update {chosen + 1} of {len(own)}"
+    head = (step, float(norm), float(scores["z"]), float(scores["typical"]))
     if tokens.empty:
         how = recorded_by(run, "recording.token_gradients_every")
         return Spike(*head, missing=f"no token's share was recorded at this step{how}", update=named)
-    biggest = tokens.reindex(tokens["share"].abs().sort_values(ascending=False, kind="stable").index).head(top)
+    biggest = tokens.loc[tokens["share"].abs().sort_values(ascending=False, kind="stable").index[:top]]
     prompts = prompt_shares(run, step, tokens)
     prompts = prompts.loc[prompts["share"].abs().nlargest(top).index]
-    return Spike(*head, biggest, prompts, range_shares(tokens), sample_text(tokens), update=named)
+    sample, missing = sample_text(tokens), ""
+    if (tokens["share"] == 0).all():
+        which = f"the measured groups ({sample})" if sample else "its groups"
+        why = (
+            f"none of {which} has an advantage"
+            if (tokens["advantage"] == 0).all()
+            else f"no token of {which} has a gradient"
+        )
+        missing = f"every token's share is 0: {why}" + (
+            "; others, not measured, made the gradient" if sample and norm > 0 else ""
+        )
+    return Spike(*head, biggest, prompts, range_shares(tokens), sample, missing, named)
 
 
 def step_shares(run: Run, step: int) -> pd.DataFrame:
@@ -215,8 +236,8 @@ def range_shares(tokens: pd.DataFrame) -> pd.DataFrame:
     return result.assign(share=result["share"] / total if total >= ENOUGH else math.nan)
 
 
-def concentration(tokens: pd.DataFrame, sure: float = 0.99) -> tuple[float, float, float]:
-    """How few tokens carry the gradient: (share of the largest hundredth, share of the tokens with π > `sure`, their share).
+def concentration(tokens: pd.DataFrame) -> tuple[float, float, float]:
+    """How few tokens carry the gradient: (share of the largest hundredth, share of the tokens with π > SURE, their share).
 
     Shares are of Σ|share|, so that no part exceeds the whole; tokens of a sample of groups count by their inverse chance.
     """
@@ -225,48 +246,44 @@ def concentration(tokens: pd.DataFrame, sure: float = 0.99) -> tuple[float, floa
     weight, carried = count[order] / count.sum(), (count * size)[order] / max(float((count * size).sum()), 1e-300)
     ends = np.concatenate([[0.0], np.cumsum(weight)])
     largest = float(np.interp(0.01, ends, np.concatenate([[0.0], np.cumsum(carried)])))
-    certain = tokens["probability"].to_numpy()[order] > sure
+    certain = tokens["probability"].to_numpy()[order] > SURE
     return largest, float(weight[certain].sum()), float(carried[certain].sum())
 
 
-def spike_text(run: Run, z: float = 4.0) -> str:
+def spike_text(run: Run, z: float = SPIKE_Z) -> str:
     """What the rule found in one to four sentences: the spikes, or how near the run came and why it is no nearer."""
-    scores = gradient_scores(largest_gradients(run)).to_dict("records")
-    if not scores:
+    scores = gradient_scores(largest_gradients(run))
+    if scores.empty:
         return "No step has a gradient norm, so there is nothing to compare."
-    spikes = [row for row in scores if row["z"] >= z]
-    if spikes:
-        each = ", ".join(
-            f"{r['step']} (z = {r['z']:.1f}, {r['grad_norm'] / r['typical']:.1f} × typical)" for r in spikes
-        )
-        count = f"{len(spikes)} step{'s' if len(spikes) > 1 else ''} with z ≥ {z:g}"
-        return f"{count}: {each}. {_near(run, max(spikes, key=lambda row: row['z'])['step'])}"
-    judged = [row for row in scores if math.isfinite(row["z"])]
-    top = max(judged, key=lambda row: row["z"], default=None)
-    if top is None:
-        said = [
+    scores = scores.assign(times=scores["grad_norm"] / scores["typical"])
+    spikes = scores[scores["z"] >= z]
+    if len(spikes):
+        each = ", ".join(f"{r.step} (z = {r.z:.1f}, {r.times:.1f} × typical)" for r in spikes.itertuples())
+        count = f"{len(spikes)} step{'s' * (len(spikes) > 1)} with z ≥ {z:g}"
+        return f"{count}: {each}. {_near(run, int(spikes.loc[spikes['z'].idxmax(), 'step']))}"
+    said, named = [], None
+    if scores["z"].isna().all():
+        few = (
             f"A spike is judged against {FEWEST} earlier steps with a gradient; this run has {len(scores)} such steps."
-        ]
-    else:
-        said = [
-            f"No step reaches z = {z:g}: the highest is z = {top['z']:.1f} at step {top['step']}, gradient norm "
-            f"{number(top['grad_norm'])}, {top['grad_norm'] / top['typical']:.1f} × the typical {number(top['typical'])}."
-        ]
-        factor = math.exp(z * top["scale"])
-        if factor > 2 * LARGE:
-            said.append(
-                f"Norms scatter so much in this run that only {factor:.0f} × the typical norm would be a spike: the rule is "
-                "insensitive here."
-            )
-    largest = max(scores, key=lambda row: row["grad_norm"])
-    for row in large_steps(run.steps).head(1).to_dict("records"):
-        largest = row
-        said.append(
-            f"Step {row['step']} is a finding all the same: its gradient is {row['grad_norm'] / row['typical']:.1f} × the typical "
-            f"one, and the reward falls by {row['fall']:.2f} with it."
         )
-    if top is None or largest["step"] != top["step"]:
-        said.append(f"The largest gradient norm is {number(largest['grad_norm'])} at step {largest['step']}.")
+        said.append(few)
+    else:
+        top = scores.loc[scores["z"].idxmax()]
+        named = top["step"]
+        said.append(
+            f"No step reaches z = {z:g}: the highest is z = {top['z']:.1f} at step {named:.0f}, gradient norm "
+            f"{number(top['grad_norm'])}, {top['times']:.1f} × the typical {number(top['typical'])}."
+        )
+        if (factor := math.exp(z * top["scale"])) > 2 * LARGE:
+            only = f"only {factor:.0f} × the typical norm would be a spike: the rule is insensitive here."
+            said.append(f"Norms scatter so much in this run that {only}")
+    largest = scores.loc[scores["grad_norm"].idxmax()]
+    for _, row in large_steps(run.steps).head(1).iterrows():
+        largest, times = row, row["grad_norm"] / row["typical"]
+        is_ = f"its gradient is {times:.1f} × the typical one, and the reward falls by {row['fall']:.2f} with it."
+        said.append(f"Step {row['step']:.0f} is a finding all the same: {is_}")
+    if largest["step"] != named:
+        said.append(f"The largest gradient norm is {number(largest['grad_norm'])} at step {largest['step']:.0f}.")
     return " ".join([*said, _near(run, int(largest["step"]))])
 
 

@@ -17,7 +17,7 @@ from sharpscope.analysis.layers import layer_sections
 from sharpscope.analysis.loading import load_several, quiet
 from sharpscope.analysis.report import found_sections, laid_out, run_sections, runs_sections
 from sharpscope.analysis.sections import Section, to_terminal
-from sharpscope.analysis.spikes import explain_spikes, explain_step, large_steps, recorded_by, share_steps, spike_text
+from sharpscope.analysis.spikes import SPIKE_Z, explain_step, notable_steps, recorded_by, spike_text
 from sharpscope.analysis.study import last_step
 from sharpscope.analysis.text import number, printable
 from sharpscope.analysis.token_values import needed_columns, with_values
@@ -27,29 +27,10 @@ from sharpscope.traces import Run, load_run
 
 SHARE = "attribution"
 TOKEN_COLUMNS = (
-    "probability",
-    "logp",
-    "entropy",
-    "advantage",
-    "weight",
-    "ratio",
-    "clipped",
-    "loss_coef",
-    "kl_coef",
-    "policy_coef",
-    "entropy_coef",
-    "mismatch",
-    "kl",
-    "polarity",
-    "entropy_change",
-    "logit_grad_norm",
-    "head_grad_norm",
-    "score_norm",
-    "score_norm_local",
-    "attribution",
-    "update_attribution",
-    "heldout_influence",
-    "sharp_alignment",
+    *("probability", "logp", "entropy", "advantage", "weight", "ratio", "clipped"),
+    *("loss_coef", "kl_coef", "policy_coef", "entropy_coef", "mismatch", "kl", "polarity", "entropy_change"),
+    *("logit_grad_norm", "head_grad_norm", "score_norm", "score_norm_local"),
+    *("attribution", "update_attribution", "heldout_influence", "sharp_alignment"),
 )
 """Columns of the tokens table, and values computed from them (`token_values`), that `tokens --by` sorts by."""
 GOING_ON = "running"
@@ -143,31 +124,31 @@ def token_sections(run: Run, step: int | None = None, by: str = SHARE, top: int 
             raise UserError(f"--by {by}: never recorded in this run{_instead(run, by)}")
         step = int(at["step"].iloc[at["grad_norm"].fillna(-1.0).to_numpy().argmax()])
     if step not in set(run.steps["step"]):
-        ends = (run.steps["step"].min(), run.steps["step"].max()) if len(run.steps) else (0, 0)
-        raise UserError(f"--step {step}: the run has steps {ends[0]} to {ends[1]}")
+        raise UserError(f"--step {step}: the run has steps {run.steps['step'].min()} to {last_step(run)}")
     if step not in recorded:
         where = f"recorded at steps {', '.join(map(str, recorded[:12]))}" if recorded else "never recorded in this run"
         raise UserError(f"--by {by}: not recorded at step {step}; {where}")
     if by == SHARE:
         return [*step_sections(run, explain_step(run, step, top), top), *layer_sections(run, step)]
     tokens = with_values(run.tokens(steps=[step]))
-    size = tokens[by].abs()
-    if by in ("ratio", "clipped"):
-        tokens = _with_later_uses(run, step, tokens)
+    size, columns = tokens[by].abs(), [by]
+    if by in ("ratio", "clipped"):  # of every update that used the token (PPO epochs)
+        again = run.uses[run.uses["step"] == step]
+        first = tokens.drop(columns=["update", "ratio", "clipped", "loss_coef", SHARE])
+        later = again.merge(first, on=["step", "rollout", "position"])
+        tokens, columns = pd.concat([tokens, later], ignore_index=True), [by, "ratio", "clipped", "update"]
         size = np.log(tokens["ratio"]).abs().where((tokens["clipped"] != 0) | (by == "ratio"))
     chosen = tokens.loc[size.dropna().nlargest(top).index]
     measured = tokens[tokens[by].notna()]
     sample = sample_text(measured) if measured[INCLUSION].notna().all() else ""  # else a column of all tokens
-    columns = ("ratio", "clipped", "update") if by in ("ratio", "clipped") else ()
-    names = [
-        name
-        for name in dict.fromkeys((by, *columns, "probability", "advantage", "weight", SHARE))
-        if chosen[name].notna().any()
-    ]
-    table = pd.DataFrame({"token": sentences(run, step, chosen)} | {name: chosen[name].to_numpy() for name in names})
-    table.insert(0, "completion", chosen["rollout"].astype(str).to_numpy())
+    names = dict.fromkeys((*columns, "probability", "advantage", "weight", SHARE))
+    table = pd.DataFrame(
+        {"completion": chosen["rollout"].astype(str).to_numpy(), "token": sentences(run, step, chosen)}
+    )
+    for name in (name for name in names if chosen[name].notna().any()):
+        table["π" if name == "probability" else name] = chosen[name].to_numpy()
     of = f", among the tokens of {sample}" if sample else ""
-    return [Section(f"{run.name}, step {step}: tokens by |{by}|{of}", table.rename(columns={"probability": "π"}))]
+    return [Section(f"{run.name}, step {step}: tokens by |{by}|{of}", table)]
 
 
 def _instead(run: Run, by: str) -> str:
@@ -177,13 +158,6 @@ def _instead(run: Run, by: str) -> str:
     return why + ("" if other is None else f"; try --by {other}")
 
 
-def _with_later_uses(run: Run, step: int, tokens: pd.DataFrame) -> pd.DataFrame:
-    """The tokens of a step, once for each update that used them (PPO epochs)."""
-    again = run.uses[run.uses["step"] == step]
-    first = tokens.drop(columns=["update", "ratio", "clipped", "loss_coef", SHARE])
-    return pd.concat([tokens, again.merge(first, on=["step", "rollout", "position"])], ignore_index=True)
-
-
 def _recorded(run: Run, column: str) -> list[int]:
     """Steps at which a column of the tokens table, or all that a value needs, was recorded."""
     columns = needed_columns([column])
@@ -191,17 +165,9 @@ def _recorded(run: Run, column: str) -> list[int]:
     return sorted(int(step) for step in frame["step"].unique())
 
 
-def spike_sections(run: Run, z: float = 4.0, top: int = 8) -> list[Section]:
+def spike_sections(run: Run, z: float = SPIKE_Z, top: int = 8) -> list[Section]:
     """What the rule for spikes found, and the tokens, prompts and probabilities behind each; see `spikes.spike_text`."""
     parts = [Section(f"{run.name}: steps with an unusually large gradient", spike_text(run, z))]
-    recorded = set(share_steps(run))
-    spikes = explain_spikes(run, z, top)
-    if not spikes:
-        large = [int(step) for step in large_steps(run.steps)["step"]]
-        chosen = [explain_step(run, step, top) for step in large if step in recorded][:3]
-        spikes = chosen or explain_spikes(run, z, top, largest=1)
-        if spikes and not chosen and not large:
-            parts.append(Section("", "Shown is the recorded step with the largest gradient."))
-    for spike in spikes:
+    for spike in notable_steps(run, z, top):
         parts += [*step_sections(run, spike, top), *layer_sections(run, spike.step)]
     return parts

@@ -9,38 +9,22 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-# what reorders or hides text around it: shown by name, never obeyed
-NAMED = {
-    "\u061c": "ALM",
-    "\u200b": "ZWSP",
-    "\u200c": "ZWNJ",
-    "\u200d": "ZWJ",
-    "\u200e": "LRM",
-    "\u200f": "RLM",
-    "\u2028": "LS",
-    "\u2029": "PS",
-    "\u202a": "LRE",
-    "\u202b": "RLE",
-    "\u202c": "PDF",
-    "\u202d": "LRO",
-    "\u202e": "RLO",
-    "\u2066": "LRI",
-    "\u2067": "RLI",
-    "\u2068": "FSI",
-    "\u2069": "PDI",
-    "\ufeff": "BOM",
-}
 _MARKUP = re.compile(
     r"([\\`*<>|~$&]"  # marks anywhere
     r"|(?<![^\W_])_|_(?![^\W_])"  # emphasis; an underscore inside a word is not
     r"|\](?=[(\[:])|^[\[#])"  # links, and marks at the start of a line; intervals stay readable
 )
-_KEPT = {"\n", "\t"}
+_HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+
+
+def visible(text: object) -> str:
+    """Text on one line with nothing that a terminal would obey: newline as ⏎, other control characters as �."""
+    return "".join("⏎" if c == "\n" else c if c.isprintable() else "�" for c in str(text))
 
 
 def printable(text: object, limit: int = 160) -> str:
-    """Text on one line: no control characters, at most `limit` long."""
-    clean = "".join(char if char.isprintable() else "?" for char in str(text))
+    """`visible` text of at most `limit` characters."""
+    clean = visible(text)
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
 
 
@@ -52,15 +36,14 @@ def shown(text: object) -> str:
     source = str(text)
     if source.isascii() and source.isprintable():
         return source
-    return "".join(char if char in _KEPT or _harmless(char) else _label(char) for char in source)
-
-
-def _harmless(char: str) -> bool:
-    return char not in NAMED and unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+    return "".join(
+        char if char in "\n\t" or unicodedata.category(char) not in _HIDDEN else _label(char) for char in source
+    )
 
 
 def _label(char: str) -> str:
-    return f"⟦{NAMED.get(char, f'U+{ord(char):04X}')}⟧"
+    """The name of a character in brackets."""
+    return f"⟦{unicodedata.name(char, f'U+{ord(char):04X}')}⟧"
 
 
 def escape_markdown(text: object) -> str:
@@ -70,25 +53,22 @@ def escape_markdown(text: object) -> str:
 
 
 def number(value: object, missing: str = "–") -> str:
-    """Three significant digits; `missing` if there is no number."""
-    try:
-        result = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return missing
+    """Three significant digits; `missing` if there is no finite number."""
+    result = _real(value)
     return f"{result:.3g}" if math.isfinite(result) else missing
 
 
-def visible(text: str) -> str:
-    """`text` on one line with nothing that a terminal would obey: newline as ⏎, other controls as �."""
-    return "".join("⏎" if c == "\n" else c if c.isprintable() else "�" for c in text)
+def _real(value: object) -> float:
+    """A number, NaN for what is none."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def percent(share: object, digits: int = 0, sign: bool = False) -> str:
     """`67 %`; a dash if there is no number."""
-    try:
-        value = 100 * float(share)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return "–"
+    value = 100 * _real(share)
     if not math.isfinite(value):
         return "–"
     plus = "+" if sign and round(value, digits) else ""

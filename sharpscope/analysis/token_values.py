@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -17,69 +16,40 @@ from sharpscope.analysis.tokens import INCLUSION, inverse_inclusion
 from sharpscope.traces import Run
 
 
-@dataclass(frozen=True)
-class TokenValue:
-    """A value of a token: the columns of `tokens` that it needs, its unit, what it means, and how it is computed."""
-
-    needs: tuple[str, ...]
-    unit: str
-    definition: str
-    of: Callable[[pd.DataFrame], pd.Series]
-
-
 def _k3(tokens: pd.DataFrame) -> pd.Series:
+    """The k3 estimate of KL(π ‖ reference): r − 1 − ln r with r = π_ref / π."""
     difference = tokens["ref_logp"] - tokens["logp"]
     return pd.Series(np.expm1(difference) - difference, index=tokens.index)
 
 
-VALUES: dict[str, TokenValue] = {
-    "probability": TokenValue(("logp",), "1", "probability π of the token", lambda t: np.exp(t["logp"])),
-    "mismatch": TokenValue(
-        ("logp", "behavior_logp"),
-        "nats",
-        "ln π − ln μ: the trainer's log-probability minus the sampler's",
-        lambda t: t["logp"] - t["behavior_logp"],
-    ),
-    "kl": TokenValue(
-        ("logp", "ref_logp"), "nats", "k3 estimate of KL(π ‖ reference): r − 1 − ln r with r = π_ref / π", _k3
-    ),
-    "entropy_change": TokenValue(
-        ("loss_coef", "polarity"),
-        "nats",
-        "c·polarity: first-order change of this token's entropy per unit of learning rate on its logits",
-        lambda t: t["loss_coef"] * t["polarity"],
-    ),
-    "policy_coef": TokenValue(
-        ("loss_coef", "kl_coef"),
-        "1",
-        "the part of loss_coef that the surrogate has, without the KL term",
-        lambda t: t["loss_coef"] - t["kl_coef"],
-    ),
+VALUES: dict[str, tuple[tuple[str, ...], Callable[[pd.DataFrame], pd.Series]]] = {
+    "probability": (("logp",), lambda t: np.exp(t["logp"])),
+    "mismatch": (("logp", "behavior_logp"), lambda t: t["logp"] - t["behavior_logp"]),
+    "kl": (("logp", "ref_logp"), _k3),
+    "entropy_change": (("loss_coef", "polarity"), lambda t: t["loss_coef"] * t["polarity"]),
+    "policy_coef": (("loss_coef", "kl_coef"), lambda t: t["loss_coef"] - t["kl_coef"]),
 }
-"""Values that are computed and not stored."""
+"""Values that are computed and not stored: the columns of `tokens` that each needs, and how it is computed.
+
+`probability`: π; `mismatch`: ln π − ln μ, trainer minus sampler [nats]; `kl`: k3 estimate of KL(π ‖ reference) [nats];
+`entropy_change`: c·polarity, first-order change of the token's entropy per unit of learning rate on its logits [nats];
+`policy_coef`: the part of loss_coef that the surrogate has, without the KL term.
+"""
 
 
 def needed_columns(names: Iterable[str]) -> list[str]:
     """Columns of the `tokens` table from which `names`, values or columns, follow."""
-    return list(dict.fromkeys(c for name in names for c in (VALUES[name].needs if name in VALUES else (name,))))
+    return list(dict.fromkeys(c for name in names for c in (VALUES[name][0] if name in VALUES else (name,))))
 
 
 def with_values(tokens: pd.DataFrame, names: Iterable[str] | None = None) -> pd.DataFrame:
     """The tokens with the values `names` of VALUES as columns, float64; None: all whose columns are there.
 
-    A value is NaN where one of its columns was not recorded.
-
-    Args:
-        tokens: rows of the `tokens` table.
-        names: keys of VALUES; other names are left alone.
+    A value is NaN where one of its columns was not recorded. Names that are not in VALUES are left alone.
     """
-    chosen = [n for n, v in VALUES.items() if set(v.needs) <= set(tokens)] if names is None else names
-    made = {}
-    for name in chosen:
-        if name in VALUES:
-            numbers = tokens[list(VALUES[name].needs)].astype(np.float64)
-            made[name] = VALUES[name].of(numbers)
-    return tokens.assign(**made)
+    chosen = [n for n, (needs, _) in VALUES.items() if (set(needs) <= set(tokens) if names is None else n in names)]
+    numbers = {name: tokens[list(VALUES[name][0])].astype(np.float64) for name in chosen}
+    return tokens.assign(**{name: VALUES[name][1](own) for name, own in numbers.items()})
 
 
 BINS = {
@@ -111,29 +81,23 @@ def entropy_bins(run: Run) -> pd.DataFrame:
     Index: BINS. Empty where advantages or statistics were not recorded.
     """
     columns = ["step", "update", "logp", "collision", "advantage", "loss_coef", "polarity", "attribution", INCLUSION]
-    count, gradient, change = np.zeros(len(BINS)), np.zeros(len(BINS)), np.zeros(len(BINS))
-    size = 0.0
+    sums = np.zeros((4, len(BINS)))  # tokens, gradient, entropy, |entropy| by kind
     for part in run.iter_tokens(columns=columns, required=["collision", "advantage"]):
         index = token_bins(part)
         frame, index = part[index >= 0], index[index >= 0]
-        count += np.bincount(index, minlength=len(BINS))
         push = with_values(frame, ["entropy_change"])["entropy_change"].fillna(0.0).to_numpy()
-        change += np.bincount(index, push, len(BINS))
-        size += float(np.abs(push).sum())
         updates = frame.groupby("step")["update"].transform("nunique").clip(lower=1)
         share = (frame["attribution"].astype(float) / updates).fillna(0.0).to_numpy() * inverse_inclusion(frame)
-        gradient += np.bincount(index, share, len(BINS))
+        sums += [np.bincount(index, each, len(BINS)) for each in (np.ones(len(index)), share, push, np.abs(push))]
+    count, gradient, change, size = sums
     if not count.any():
         return pd.DataFrame(columns=["tokens", "gradient", "entropy"])
-    total = gradient.sum()
-    return pd.DataFrame(
-        {
-            "tokens": count / count.sum(),
-            "gradient": gradient / total if total > 0 else np.nan,
-            "entropy": change / size if size > 0 else np.nan,
-        },
-        index=pd.Index(list(BINS), name="kind"),
-    )
+    parts = {
+        "tokens": count / count.sum(),
+        "gradient": gradient / gradient.sum() if gradient.sum() > 0 else np.nan,
+        "entropy": change / size.sum() if size.sum() > 0 else np.nan,
+    }
+    return pd.DataFrame(parts, index=pd.Index(list(BINS), name="kind"))
 
 
 def entropy_section(run: Run) -> Section | None:
@@ -148,9 +112,8 @@ def entropy_section(run: Run) -> Section | None:
         "of ‖g‖²": [percent(value) for value in shown["gradient"]],
         "of the entropy change": [percent(value, 1, sign=True) for value in shown["entropy"]],
     }
-    net = float(bins["entropy"].sum())
     note = (
         f"Entropy change: Σ c·polarity of the kind over Σ |c·polarity| of all, to first order and for each token's own logits; "
-        f"positive raises the entropy, the net is {percent(net, 1, sign=True)}."
+        f"positive raises the entropy, the net is {percent(bins['entropy'].sum(), 1, sign=True)}."
     )
     return Section("Which tokens change the entropy", pd.DataFrame(cells), note)

@@ -57,9 +57,10 @@ def scan(runs: Mapping[str, Run], reducers: Sequence[Reducer]) -> dict[str, list
     result: dict[str, list[Reduced]] = {reducer.name: [] for reducer in reducers}
     columns = sorted({column for reducer in reducers for column in reducer.columns})
     for name, run in runs.items() if columns else ():
-        if run.reductions is not None:
-            for reducer in reducers:
-                result[reducer.name] += _stored(name, run, reducer)
+        if run.reductions is not None:  # computed before the token table was left out
+            for row in run.reductions:
+                if row.name in result and row.step >= 0:
+                    result[row.name].append(Reduced(name, run.method, run.seed, row.step, row.tokens, row.values))
             continue
         for step, tokens in steps_of(run, columns):
             recorded = {column: _recorded(tokens[column]) for column in {r.needs for r in reducers if r.needs}}
@@ -132,12 +133,6 @@ def deciles(logp: NDArray[Any]) -> NDArray[np.int_]:
     """(n,) decile of each token by rank of ln π, 1 = least likely; ties by order."""
     rank = np.argsort(np.argsort(logp, kind="stable"), kind="stable")
     return np.asarray(rank * DECILES // max(1, len(rank)) + 1)
-
-
-def _stored(name: str, run: Run, reducer: Reducer) -> list[Reduced]:
-    """Results of this reducer that a reduced run keeps; they were computed before its token table was left out."""
-    kept = [row for row in run.reductions or () if row.name == reducer.name and row.step >= 0]
-    return [Reduced(name, run.method, run.seed, row.step, row.tokens, row.values) for row in kept]
 
 
 def _split(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[int, Columns]]:

@@ -23,9 +23,9 @@ NAMES = {
     "update_norm": "update norm",
 }
 """Outcome -> its name in the table, in its order."""
-LAYERS = ("layer_gradient:", "layer_update:")
-DID = 0.5
-"""Share of the gradient's norm, or of the KL of the step, from which the tokens are said to have made it."""
+LAYERS = {"layer_gradient:": "Gradient norm by layer", "layer_update:": "Update norm by layer"}
+MOST = 0.5
+"""Share of the gradient's norm, or of the step's KL, from which most of it is said to be gone without the tokens."""
 
 
 def without_sections(run: Run, name: str, layers: int = 4) -> list[Section]:
@@ -39,28 +39,24 @@ def without_sections(run: Run, name: str, layers: int = 4) -> list[Section]:
     rows = run.forks[run.forks["fork"] == name]
     settings = run.info["forks"][name]
     arms = list(dict.fromkeys(rows["arm"]))
-    values = rows.pivot(index="outcome", columns="arm", values="value").reindex(columns=arms).astype(float)
-    errors = rows.pivot(index="outcome", columns="arm", values="std_error").reindex(columns=arms).astype(float)
-    invalid = rows[~rows["valid"].astype(bool)].groupby("outcome")["arm"].agg(set)
-    before = rows.drop_duplicates("outcome").set_index("outcome")["start"].astype(float)
+    values, errors, valid = (
+        rows.pivot(index="outcome", columns="arm", values=column).reindex(columns=arms).astype(float)
+        for column in ("value", "std_error", "valid")
+    )
+    values.insert(0, "before", rows.drop_duplicates("outcome").set_index("outcome")["start"].astype(float))
 
     def cell(outcome: str, arm: str) -> str:
         """A value with its standard error; `saturated` where it measures its ceiling."""
-        value, error = float(values.at[outcome, arm]), float(errors.at[outcome, arm])  # type: ignore[arg-type]
-        if not math.isfinite(value):
-            return "–"
-        text = percent(value, 1) if outcome.startswith(("accuracy", "saturation")) else number(value)
-        if math.isfinite(error):
+        value = values.at[outcome, arm]
+        share = outcome.startswith(("accuracy", "saturation"))
+        text = percent(value, 1) if share else number(value)
+        if arm in errors and pd.notna(value) and pd.notna(error := errors.at[outcome, arm]):
             text += f" ± {100 * error:.1f}"
-        return text + (" (saturated)" if outcome == "sam_sharpness" and arm in invalid.get(outcome, ()) else "")
+        return text + " (saturated)" * (outcome == "sam_sharpness" and arm in valid and not valid.at[outcome, arm])
 
     shown = [outcome for outcome in NAMES if outcome in values.index]
-    start = [
-        "–" if pd.isna(before[o]) else percent(before[o], 1) if o.startswith(("acc", "sat")) else number(before[o])
-        for o in shown
-    ]
-    table = pd.DataFrame({"outcome": [NAMES[o] for o in shown], "before": start})
-    for arm in arms:
+    table = pd.DataFrame({"outcome": [NAMES[outcome] for outcome in shown]})
+    for arm in values:
         table[arm] = [cell(outcome, arm) for outcome in shown]
     note = "± is the standard error of the change over the prompts, for these completions."
     top, step = int(settings["top"]), int(settings["step"])
@@ -68,51 +64,40 @@ def without_sections(run: Run, name: str, layers: int = 4) -> list[Section]:
         Section(f"{run.name}, step {step}: with and without its {top} leading tokens", verdict(values, arms, top)),
         Section("", table, note),
     ]
-    for prefix, title in zip(LAYERS, ("Gradient norm by layer", "Update norm by layer"), strict=True):
-        own = values[values.index.str.startswith(prefix)]
+    for prefix, title in LAYERS.items():
+        own = values.loc[values.index.str.startswith(prefix), arms]
         own = own.set_axis(own.index.str.removeprefix(prefix))
         if len(own):
             order = (own[arms[0]] - own[arms[1]]).abs().sort_values(ascending=False, kind="stable").index[:layers]
-            cells = own.loc[order].map(number).reset_index(names="parameters")
-            parts.append(Section(title, cells))
-    tokens = pd.DataFrame(settings["tokens"])
+            parts.append(Section(title, own.loc[order].map(number).reset_index(names="parameters")))
     known = run.tokens(steps=[step], columns=["rollout", "position", "loss_coef", "advantage", "logp"])
-    joined = tokens.merge(known, on=["rollout", "position"], how="left")
-    cells = {"share of the update": [percent(value, 1, sign=True) for value in joined["share"]]}
-    if len(known) and joined["logp"].notna().all():
-        cells = {"token": sentences(run, step, joined)} | cells | {"π": [number(v) for v in np.exp(joined["logp"])]}
-    places = {"completion": joined["rollout"].astype(str), "position": joined["position"].astype(str)}
-    parts.append(Section("The leading tokens", pd.DataFrame(places | cells)))
-    return parts
+    tokens = pd.DataFrame(settings["tokens"]).merge(known, on=["rollout", "position"], how="left")
+    cells = {"completion": tokens["rollout"].astype(str), "position": tokens["position"].astype(str)}
+    readable = len(known) > 0 and tokens["logp"].notna().all()
+    cells |= {"token": sentences(run, step, tokens)} if readable else {}
+    cells |= {"share of the update": [percent(value, 1, sign=True) for value in tokens["share"]]}
+    cells |= {"π": np.exp(tokens["logp"]).map(number)} if readable else {}
+    return [*parts, Section("The leading tokens", pd.DataFrame(cells))]
 
 
 def verdict(values: pd.DataFrame, arms: list[str], top: int) -> str:
-    """Whether the leading tokens made the gradient and the move of the policy what they are. `values`: outcome by arm."""
+    """How much of the gradient's norm and of the step's KL is gone without the leading tokens, and without random ones.
 
-    def removed(outcome: str) -> tuple[float, float]:
-        """Share of an outcome that is gone without the leading tokens, and without the others."""
-        whole, *rest = (float(values[arm].loc[outcome]) for arm in arms)
-        without, others = (1 - value / whole if whole > 0 else math.nan for value in rest)
-        return without, others
-
-    effects = {name: removed(name) for name in ("grad_norm", "kl")}
-    gradient, move = (own >= DID and own > 2 * max(other, 0.0) for own, other in effects.values())
-    if move:
-        head = "These tokens did it."
-    elif gradient:
-        head = (
-            "These tokens made the gradient what it is, but not the move of the policy: clipping and the optimizer's moments bound "
-            "the step whatever the gradient's size."
+    `values`: outcome by arm; `arms`: the step as it was, without the leading tokens, and without random others.
+    """
+    gone, parts = {}, []
+    for name, what, unit in (("kl", "the step's KL", " nats a token"), ("grad_norm", "the gradient's norm", "")):
+        whole, without, others = (float(values.at[name, arm]) for arm in arms)
+        gone[name] = tuple(1 - value / whole if whole > 0 else math.nan for value in (without, others))
+        shares = f"{percent(gone[name][0])} of {what} is gone without these {top} tokens"
+        parts.append(
+            f"{shares} ({number(without)}{unit} in place of {number(whole)}), {percent(gone[name][1])} without {top} random ones"
         )
-    else:
-        head = "These tokens alone did not do it."
-    parts = []
-    for name, what in (("grad_norm", "the gradient's norm is"), ("kl", "the KL of the step is")):
-        (without, others), unit = effects[name], " nats a token" if name == "kl" else ""
-        after, before = (number(values.loc[name, arm]) for arm in (arms[1], arms[0]))
-        change = f"{percent(-without, sign=True)}; without {top} random others {percent(-others, sign=True)}"
-        parts.append(f"{what} {after}{unit} in place of {before} ({change})")
+    said = f"{parts[0]}; {parts[1]}."
+    most = {name: tokens >= MOST and tokens > 2 * max(random, 0.0) for name, (tokens, random) in gone.items()}
+    if most["grad_norm"] and not most["kl"]:
+        said += " The step is less changed than the gradient: clipping and the optimizer's moments bound it whatever the gradient's size."
     if "accuracy_greedy" in values.index:
-        after, before = (percent(values.loc["accuracy_greedy", arm], 1) for arm in (arms[1], arms[0]))
-        parts.append(f"greedy held-out accuracy after it is {after} in place of {before}")
-    return f"{head} Without them {', '.join(parts[:-1])} and {parts[-1]}."
+        after, before = (percent(values.at["accuracy_greedy", arm], 1) for arm in (arms[1], arms[0]))
+        said += f" Greedy held-out accuracy after the step: {after} without them, {before} with them."
+    return said

@@ -14,7 +14,8 @@ from sharpscope.cli.console import print_json, printable
 if TYPE_CHECKING:
     import pandas as pd
 
-    from sharpscope.analysis.figures import Picture
+    from matplotlib.figure import Figure
+
     from sharpscope.probes import Measured
 
 Found = Iterator[tuple[str, int, "Measured"]]
@@ -172,10 +173,9 @@ def _show(estimates: pd.DataFrame) -> None:
     Console().print(table)
 
 
-def save_pictures(pictures: Iterable[Picture], out: Path) -> None:
-    """Write the figures to a folder."""
+def save_pictures(pictures: Iterable[tuple[str, Figure]], out: Path) -> None:
+    """Write named figures to a folder."""
     from sharpscope.analysis.figures import save
 
-    for picture in pictures:
-        if picture.figure is not None:
-            save(picture.figure, out, picture.name)
+    for name, figure in pictures:
+        save(figure, out, name)

@@ -352,7 +352,7 @@ def _write_tokens(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec, out
         f"{len(tokens)} completion tokens: score norm ‖∇ ln π‖ (method local) median {norms.median():.3g}, largest {norms.max():.3g}",
         err=True,
     )
-    save_pictures([analysis.token_picture(tokens)], out)
+    save_pictures([("score_norm", analysis.score_norms(tokens))], out)
 
 
 def _recorded(run: Path | None) -> pd.DataFrame | None:

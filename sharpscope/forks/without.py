@@ -1,4 +1,4 @@
-"""A step of a run made again with and without its leading tokens, from the same state: did these tokens do it?
+"""A step of a run made again with and without its leading tokens, from the same state.
 
 The leading tokens are those with the largest |share| of ‖∇L‖², c·⟨∇ log π, ∇L⟩/‖∇L‖² of their update. Without them, their
 coefficients c = ∂L/∂log π are 0 in every update of the step; a control leaves out as many other tokens, drawn at random.

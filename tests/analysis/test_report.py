@@ -58,12 +58,24 @@ def test_sharpness_is_paired_by_prompt_and_named_by_its_functional(pair: Study):
         first, last = values_of(setting, 0), values_of(setting, STEPS)
         change = [b - a for a, b in zip(first, last, strict=True)]
         error = math.sqrt(sum((c - sum(change) / PROMPTS) ** 2 for c in change) / (PROMPTS - 1) / PROMPTS)
-        assert row["start"] == interval_text(first.mean(), Z * first.std(ddof=1) / math.sqrt(PROMPTS))
+        assert row["steps"] == f"0 and {STEPS}"
+        assert row["at the first"] == interval_text(first.mean(), Z * first.std(ddof=1) / math.sqrt(PROMPTS))
         assert row["change"] == interval_text(sum(change) / PROMPTS, Z * error, sign=True)
-    row = _row(
-        sharpness_sections(pair.settings[:1]), measure="critical sharpness"
-    )  # prompts of updates are independent
-    assert row["change"] == interval_text(100.0 * (STEPS - 1), Z * math.hypot(10, 10), sign=True)
+    row = _row(sharpness_sections(pair.settings[:1]), measure="critical sharpness")  # updates' prompts are independent
+    assert row["steps"] == f"1 and {STEPS}" and row["change"] == interval_text(
+        100.0 * (STEPS - 1), Z * math.hypot(10, 10), sign=True
+    )
+
+
+def test_what_was_measured_at_one_step_has_no_last_value(tmp_path: Path):
+    folder = new_run(tmp_path / "a")
+    place = {"parameters": "all", "quantity": "critical_sharpness", "functional": "surrogate", "probe_set": ""}
+    with TraceWriter(folder) as writer:
+        writer.append("steps", rows("steps", 1, 1))
+        writer.append("probes", rows("probes", 1, 1) | place | {"value": 100.0, "converged": True})
+    (section,) = sharpness_sections(Study({"a": load_run(folder)}).settings)
+    (row,) = section.content.to_dict("records")
+    assert row["steps"] == "1" and row["at the first"].startswith("100") and "at the last" not in row
 
 
 @pytest.mark.parametrize(("saturation", "marked"), [(0.5, True), (0.2, False)])
@@ -108,7 +120,7 @@ def test_several_seeds_have_intervals_over_seeds(tmp_path: Path):
     assert row["pairs"] == "3" and row["difference"] == "0" and "3 pairs" in section.note
     ends = [values_of("grpo", STEPS).mean()] * 3  # the same in every seed
     shown = _row(sharpness_sections(study.settings), measure="SAM sharpness of nll, radius 0.5", setting="grpo")
-    assert shown["end"] == interval_text(ends[0], 0.0)
+    assert shown["at the last"] == interval_text(ends[0], 0.0)
 
 
 def test_a_run_compared_with_itself_shows_nothing_but_zeros(pair: Study):

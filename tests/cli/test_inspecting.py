@@ -47,8 +47,8 @@ def test_json_has_the_numbers_of_the_tables():
     run = sharpscope.load_run(GRPO_SG)
     wanted = moved_tokens(run, 8, top=5)
     assert [row["share"] for row in found[0]["rows"]] == pytest.approx([one.share for one in wanted])
-    places = [tuple(row[name] for name in ("run", "step", "rollout", "position")) for row in found[0]["rows"]]
-    assert places == [one.sentence.place for one in wanted]
+    for row, one in zip(found[0]["rows"], wanted, strict=True):
+        assert all(row[name] == getattr(one.sentence, name) for name in ("token", "run", "step", "rollout", "position"))
     ranges = next(section["rows"] for section in found if section["title"] == "Ranges of probability")
     assert sum(row["share"] for row in ranges) == pytest.approx(1) and ranges[-1]["high"] == 1
     shown = json.loads(invoke("show", GRPO, GRPO_SG, "--json"))["sections"]

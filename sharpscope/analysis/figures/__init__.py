@@ -1,5 +1,5 @@
 """Figures: from small frames to matplotlib figures, all in one style."""
 
 from sharpscope.analysis.figures.plots import fork_effects, rotation_figure, weight_functions
-from sharpscope.analysis.figures.style import Picture, save, styled
+from sharpscope.analysis.figures.style import save, styled
 from sharpscope.analysis.frames import split_of

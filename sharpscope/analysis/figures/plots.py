@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from textwrap import fill
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from scipy.special import stdtrit
 
+from sharpscope.analysis.curves import chart_of, study_charts
 from sharpscope.analysis.figures.style import (
     BLACK,
     BLUE,
     COLORS,
     GRAY,
-    MARKERS,
-    Line,
     Lines,
-    Picture,
     finish,
     lines,
     panels,
@@ -32,138 +29,92 @@ from sharpscope.analysis.figures.style import (
     styled,
 )
 from sharpscope.analysis.forks import COMPARISONS, NAMES, UNITS, fork_differences
-from sharpscope.analysis.frames import (
-    SHARPNESS,
-    STEPS,
-    Quantity,
-    eval_values,
-    sharpness_values,
-    split_of,
-    step_values,
-    token_samples,
-)
-from sharpscope.analysis.report import COVERED, laid_out, main_differences
-from sharpscope.analysis.statistics import FEWEST
+from sharpscope.analysis.frames import SHARPNESS, split_of
+from sharpscope.analysis.report import laid_out, main_differences
 from sharpscope.analysis.study import Study
-from sharpscope.analysis.tokens import INCLUSION, complement, inverse_inclusion
+from sharpscope.analysis.tokens import INCLUSION, SAMPLE, complement, inverse_inclusion, sample_tokens
 from sharpscope.traces import Runs
 
-POINTS = 60
-"""Points of a curve over steps, at most; of longer runs each point is a mean over several steps."""
-INTERVALS = (
-    f"Line: mean over seeds; band: 95 % t-interval from {FEWEST} seeds on, below that a thin line for each seed."
-)
-FIGURES = {
-    "reward": ("Reward and accuracy on the training prompts.", ("reward_mean", "accuracy")),
-    "policy": (
-        "Entropy and length of completions, and how far a step moves the policy.",
-        ("entropy_mean", "completion_length_mean", "truncated_fraction", "kl_step"),
-    ),
-    "gradient_norm": (
-        "Gradient norm, size of the update, and how often clipping binds.",
-        ("grad_norm", "update_norm", "grad_clipped"),
-    ),
-    "rotation": (
-        "Angle between the method's gradient (and optimizer's step) and those of the reference objective on the same "
-        "completions, beside the angle by which the luck of one batch turns the gradient.",
-        ("gradient_rotation", "update_rotation", "noise_rotation"),
-    ),
-}
-"""Name of a figure of curves → caption and quantities."""
 PULL = ["logp", "weight", "loss_coef", "score_norm_local", INCLUSION]
 REST = "1 − π of the token"
 SMALLEST = 1e-8  # where 1 − π is 0 in float32, it is drawn here
+FEW = 30
+"""Points up to which intervals are bars and not a band."""
 
 
-def curves(values: pd.DataFrame, styles: Lines, xlabel: str = "step") -> Figure:
-    """A panel for each quantity, a curve for each setting: the mean over seeds with its interval, see INTERVALS.
-
-    Args:
-        values: setting, seed, step, quantity, value; with `low` and `high`, the interval of a run alone; with `saturated`, points that
-            are drawn hollow.
-        styles: of the settings.
-        xlabel: label of the abscissa.
-    """
-    quantities = list(dict.fromkeys(values["quantity"]))
+def curves(charts: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Figure:
+    """A panel for each chart of `study_charts`: a curve for each setting with its interval, and thin lines of few seeds."""
+    styles = lines(labels)
     with styled():
-        figure, axes = panels(len(quantities), height=1.9)
-        for axis, quantity in zip(axes, quantities, strict=True):
-            shown = STEPS.get(quantity, Quantity(plain(quantity, 100)))
-            own = values[values["quantity"] == quantity]
-            own = own.assign(value=shown.factor * own["value"]).dropna(subset=["value"])
-            for setting, rows in own.groupby("setting", sort=True):
-                _curve(axis, rows, styles[str(setting)], setting_text(setting))
-            if shown.log and (own["value"] > 0).all() and own["value"].max() > 5 * own["value"].min():
-                axis.set_yscale("log")
-            axis.set(xlabel=xlabel, ylabel=shown.name)
+        figure, axes = panels(len(charts), height=1.9)
+        for axis, chart in zip(axes, charts, strict=True):
+            x = np.array(chart["x"], dtype=float)
+            for label, series in zip(labels, chart["series"], strict=True):
+                _curve(axis, x, {name: np.array(values, dtype=float) for name, values in series.items()}, styles[label])
+                axis.lines[-1].set_label(setting_text(label))
+            axis.set(xlabel="step", ylabel=plain(chart["title"], 100), yscale="log" if chart["log"] else "linear")
             axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-            if quantity.endswith("_rotation"):
-                axis.set_ylim(bottom=0)
         finish(figure, axes)
     return figure
 
 
-def _curve(axis: Axes, rows: pd.DataFrame, line: Line, label: str) -> None:
-    table = _in_blocks(rows.pivot_table(index="step", columns="seed", values="value"))
-    mean, count = table.mean(axis=1), table.count(axis=1)
-    marker = line.marker if len(table) <= 12 else ""
-    axis.plot(table.index, mean, label=label, marker=marker, **line.plot)
-    if table.shape[1] >= FEWEST:
-        half = stdtrit(np.maximum(count - 1, 1), 0.975) * table.std(axis=1, ddof=1) / np.sqrt(count)
-        axis.fill_between(table.index, mean - half, mean + half, color=line.color, linewidth=0, alpha=0.16)
-    elif table.shape[1] > 1:
-        axis.plot(table.index, table, color=line.color, linewidth=0.5, alpha=0.5)
-    elif "low" in rows and rows["low"].notna().any():
-        arms = [rows["value"] - rows["low"], rows["high"] - rows["value"]]
-        axis.errorbar(
-            rows["step"], rows["value"], yerr=arms, color=line.color, linestyle="none", linewidth=1, capsize=2
-        )
-    if "saturated" in rows and rows["saturated"].any():
-        bad = rows[rows["saturated"]]
-        axis.plot(
-            bad["step"],
-            bad["value"],
-            "o",
-            markerfacecolor="w",
-            markeredgecolor=line.color,
-            markersize=6,
-            label="saturated",
-        )
-
-
-def _in_blocks(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows (by step) with several in a row averaged, so that POINTS are left."""
-    size = -(-len(table) // POINTS)
-    if size <= 1:
-        return table
-    block = np.arange(len(table)) // size
-    made = table.groupby(block).mean()
-    made.index = pd.Index(table.index.to_series().groupby(block).mean())
-    return made
+def _curve(axis: Axes, x: np.ndarray, series: Mapping[str, np.ndarray], line: Mapping[str, Any]) -> None:
+    """One setting's curve; the mean is the last line that is added."""
+    y, color = series["y"], line["color"]
+    for each in series.get("seeds", ()):
+        axis.plot(x, each, color=color, linewidth=0.5, alpha=0.5)
+    if "low" in series and len(x) <= FEW:
+        arms = [y - series["low"], series["high"] - y]
+        axis.errorbar(x, y, yerr=arms, color=color, linestyle="none", linewidth=1, capsize=2)
+    elif "low" in series:
+        axis.fill_between(x, series["low"], series["high"], color=color, linewidth=0, alpha=0.16)
+    if "hollow" in series:
+        at = series["hollow"].astype(int)
+        axis.plot(x[at], y[at], "o", markerfacecolor="w", markeredgecolor=color, markersize=6, label="saturated")
+    axis.plot(x, y, marker="o" if len(x) <= 12 else "", **line)
 
 
 def differences(table: pd.DataFrame) -> Figure:
-    """One row for each difference between two settings, with its 95 % interval: a panel for each quantity.
+    """One row for each contrast with its 95 % interval: a panel for each quantity.
 
-    `table`: quantity, unit, contrast, difference, low, high.
+    `table`: quantity (with its unit), contrast, difference, low, high.
     """
     quantities = list(dict.fromkeys(table["quantity"]))
     contrasts = list(dict.fromkeys(table["contrast"]))[::-1]
+    height = np.arange(len(contrasts))
     with styled():
         figure, axes = panels(len(quantities), height=0.7 + 0.18 * len(contrasts), sharey=True)
         for axis, quantity in zip(axes, quantities, strict=True):
-            own = table[table["quantity"] == quantity].set_index("contrast").reindex(contrasts)
-            factor = 100 if (own["unit"] == "share").any() else 1
-            middle, low, high = (factor * own[name].to_numpy(dtype=float) for name in ("difference", "low", "high"))
-            height = np.arange(len(contrasts))
+            own = table[table["quantity"] == quantity].set_index("contrast").reindex(contrasts).astype({"low": float})
             axis.axvline(0, color=GRAY, linewidth=0.8)
-            axis.hlines(height, low, high, color=BLUE, linewidth=1.2)
-            axis.plot(middle, height, "o", color=BLUE)
+            axis.hlines(height, own["low"], own["high"], color=BLUE, linewidth=1.2)
+            axis.plot(own["difference"], height, "o", color=BLUE)
             axis.set_yticks(height, [setting_text(name) for name in contrasts])
-            label = f"{plain(quantity, 80)}{' [points]' if factor > 1 else ''}"
-            axis.set(xlabel=fill(label, 26), ylim=(-0.6, len(contrasts) - 0.4))
+            axis.set(xlabel=fill(plain(quantity, 80), 26), ylim=(-0.6, len(contrasts) - 0.4))
         finish(figure, axes)
     return figure
+
+
+def fork_effects(table: pd.DataFrame) -> Figure | None:
+    """Each arm's difference to the reference by state and comparison, a panel for each outcome; None if nothing was measured.
+
+    `table`: of one fork, from `sharpscope.analysis.fork_differences`.
+    """
+    shown = table[
+        (table["arm"] != table["reference"]) & table["difference"].notna() & table["outcome"].isin(list(NAMES))
+    ]
+    if shown.empty:
+        return None
+    several = shown["state"].nunique() > 1
+    matched = shown["comparison"].map({name: ", matched KL" * (name == "kl") for name in COMPARISONS})
+    contrast = shown["arm"] + (", " + shown["state"] if several else "") + matched
+    units = [UNITS.get(outcome, ("", 1.0)) for outcome in shown["outcome"]]
+    names = [
+        NAMES[outcome] + f" [{unit}]" * bool(unit) for outcome, (unit, _) in zip(shown["outcome"], units, strict=True)
+    ]
+    ends = shown[["difference", "low", "high"]].astype(float).mul([factor for _, factor in units], axis=0)
+    rank = shown["outcome"].map(list(NAMES).index).to_numpy().argsort(kind="stable")
+    return differences(ends.assign(quantity=names, contrast=contrast).iloc[rank])
 
 
 def rotation_figure(table: pd.DataFrame, noise: float) -> Figure:
@@ -190,47 +141,51 @@ def rotation_figure(table: pd.DataFrame, noise: float) -> Figure:
     return figure
 
 
-def weights(samples: Mapping[str, pd.DataFrame], carried: Sequence[pd.DataFrame], styles: Lines) -> Figure:
+def quantiles(axis: Axes, x: pd.Series, y: pd.Series, bins: pd.Series, label: str, line: Mapping[str, Any]) -> None:
+    """Median of y and its 10 to 90 % band over the median x of each of the `bins`; of fewer than 5 points none is drawn."""
+    grouped = pd.DataFrame({"x": x, "y": y}).groupby(bins, observed=True)
+    enough = grouped.size() >= 5
+    at, middle, low, high = (
+        part[enough] for part in (grouped["x"].median(), *(grouped["y"].quantile(q) for q in (0.5, 0.1, 0.9)))
+    )
+    axis.plot(at, middle, label=setting_text(label), marker="o" if len(at) <= 12 else "", **line)
+    axis.fill_between(at, low, high, color=line["color"], linewidth=0, alpha=0.16)
+
+
+def _over_rest(axis: Axes, logp: pd.Series, y: pd.Series, label: str, line: Mapping[str, Any]) -> None:
+    """Quantiles of y in 24 equal bins of ln(1 − π)."""
+    rest = pd.Series(np.maximum(complement(logp.to_numpy()), SMALLEST))
+    bins = pd.cut(np.log(rest), 24, labels=False) if len(rest) else rest
+    quantiles(axis, rest, y.astype(float).reset_index(drop=True), bins, label, line)
+
+
+def weights(samples: Mapping[str, pd.DataFrame], pulled: pd.DataFrame, styles: Lines) -> Figure:
     """Token weights as observed against 1 − π, and where along it the gradient is that they multiply.
 
     Args:
         samples: setting → tokens with logp and weight.
-        carried: tokens of all settings with logp, weight, loss_coef, score_norm_local and inclusion_probability; may be empty.
+        pulled: tokens of all settings with logp, weight, loss_coef, score_norm_local and inclusion_probability; may be empty.
         styles: of the settings.
     """
-    pulled = pd.concat(carried, ignore_index=True) if carried else pd.DataFrame({"loss_coef": [], "weight": []})
     pulled = pulled[(pulled["loss_coef"] != 0) & (pulled["weight"] > 0)]
     with styled():
         figure, axes = panels(1 + (len(pulled) > 0), height=2.1)
         for label, tokens in samples.items():
-            rest = np.maximum(complement(tokens["logp"].to_numpy()), SMALLEST)
-            draw_quantiles(axes[0], rest, tokens["weight"].to_numpy(dtype=float), styles[label], label)
-        axes[0].set(xscale="log", xlabel=REST, ylabel="token weight", title="median and 10 to 90 % of the tokens")
-        axes[0].invert_xaxis()
-        if len(pulled):
+            _over_rest(axes[0], tokens["logp"], tokens["weight"], label, styles[label])
+        axes[0].set(ylabel="token weight", title="median and 10 to 90 % of the tokens")
+        for axis in axes[1:]:
             rest = np.maximum(complement(pulled["logp"].to_numpy()), SMALLEST)
             count, order = inverse_inclusion(pulled), np.argsort(-rest, kind="stable")
             pull = count * pulled["loss_coef"].abs() * pulled["score_norm_local"] / pulled["weight"]
             for amount, label, dash in ((pull, "gradient without weights", "-"), (count, "tokens", "--")):
                 share = np.cumsum(np.asarray(amount, dtype=float)[order])
-                axes[1].plot(rest[order], 100 * share / share[-1], color=BLACK, linestyle=dash, label=label)
-            axes[1].set(
-                xscale="log", xlabel=REST, ylabel="share at this 1 − π or above [%]", title="where the gradient is"
-            )
-            axes[1].invert_xaxis()
+                axis.plot(rest[order], 100 * share / share[-1], color=BLACK, linestyle=dash, label=label)
+            axis.set(ylabel="share at this 1 − π or above [%]", title="where the gradient is")
+        for axis in axes:
+            axis.set(xscale="log", xlabel=REST)
+            axis.invert_xaxis()
         finish(figure, axes)
     return figure
-
-
-def draw_quantiles(axis: Axes, x: np.ndarray, y: np.ndarray, line: Line, label: str, bins: int = 24) -> None:
-    """Median and 10 to 90 % band of y in `bins` equal bins of ln x; bins of fewer than 5 points are left out."""
-    points = pd.DataFrame({"log": np.log(x), "y": y})
-    grouped = points.groupby(pd.cut(points["log"], bins, labels=False) if len(points) else [])
-    enough = grouped.size() >= 5
-    at = np.exp(grouped["log"].mean()[enough])
-    low, middle, high = (grouped["y"].quantile(q)[enough] for q in (0.1, 0.5, 0.9))
-    axis.plot(at, middle, label=setting_text(label), marker=line.marker if len(at) <= 12 else "", **line.plot)
-    axis.fill_between(at, low, high, color=line.color, linewidth=0, alpha=0.16)
 
 
 def weight_functions(functions: pd.DataFrame, on_tokens: pd.DataFrame | None = None) -> Figure:
@@ -239,21 +194,18 @@ def weight_functions(functions: pd.DataFrame, on_tokens: pd.DataFrame | None = N
     `functions`: method, axis (logit | probability), x, weight. `on_tokens`: method, logit, probability, weight of each token.
     """
     labels = {"logit": "logit of the token", "probability": "probability π of the token"}
-    styles = lines(dict.fromkeys([*functions["method"], *(on_tokens["method"] if on_tokens is not None else [])]))
+    tokens = functions[[]].assign(method="").head(0) if on_tokens is None else on_tokens
+    styles = lines([*functions["method"], *tokens["method"]])
     with styled():
-        figure, axes = panels(4 if on_tokens is not None else 2)
+        figure, axes = panels(2 if on_tokens is None else 4)
         for axis, name in zip(axes, labels, strict=False):
             for method, part in functions[functions["axis"] == name].groupby("method", sort=False):
-                axis.plot(part["x"], part["weight"], label=setting_text(method), **styles[str(method)].plot)
+                axis.plot(part["x"], part["weight"], label=setting_text(method), **styles[str(method)])
             axis.set(xlabel=labels[name], ylabel="token weight", title="function, published constants")
         for axis, name in zip(axes[2:], labels, strict=False):
-            for method, part in on_tokens.groupby("method", sort=False) if on_tokens is not None else ():
+            for method, part in tokens.groupby("method", sort=False):
                 bins = pd.qcut(part[name], 20, duplicates="drop") if name == "logit" else pd.cut(part[name], 20)
-                grouped = part.groupby(bins, observed=True)
-                at, line = grouped[name].median(), styles[str(method)]
-                axis.plot(at, grouped["weight"].median(), label=setting_text(method), **line.plot)
-                low, high = (grouped["weight"].quantile(q) for q in (0.1, 0.9))
-                axis.fill_between(at, low, high, color=line.color, linewidth=0, alpha=0.16)
+                quantiles(axis, part[name], part["weight"], bins, str(method), styles[str(method)])
             axis.set(xlabel=labels[name], ylabel="token weight", title="on the run's tokens, calibrated there")
         finish(figure, axes)
     return figure
@@ -264,22 +216,22 @@ def score_norms(tokens: pd.DataFrame) -> Figure:
 
     `tokens`: logp and score_norm_local.
     """
-    rest = np.maximum(complement(tokens["logp"].to_numpy()), SMALLEST)
-    norm = tokens["score_norm_local"].to_numpy(dtype=float)
-    rest, norm = rest[norm > 0], norm[norm > 0]
+    tokens = tokens[tokens["score_norm_local"] > 0]
     with styled():
         figure, (axis,) = panels(1, height=2.4)
-        draw_quantiles(axis, rest, norm, Line(BLUE, "-", "o"), "tokens")
-        if len(rest):
+        _over_rest(axis, tokens["logp"], tokens["score_norm_local"], "tokens", {"color": BLUE})
+        if len(tokens):
+            rest = np.maximum(complement(tokens["logp"].to_numpy()), SMALLEST)
             ends = np.array([rest.min(), rest.max()])
-            axis.plot(ends, np.median(norm / rest) * ends, ":", color=GRAY, label="∝ (1 − π)")
+            law = np.median(tokens["score_norm_local"].to_numpy(dtype=float) / rest) * ends
+            axis.plot(ends, law, ":", color=GRAY, label="∝ (1 − π)")
         axis.set(xscale="log", yscale="log", xlabel=REST, ylabel="norm of the gradient of ln π")
         finish(figure, [axis])
     return figure
 
 
-def probe_pictures(estimates: pd.DataFrame) -> Iterator[Picture]:
-    """Figures of one model's probes table: sharpness by step."""
+def probe_pictures(estimates: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
+    """Name and figure of one model's probes table: sharpness by step."""
     whole = estimates[(estimates["parameters"] == "all") & ~estimates["converged"].isin([False])]
     along = whole[whole["quantity"].isin(list(SHARPNESS)) & whole["value"].notna()]
     if along["step"].nunique() > 1:
@@ -287,90 +239,41 @@ def probe_pictures(estimates: pd.DataFrame) -> Iterator[Picture]:
             along["quantity"].map(SHARPNESS) + " of " + along["functional"] + ", " + along["probe_set"].map(split_of)
         )
         frame = along.assign(quantity=names, setting="model", seed=0)
-        yield Picture("sharpness", "Sharpness by step.", curves(frame, lines(["model"])))
+        charts = [chart_of(own, ["model"]) for _, own in frame.groupby("quantity", sort=False)]
+        yield "sharpness", curves(charts, ["model"])
 
 
-def token_picture(norms: pd.DataFrame) -> Picture:
-    """Score norm against probability of one model's tokens."""
-    return Picture("score_norm", "Norm of the gradient of ln π against the token's probability.", score_norms(norms))
-
-
-def fork_effects(table: pd.DataFrame) -> Figure | None:
-    """Each arm's difference to the reference with its interval: a row of panels for each state, a panel for each outcome.
-
-    Args:
-        table: of one fork, from `sharpscope.analysis.fork_differences`. None is returned if nothing was measured.
-    """
-    shown = table[(table["arm"] != table["reference"]) & table["difference"].notna()]
-    outcomes = [name for name in NAMES if name in set(shown["outcome"])][:5]
-    states, arms = list(dict.fromkeys(shown["state"])), list(dict.fromkeys(shown["arm"]))[::-1]
-    if not arms or not outcomes:
-        return None
-    titles = {"step": "optimizer's step", "kl": "matched KL"}
-    comparisons = [name for name in COMPARISONS if name in set(shown["comparison"])]
-    with styled():
-        size = (1.7 * len(outcomes) + 1.4, len(states) * (0.22 * len(arms) + 0.7) + 0.6)
-        figure = Figure(figsize=size, layout="constrained")
-        FigureCanvasAgg(figure)
-        grid = figure.subplots(len(states), len(outcomes), squeeze=False, sharey=True, sharex="col")
-        for (row, column), axis in np.ndenumerate(grid):
-            outcome, state = outcomes[column], states[row]
-            unit, factor = UNITS.get(outcome, ("", 1.0))
-            axis.axvline(0, color=GRAY, linewidth=0.8)
-            here = shown[(shown["state"] == state) & (shown["outcome"] == outcome)]
-            for n, comparison in enumerate(comparisons):
-                own = here[here["comparison"] == comparison].set_index("arm").reindex(arms)
-                height = np.arange(len(arms)) + 0.22 * ((len(comparisons) - 1) / 2 - n)
-                low, middle, high = (factor * own[name].to_numpy(dtype=float) for name in ("low", "difference", "high"))
-                axis.hlines(height, low, high, color=COLORS[n], linewidth=1.2)
-                axis.plot(middle, height, MARKERS[n], color=COLORS[n], markersize=3.2, label=titles[comparison])
-            axis.set_yticks(range(len(arms)), [plain(arm, 32) for arm in arms])
-            axis.set(ylim=(-0.6, len(arms) - 0.4), title=fill(NAMES[outcome], 20) if row == 0 else "")
-            axis.set(
-                xlabel=unit if row == len(states) - 1 else "",
-                ylabel=plain(state) if column == 0 and len(states) > 1 else "",
-            )
-        finish(figure, list(grid.ravel()))
-    return figure
-
-
-def run_pictures(runs: Runs) -> Iterator[Picture]:
-    """The figures of each study among `runs`, and those of their forks."""
+def run_pictures(runs: Runs) -> Iterator[tuple[str, Figure]]:
+    """Names and figures of each study among `runs`: its charts, token weights and differences; and those of forks."""
     for study, settings in laid_out(runs):
+        made = study_charts(study, settings, runs)
+        labels = [setting["label"] for setting in made["settings"]]
+        for chart in made["charts"]:
+            name = re.sub(r"\W+", "_", chart["title"].partition(" [")[0]).strip("_").lower()
+            yield f"{study.slug}{name}", curves([chart], labels)
         shown = study.only([setting.label for setting in settings])
-        for picture in study_pictures(shown):
-            yield replace(picture, name=study.slug + picture.name)
+        samples = {k: v for k, v in _samples(shown, ["logp", "weight"]).items() if v["weight"].nunique() > 1}
+        if samples:
+            pulled = pd.concat([pd.DataFrame(columns=PULL, dtype=float), *_samples(shown, PULL).values()])
+            yield f"{study.slug}weights", weights(samples, pulled, lines(shown.labels))
         table = main_differences(study, shown.labels)
         if len(table) > 1:
-            caption = f"Differences between settings. {COVERED}"
-            yield Picture(f"{study.slug}differences", caption, differences(table))
+            share = (table["unit"] == "share").to_numpy()
+            ends = table[["difference", "low", "high"]].astype(float).mul(np.where(share, 100, 1), axis=0)
+            named = table["quantity"] + np.where(share, " [points]", "")
+            yield f"{study.slug}differences", differences(table.assign(**ends, quantity=named))
     forked = fork_differences(runs.forks) if any(run.rows("forks") for run in runs) else pd.DataFrame({"fork": []})
     for name, own in forked.groupby("fork", sort=False):
-        figure = fork_effects(own)
-        if figure is not None:
-            yield Picture(
-                f"fork_{name}" if forked["fork"].nunique() > 1 else "forks", "Counterfactual updates.", figure
-            )
+        if (figure := fork_effects(own)) is not None:
+            yield f"fork_{name}" if forked["fork"].nunique() > 1 else "forks", figure
 
 
-def study_pictures(study: Study) -> Iterator[Picture]:
-    """The figures of curves and of token weights of one study."""
-    styles = lines(study.labels)
-    steps, accuracy, sharp = step_values(study, list(STEPS)), eval_values(study), sharpness_values(study)
-    for name, (caption, quantities) in FIGURES.items():
-        rank = {quantity: n for n, quantity in enumerate(quantities)}
-        own = steps[steps["quantity"].isin(quantities)] if len(steps) else steps
-        if len(own) and not (name == "rotation" and set(own["quantity"]) == {"noise_rotation"}):
-            own = own.assign(rank=own["quantity"].map(rank)).sort_values("rank", kind="stable").drop(columns="rank")
-            yield Picture(name, f"{caption} {INTERVALS}", curves(own, styles))
-    for name, own, what in (
-        ("accuracy", accuracy, "Accuracy at each evaluation"),
-        ("sharpness", sharp, "Sharpness on the training half of the probe set"),
-    ):
-        if len(own) and own["step"].nunique() > 1:
-            caption = f"{what}; bars of a run alone: 95 % interval over prompts. {INTERVALS}"
-            yield Picture(name, caption, curves(own, styles))
-    samples = {k: v for k, v in token_samples(study, ["logp", "weight"]).items() if v["weight"].nunique() > 1}
-    if samples:
-        figure = weights(samples, list(token_samples(study, PULL).values()), styles)
-        yield Picture("weights", "Token weights, and where the gradient is that they multiply.", figure)
+def _samples(study: Study, columns: Sequence[str]) -> dict[str, pd.DataFrame]:
+    """Setting's label → a sample of its runs' tokens that have all `columns`; settings without any are left out."""
+    samples = {}
+    for setting in study.settings:
+        share = max(1, SAMPLE // max(1, len(setting.runs)))
+        parts = [part for run in setting.runs.values() if len(part := sample_tokens(run, columns, share))]
+        if parts:
+            samples[setting.label] = pd.concat(parts, ignore_index=True)
+    return samples

@@ -1,91 +1,49 @@
-"""One style for every figure: seaborn's colorblind palette, a paper's column width, legends outside the data."""
+"""One style for every figure: a color-blind safe palette, a paper's column width, legends outside the data."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 import matplotlib as mpl
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
-from sharpscope.analysis.curves import in_order
+from sharpscope.analysis.curves import COLORS, in_order
 from sharpscope.analysis.text import printable
 
-COLORS: tuple[str, ...] = tuple(sns.color_palette("colorblind").as_hex())
 BLUE, VERMILLION, BLACK, GRAY = COLORS[0], COLORS[3], "#000000", "#777777"
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)))
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p")
 WIDTH, ONE_COLUMN = 5.5, 3.5
 """Width of a figure [inches]: the text column of an ICLR or NeurIPS paper; with a single panel, that of a two-column paper."""
 
 _RC: Any = {
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "axes.labelsize": 8,
-    "legend.fontsize": 7,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#E5E5E5",
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "lines.linewidth": 1.4,
-    "lines.markersize": 3.5,
-    "legend.frameon": False,
-    "figure.dpi": 100,
-    "savefig.dpi": 200,
-    "svg.hashsalt": "sharpscope",
-    "svg.fonttype": "none",
-    "text.usetex": False,
+    **{"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8},
+    **{"legend.fontsize": 7, "xtick.labelsize": 7, "ytick.labelsize": 7},
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True},
+    **{"axes.grid": True, "grid.color": "#E5E5E5", "grid.linewidth": 0.6},
+    **{"lines.linewidth": 1.4, "lines.markersize": 3.5, "legend.frameon": False},
+    **{"figure.dpi": 100, "savefig.dpi": 200, "text.usetex": False},
+    **{"svg.hashsalt": "sharpscope", "svg.fonttype": "none"},
 }
 _SECTION = re.compile(r"\b(?:\w+\.)+(?=\w+=)")
 
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure with its file name and caption, or `missing`: why there is none. `claim`: the one it belongs to, if any."""
-
-    name: str
-    caption: str
-    figure: Figure | None = None
-    missing: str = ""
-    claim: str = ""
+Lines = Mapping[str, Mapping[str, Any]]
+"""Setting's label → color and linestyle, as keyword arguments of `Axes.plot`."""
 
 
-@dataclass(frozen=True)
-class Line:
-    """How one setting is drawn: color, dash pattern, marker."""
-
-    color: str
-    dash: Any
-    marker: str
-
-    @property
-    def plot(self) -> dict[str, Any]:
-        """Keyword arguments of Axes.plot."""
-        return {"color": self.color, "linestyle": self.dash}
-
-
-Lines = Mapping[str, Line]
-
-
-def lines(labels: Iterable[str]) -> dict[str, Line]:
+def lines(labels: Iterable[str]) -> Lines:
     """One line per label, the same in every figure of a study: grpo first, then by name; colors repeat with another dash."""
-    ordered = in_order(labels)
+    count = len(COLORS)
     return {
-        label: Line(COLORS[n % len(COLORS)], DASHES[n // len(COLORS) % len(DASHES)], MARKERS[n % len(MARKERS)])
-        for n, label in enumerate(ordered)
+        label: {"color": COLORS[n % count], "linestyle": DASHES[n // count % len(DASHES)]}
+        for n, label in enumerate(in_order(labels))
     }
 
 
@@ -126,6 +84,7 @@ def setting_text(label: object) -> str:
 
 def finish(figure: Figure, axes: Sequence[Axes]) -> None:
     """Fold long axis labels, keep the ticks of logarithmic axes apart, and add a legend above the figure that names each label once."""
+    handles: dict[str, Any] = {}
     for axis in axes:
         for ticked in (axis.xaxis, axis.yaxis):
             low, high = sorted(ticked.get_view_interval())  # an inverted axis gives the larger end first
@@ -138,8 +97,6 @@ def finish(figure: Figure, axes: Sequence[Axes]) -> None:
                     ticked.set_major_locator(LogLocator(subs=(1.0, 3.0)))
                     ticked.set_major_formatter("{x:g}")
         axis.set_ylabel(fill(axis.get_ylabel(), 30))
-    handles: dict[str, Any] = {}
-    for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     if handles:

@@ -22,15 +22,8 @@ from sharpscope.analysis.sections import Code, Marked, Section, cell_text, is_te
 from sharpscope.analysis.text import shown
 
 PARTS = (
-    "Found",
-    "Curves",
-    "Tokens",
-    "Compare",
-    "Sharpness",
-    "Counterfactual updates",
-    "Events and cost",
-    "Claims",
-    "Make it again",
+    *("Found", "Curves", "Tokens", "Compare", "Sharpness"),
+    *("Counterfactual updates", "Events and cost", "Claims", "Make it again"),
 )
 """The parts of the page in order."""
 
@@ -57,38 +50,33 @@ def report_html(page: Page, pictures: Mapping[str, str]) -> str:
 
     def link(cell: Marked) -> str:
         """Address of a token in the token view; empty if its completion is not shown there."""
-        if cell.place is None or cell.place[0] not in numbers or (shown(cell.place[0]), *cell.place[1:3]) not in there:
-            return ""
-        return f"#token-{numbers[cell.place[0]]}-{cell.place[1]}-{cell.place[2]}-{cell.place[3]}"
+        known = cell.run in numbers and (shown(cell.run), cell.step, cell.rollout) in there
+        return f"#token-{numbers[cell.run]}-{cell.step}-{cell.rollout}-{cell.position}" if known else ""
 
     parts = {name: [section for section in page.sections if section.part == name] for name in PARTS}
-    return (
-        _environment()
-        .get_template("report.html.j2")
-        .render(
-            version=__version__,
-            source=page.source,
-            policy=policy(scripts, [css]),
-            css=Markup(css),
-            scripts=list(map(Markup, scripts)),
-            data=data,
-            parts={
-                name: own for name, own in parts.items() if own or name == "Tokens" or (name == "Curves" and charts)
-            },
-            kind=_kind,
-            picture=lambda section: _picture(pictures[section.name]),
-            link=link,
-            is_code=lambda cell: isinstance(cell, Code),
-            is_marked=lambda cell: isinstance(cell, Marked),
-            text_columns=lambda frame: [is_text(frame.iloc[:, n]) for n in range(frame.shape[1])],
-            cell_text=cell_text,
-            one_line=lambda text: " ".join(text.replace("\n", " ⏎ ").split(" ")),
-            title=f"{len(names)} run{'s' if len(names) != 1 else ''}: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}",
-            token_count=len(view["completions"]),
-            token_rule=page.rule,
-            token_notes=view["notes"],
-            not_kept=not_kept(list(page.runs)),
-        )
+    held = {name: own for name, own in parts.items() if own or name == "Tokens" or (name == "Curves" and charts)}
+    html = _environment().get_template("report.html.j2")
+    return html.render(
+        version=__version__,
+        source=page.source,
+        policy=policy(scripts, [css]),
+        css=Markup(css),
+        scripts=list(map(Markup, scripts)),
+        data=data,
+        parts=held,
+        kind=_kind,
+        picture=lambda section: _picture(pictures[section.name]),
+        link=link,
+        is_code=lambda cell: isinstance(cell, Code),
+        is_marked=lambda cell: isinstance(cell, Marked),
+        text_columns=lambda frame: [is_text(frame.iloc[:, n]) for n in range(frame.shape[1])],
+        cell_text=cell_text,
+        one_line=lambda text: " ".join(text.replace("\n", " ⏎ ").split(" ")),
+        title=f"{len(names)} run{'s' * (len(names) != 1)}: {', '.join(names[:4])}{' …' * (len(names) > 4)}",
+        token_count=len(view["completions"]),
+        token_rule=page.rule,
+        token_notes=view["notes"],
+        not_kept=not_kept(list(page.runs)),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,25 +48,8 @@ COLUMNS = {
     "adv": "advantage",
 }
 """Name in the page → column of the tokens table, or value of `token_values`."""
-ROUNDED = ("mismatch", "kl")
-CONSTANT = {"weight": 1.0, "ratio": 1.0, "clipped": 0.0}
+CONSTANT = {"mismatch": 0.0, "kl": 0.0, "weight": 1.0, "ratio": 1.0, "clipped": 0.0}
 """Values of columns that are left out where every token has them."""
-
-
-@dataclass
-class Pool:
-    """Values that repeat over the whole report, by number: token texts and prompts."""
-
-    numbers: dict[str, int] = field(default_factory=dict)
-
-    def __call__(self, text: str) -> int:
-        """The number of a text."""
-        return self.numbers.setdefault(text, len(self.numbers))
-
-    @property
-    def texts(self) -> list[str]:
-        """The texts in the order of their numbers."""
-        return list(self.numbers)
 
 
 def token_view(
@@ -80,7 +62,8 @@ def token_view(
     """
     choices = choose(runs) if choices is None else choices
     share = min(RUN_BUDGET, budget // max(1, len(choices)))
-    pieces, prompts = Pool(), Pool()
+    pieces: dict[str, int] = {}  # texts that repeat over the whole page → their numbers
+    prompts: dict[str, int] = {}
     completions: list[dict[str, Any]] = []
     notes: list[str] = []
     for number, (name, choice) in enumerate(choices.items()):
@@ -95,100 +78,87 @@ def token_view(
         if len(taken) < len(choice.wanted):
             notes.append(f"{name}: {len(taken)} of {len(choice.wanted)} chosen completions fit into the file.")
         completions += taken
-    for name in (name for name in runs if name not in choices):
-        if completions_dropped(runs[name]):
-            notes.append(f"{name}: its completions were not kept when it was reduced.")
-        else:
-            notes.append(f"{name}: no completions were recorded (recording.rollouts_every).")
+    for name, run in ((name, run) for name, run in runs.items() if name not in choices):
+        dropped = "its completions were not kept when it was reduced."
+        notes.append(
+            f"{name}: {dropped if completions_dropped(run) else 'no completions were recorded (recording.rollouts_every).'}"
+        )
     return {
         "runs": [shown(name) for name in choices],
         "methods": [shown(c.run.method) for c in choices.values()],
-        "prompts": [shown(text) for text in prompts.texts],
-        "pieces": pieces.texts,
+        "prompts": [shown(text) for text in prompts],
+        "pieces": list(pieces),
         "completions": completions,
         "notes": [shown(note) for note in notes],
     }
 
 
 def _completions(
-    choice: Choice, number: int, budget: int, maker: Pieces | None, pieces: Pool, prompts: Pool
+    choice: Choice, number: int, budget: int, maker: Pieces | None, pieces: dict[str, int], prompts: dict[str, int]
 ) -> list[dict[str, Any]]:
+    """The chosen completions of one run, the first ones that fit into `budget` bytes; the first always."""
     rollouts = choice.run.rollouts.set_index(["step", "rollout"])
+    wanted = ["rollout", "position", "token_id", "update", *needed_columns(COLUMNS.values())]
     result: list[dict[str, Any]] = []
-    used = 0
     steps: dict[int, pd.DataFrame] = {}
+    used = 0
     for (step, rollout), why in choice.wanted.items():
         if step not in steps:
-            wanted = ["rollout", "position", "token_id", "update", *needed_columns(COLUMNS.values())]
             steps[step] = with_values(choice.run.tokens(steps=[step], columns=wanted))
-        row = rollouts.loc[(step, rollout)]
-        tokens = steps[step]
-        chosen = tokens[tokens["rollout"] == rollout].sort_values("position")
-        known = (len(pieces.numbers), len(prompts.numbers))
-        completion = _head(row, number, step, rollout, why, prompts) | _body(row, chosen, maker, pieces)
-        size = len(json.dumps(completion)) + sum(
-            len(json.dumps(t)) for t in [*pieces.texts[known[0] :], *prompts.texts[known[1] :]]
-        )
-        if used + size > budget and result:
-            for pool, length in zip((pieces, prompts), known, strict=True):
-                pool.numbers = dict(list(pool.numbers.items())[:length])
+        row, tokens = rollouts.loc[(step, rollout)], steps[step]
+        body, texts = _body(row, tokens[tokens["rollout"] == rollout].sort_values("position"), maker)
+        prompt = _cut(row["prompt"])
+        new = [text for text in dict.fromkeys(texts) if text not in pieces] + [prompt] * (prompt not in prompts)
+        completion = _head(row, number, step, rollout, why) | body
+        used += len(json.dumps(completion)) + 6 * len(texts) + len(json.dumps(new))
+        if used > budget and result:
             break
-        used += size
+        completion["p"] = prompts.setdefault(prompt, len(prompts))
+        if "c" in completion:
+            completion["t"] = [pieces.setdefault(text, len(pieces)) for text in texts]
         result.append(completion)
     return result
 
 
-def _head(row: Any, number: int, step: int, rollout: int, why: str, prompts: Pool) -> dict[str, Any]:
+def _head(row: Any, number: int, step: int, rollout: int, why: str) -> dict[str, Any]:
+    """What the page says about a completion as a whole."""
     return {
-        "r": number,
-        "s": step,
-        "n": rollout,
-        "g": _short(row["group"]),
-        "p": prompts(_cut(NOT_RECORDED if row["prompt"] is None else str(row["prompt"]))),
-        "reward": _short(row["reward"]),
-        "parts": shown(row["reward_parts"])[:300],
-        "ok": None if pd.isna(row["correct"]) else bool(row["correct"]),
-        "adv": _short(row["advantage"]),
-        "len": _short(row["length"]),
+        **{"r": number, "s": step, "n": rollout, "why": shown(why), "parts": shown(row["reward_parts"])[:300]},
+        **{"g": _short(row["group"]), "reward": _short(row["reward"]), "adv": _short(row["advantage"])},
+        **{"len": _short(row["length"]), "ok": None if pd.isna(row["correct"]) else bool(row["correct"])},
         "cut": not pd.isna(row["truncated"]) and bool(row["truncated"]),
-        "why": shown(why),
     }
 
 
-def _body(row: Any, tokens: pd.DataFrame, maker: Pieces | None, pieces: Pool) -> dict[str, Any]:
+def _body(row: Any, tokens: pd.DataFrame, maker: Pieces | None) -> tuple[dict[str, Any], list[str]]:
+    """The numbers of a completion's tokens with their texts; without tokens, its text."""
     if tokens.empty:
-        return {"text": shown(_cut(NOT_RECORDED if row["completion"] is None else str(row["completion"])))}
+        return {"text": shown(_cut(row["completion"]))}, []
     ids = [int(token) for token in tokens["token_id"]]
     texts = [f"⟨{token}⟩" for token in ids] if maker is None else maker(ids)
     kept = tokens.head(MOST_TOKENS)
-    columns = {
-        name: [_short(value) for value in kept[column]] for name, column in COLUMNS.items() if _tells(name, kept)
-    }
-    body: dict[str, Any] = {"t": [pieces(shown(_cut(text, MOST_PIECE))) for text in texts[:MOST_TOKENS]], "c": columns}
+    told = {name: column for name, column in COLUMNS.items() if _tells(name, kept)}
+    body: dict[str, Any] = {"c": {name: [_short(value) for value in kept[column]] for name, column in told.items()}}
     positions = [int(position) for position in kept["position"]]
     if positions != list(range(len(positions))):
         body["at"] = positions
     if len(texts) > MOST_TOKENS:
-        body["rest"] = shown(_cut("".join(texts[MOST_TOKENS:])))
-        body["more"] = len(texts) - MOST_TOKENS
-    return body
+        body |= {"rest": shown(_cut("".join(texts[MOST_TOKENS:]))), "more": len(texts) - MOST_TOKENS}
+    return body, [shown(_cut(text, MOST_PIECE)) for text in texts[:MOST_TOKENS]]
 
 
 def _tells(name: str, tokens: pd.DataFrame) -> bool:
     """Whether a column of the page says something of these tokens: recorded, no rounding, and not as good as not there."""
-    values = (
-        pd.to_numeric(tokens[COLUMNS[name]], errors="coerce").dropna()
-        if COLUMNS[name] in tokens
-        else pd.Series(dtype=float)
-    )
-    if not len(values) or (name in ROUNDED and not (values.abs() > ROUNDING).any()):
-        return False
+    values = pd.to_numeric(tokens.get(COLUMNS[name], pd.Series(dtype=float)), errors="coerce").dropna()
     if name == "adv":  # one number of the completion, if it is not each token's own
         return bool(values.nunique() > 1)
-    return name not in CONSTANT or bool(((values - CONSTANT[name]).abs() > ROUNDING).any())
+    usual = CONSTANT.get(name)
+    return len(values) > 0 and (usual is None or bool(((values - usual).abs() > ROUNDING).any()))
 
 
-def _cut(text: str, most: int = MOST_TEXT) -> str:
+def _cut(text: object, most: int = MOST_TEXT) -> str:
+    """A text of at most `most` characters; what is missing was not recorded."""
+    text = NOT_RECORDED if text is None else str(text)
     return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} characters more in the traces)"
 
 

@@ -87,7 +87,7 @@ def test_the_largest_tokens_link_to_their_completions(made):
     (part,) = re.findall(r"<h3>grpo-s0, step 12: gradient norm 20(.*?)</table>", made.html, re.DOTALL)
     links = re.findall(r'href="#token-(\d+)-(\d+)-(\d+)-(\d+)"', part)
     run, data = load_run(made.runs / "grpo-s0"), made.data("tokens")
-    wanted = [one.sentence.place for one in moved_tokens(run, SPIKE, top=5)]
+    wanted = [(t.run, t.step, t.rollout, t.position) for t in (one.sentence for one in moved_tokens(run, SPIKE, top=5))]
     assert [(data["runs"][int(r)], int(s), int(n), int(i)) for r, s, n, i in links] == wanted
     there = {(c["r"], c["s"], c["n"]) for c in data["completions"]}
     assert {(int(r), int(s), int(n)) for r, s, n, _ in links} <= there

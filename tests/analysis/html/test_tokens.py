@@ -22,7 +22,7 @@ def test_json_in_a_script_element_can_only_be_data(text):
 
 
 def test_shown_names_what_reorders_or_hides():
-    assert shown("a\u202eb\x00\n\t\ud800\u2028") == "a⟦RLO⟧b⟦U+0000⟧\n\t⟦U+D800⟧⟦LS⟧"
+    assert shown("a\u202eb\x00\n\t\ud800\u2028") == "a⟦RIGHT-TO-LEFT OVERRIDE⟧b⟦U+0000⟧\n\t⟦U+D800⟧⟦LINE SEPARATOR⟧"
     assert shown("żółw 東京 עברית 👍 é") == "żółw 東京 עברית 👍 é"
     assert finite((1, float("inf"), [{"x": -1.5}])) == [1, None, [{"x": -1.5}]]
 
