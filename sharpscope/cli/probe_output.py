@@ -13,7 +13,6 @@ from sharpscope.cli.console import print_json, printable
 
 if TYPE_CHECKING:
     import pandas as pd
-
     from matplotlib.figure import Figure
 
     from sharpscope.probes import Measured
