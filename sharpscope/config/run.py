@@ -38,7 +38,7 @@ class RunConfig(Spec):
     steps: int = Field(100, ge=1, le=1_000_000)
     """Number of steps; each samples rollouts and updates the policy."""
     threads: int | None = Field(None, ge=1, le=1024)
-    """CPU threads of torch; null: 1 for up to 20 MiB of weights, else all physical cores available to the process."""
+    """CPU threads of torch; null: 1 for up to 20 MiB of weights, else OMP_NUM_THREADS or all physical cores."""
     task: TaskSpec = Field(default_factory=KnightsKnavesSpec, description="Prompts and their scoring.")
     policy: PolicySpec = Field(default_factory=PolicySpec, description="The model to train.")
     rollout: RolloutSpec = Field(default_factory=RolloutSpec, description="How completions are sampled.")

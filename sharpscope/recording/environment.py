@@ -39,13 +39,16 @@ thousands of small operations, which on a shared machine costs more than it gain
 def default_threads(model: str | None = None) -> int:
     """Default number of CPU threads.
 
-    One for a tiny model, else the physical cores of this process divided by the run's processes on this machine.
+    One for a tiny model, else `OMP_NUM_THREADS` where it is set, else the physical cores of this process divided by the run's
+    processes on this machine.
 
     Args:
         model: as `policy.model` names it; a model on the hub is taken to be large.
     """
     if model is not None and _is_tiny(model):
         return 1
+    if os.environ.get("OMP_NUM_THREADS", "").isdecimal():
+        return max(1, int(os.environ["OMP_NUM_THREADS"]))
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     physical = psutil.cpu_count(logical=False) or usable
     return max(1, min(usable, physical) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
