@@ -1,7 +1,4 @@
-"""The policy: loading, prompts, generation, log-probabilities and token statistics.
-
-Import the function `token_stats` from its module, which has the same name.
-"""
+"""The policy: loading, prompts, generation, log-probabilities and token statistics."""
 
 from __future__ import annotations
 

@@ -26,10 +26,9 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def add_adapters(model: nn.Module, spec: LoraSpec, base: str) -> nn.Module:
-    """Add new adapters to a model; they are its only trainable parameters.
+    """Add new adapters to a model; they are its only trainable parameters, float32, or float64 in a float64 model.
 
-    The adapters are float32, or float64 in a float64 model. B is zero, so the outputs do not change. A has peft's
-    distribution, uniform with variance 1/(3·inputs), the same for every run.
+    B is zero, so the outputs do not change. A has peft's distribution, uniform with variance 1/(3·inputs), the same for every run.
 
     Args:
         model: A causal LM; its linear layers are replaced in place.
@@ -67,9 +66,7 @@ def load_adapters(model: nn.Module, folder: Path) -> nn.Module:
         UserError: peft or the weights are missing, or the adapters do not match the model.
     """
     if not (folder / ADAPTER_WEIGHTS).is_file():  # peft would load a pickle, which can run code
-        raise UserError(
-            f"policy.model '{folder}': no {ADAPTER_WEIGHTS} in that folder; save the adapters with save_pretrained (safetensors)"
-        )
+        raise UserError(f"policy.model '{folder}': no {ADAPTER_WEIGHTS}; save the adapters with save_pretrained")
     peft = _peft()
     try:
         with silenced():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import DynamicLayer
 
 from sharpscope.errors import UserError
 from sharpscope.policy.head import bare
@@ -32,35 +32,6 @@ def check_cacheable(model: nn.Module) -> None:
             f"policy.model, {type(bare(model)).__name__}: layers of type {', '.join(sorted(other))} are not supported; "
             "choose a model with full or sliding-window attention only"
         )
-
-
-class _Layer(CacheLayerMixin):
-    """Interface of transformers' cache layers, for layers that keep all keys."""
-
-    is_sliding = False
-    past = 0
-    keys: Tensor
-    values: Tensor
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the first update sets the tensors."""
-
-    def get_seq_length(self) -> int:
-        """Number of positions in the cache."""
-        return self.past
-
-    def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
-        """Number of keys for a query of this length, and the position of the first key."""
-        # transformers passes the number of new positions; before 5.5, the positions
-        return self.past + (query if isinstance(query, int) else len(query)), 0
-
-    def get_max_length(self) -> int:
-        """No maximum length."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """No maximum length; the name of `get_max_length` in earlier versions of transformers 5."""
-        return -1
 
 
 class _TakeRows(torch.autograd.Function):
@@ -88,7 +59,7 @@ def take_rows(states: Tensor, rows: Tensor) -> Tensor:
     return _TakeRows.apply(states, rows)
 
 
-class PromptLayer(_Layer):
+class PromptLayer(DynamicLayer):
     """Keys and values (B, H, P, d_head) of prompts, with their autograd graph.
 
     An update replaces them, since a layer that is recomputed in the backward pass updates them again.
@@ -96,36 +67,26 @@ class PromptLayer(_Layer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add states (n, H, t, d_head) and return all keys and values to attend to; see transformers."""
-        self.keys, self.values, self.past = key_states, value_states, key_states.shape[2]
+        self.keys, self.values, self.is_initialized = key_states, value_states, True
         return key_states, value_states
 
 
-class ContinuationLayer(_Layer):
+class ContinuationLayer(DynamicLayer):
     """Prepends the keys and values of each row's prompt; stores nothing itself."""
 
     def __init__(self, prompt: PromptLayer, row_prompt: Tensor) -> None:
         super().__init__()
-        self.prompt, self.row_prompt, self.past = prompt, row_prompt, prompt.past
+        self.prompt, self.row_prompt = prompt, row_prompt
+
+    def get_seq_length(self) -> int:
+        """Number of positions of the prompts."""
+        return self.prompt.get_seq_length()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add states (n, H, t, d_head) and return all keys and values to attend to; see transformers."""
         keys = take_rows(self.prompt.keys, self.row_prompt)  # (B, H, P, d) -> (n, H, P, d)
         values = take_rows(self.prompt.values, self.row_prompt)
         return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)  # (n, H, P+T, d)
-
-
-class AppendLayer(_Layer):
-    """Keys and values (n, H, L, d_head) to which updates are appended."""
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__()
-        self.keys, self.values, self.past = keys, values, keys.shape[2]
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add states (n, H, t, d_head) and return all keys and values; see transformers."""
-        self.keys, self.values = torch.cat([self.keys, key_states], 2), torch.cat([self.values, value_states], 2)
-        self.past = self.keys.shape[2]
-        return self.keys, self.values
 
 
 class PromptCache(Cache):
@@ -146,10 +107,8 @@ class PromptCache(Cache):
         width = self.states[0][0].shape[2]
         index = torch.arange(width, device=padding.device)[None] - padding[:, None]  # (B, P)
         index = index.clamp_min(0)[:, None, :, None]  # padding can have any finite values
-        for layer in self.layers:
-            for name in ("keys", "values"):
-                states = getattr(layer, name)  # (B, H, P, d)
-                setattr(layer, name, states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3])))
+        for layer, pair in zip(self.layers, self.states, strict=True):  # (B, H, P, d)
+            layer.keys, layer.values = (s.gather(2, index.expand(-1, s.shape[1], -1, s.shape[3])) for s in pair)
 
     def continuation(self, row_prompt: Tensor) -> Cache:
         """Cache for one forward pass of n rows with the prompts `row_prompt` (n,) long."""

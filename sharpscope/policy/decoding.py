@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Cache, LlamaForCausalLM, PreTrainedTokenizerBase, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerBase, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from sharpscope.config.policy import SamplingSpec
-from sharpscope.policy.cache import AppendLayer, PromptCache, read_prompts
+from sharpscope.policy.cache import PromptCache, read_prompts
 from sharpscope.policy.head import backbone, bare
 from sharpscope.policy.loading import Policy
 
@@ -160,7 +160,7 @@ def decode(
     decoder = (DirectDecoder if direct else LayerDecoder)(
         model, prompts, lengths, len(rows), ids.shape[1] + spec.max_new_tokens
     )
-    stopped = _StopStrings(policy, stop, len(rows)) if stop else None
+    stopped = _StopStrings(policy, stop, len(rows))
     # Of each row that has not finished: its index in `rows`, next position in its completion, and text in the cache.
     member, column = torch.arange(len(rows), device=device), out.length[rows].to(device)
     text, position = row_text.to(device), lengths
@@ -169,7 +169,7 @@ def decode(
         while True:
             token, logp, sampler_logp = draw(head.logits(hidden), uniforms[member, column], spec, text)
             stops = torch.isin(token, ends)
-            if stopped is not None:
+            if stop:
                 stops |= torch.tensor(stopped.add(member.tolist(), token.tolist()), device=device)
             record.append((member, column, stops, token, logp, logp if sampler_logp is None else sampler_logp))
             column = column + 1
@@ -245,16 +245,16 @@ class _StopStrings:
     def __init__(self, policy: Policy, stop: tuple[str, ...], count: int) -> None:
         self._policy, self._stop = policy, stop
         self._tokens: list[list[int]] = [[] for _ in range(count)]
-        self._closing = closing_tokens(policy.tokenizer, stop)
+        self._closing = closing_tokens(policy.tokenizer, stop) if stop else frozenset()
 
     def add(self, members: Sequence[int], tokens: Sequence[int]) -> list[bool]:
         """Append a token to each of the rows `members`; text is decoded only after tokens that can complete a stop string."""
-        ended = []
         for member, token in zip(members, tokens, strict=True):
             self._tokens[member].append(token)
-            text = as_text(self._policy, self._tokens[member]) if token in self._closing else ""
-            ended.append(any(stop in text for stop in self._stop))
-        return ended
+        return [
+            token in self._closing and any(stop in as_text(self._policy, self._tokens[member]) for stop in self._stop)
+            for member, token in zip(members, tokens, strict=True)
+        ]
 
 
 def as_text(policy: Policy, tokens: Sequence[int]) -> str:
@@ -269,14 +269,13 @@ def closing_tokens(tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) ->
     suffixes = tuple({text[i:] for text in stop for i in range(len(text))})
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))], **options)
-    return frozenset(
-        i
-        for i, text in enumerate(texts)
-        if "\ufffd" in text
-        or text.startswith(suffixes)
-        or text.lstrip().startswith(suffixes)
-        or any(s in text for s in stop)
-    )
+
+    def closes(text: str) -> bool:
+        """Whether the text of a token can complete a stop string."""
+        starts = text.startswith(suffixes) or text.lstrip().startswith(suffixes)
+        return starts or "\ufffd" in text or any(s in text for s in stop)
+
+    return frozenset(i for i, text in enumerate(texts) if closes(text))
 
 
 class LayerDecoder:
@@ -291,8 +290,9 @@ class LayerDecoder:
     """
 
     def __init__(self, model: nn.Module, prompts: PromptCache, lengths: Tensor, room: int, positions: int) -> None:
-        self.body = backbone(model)
-        self.cache = Cache(layers=[AppendLayer(keys, values) for keys, values in prompts.states])
+        self.body, self.cache = backbone(model), DynamicCache()
+        for index, states in enumerate(prompts.states):
+            self.cache.update(*states, index)
         self.padding = prompts.states[0][0].shape[2] - lengths  # (m,) padding on the left
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
@@ -315,8 +315,7 @@ class LayerDecoder:
     def keep(self, texts: Tensor, room: int) -> None:
         """Keep only `texts` (k,), which may repeat."""
         self.padding = self.padding[texts]
-        for layer in cast(list[AppendLayer], self.cache.layers):
-            layer.keys, layer.values = layer.keys[texts], layer.values[texts]
+        self.cache.batch_select_indices(texts)
 
 
 def can_decode_directly(model: nn.Module) -> bool:
@@ -430,17 +429,16 @@ class DirectDecoder:
 
     def _resize(self, texts: Tensor | None, room: int, more: int) -> None:
         """Copy the cache, or its `texts`, to memory for `room` texts with `more` positions after those in use."""
-        for index, pair in enumerate(self.row_states):
-            self.row_states[index] = (
-                self._resized(pair[0], texts, room, more),
-                self._resized(pair[1], texts, room, more),
-            )
 
-    def _resized(self, states: Tensor, texts: Tensor | None, room: int, more: int) -> Tensor:
-        grown = states.new_empty(max(self.count, room), states.shape[1], self.used + more, states.shape[3])
-        used = states[:, :, : self.used]
-        grown[: self.count, :, : self.used] = used[: self.count] if texts is None else used.index_select(0, texts)
-        return grown
+        def resized(states: Tensor) -> Tensor:
+            """The copy of the keys or the values of a layer."""
+            grown = states.new_empty(max(self.count, room), states.shape[1], self.used + more, states.shape[3])
+            used = states[:, :, : self.used]
+            grown[: self.count, :, : self.used] = used[: self.count] if texts is None else used.index_select(0, texts)
+            return grown
+
+        for index, (keys, values) in enumerate(self.row_states):
+            self.row_states[index] = (resized(keys), resized(values))
 
     def _assign_slots(self, text_prompt: Tensor) -> None:
         """Assign a slot (prompt, index in the group) to each text, so that groups of any size use one batched product."""

@@ -81,7 +81,21 @@ def generate(
         # One autocast context per batch, so that weights are cast once and not for every token.
         with computing(policy.model, policy.compute):
             _converse(policy, prompts, group_size, rows, uniforms, spec, out, environment, texts)
-    return _collect(policy, prompts, group_size, spec, out, texts)
+    width = int(out.length.max())  # T
+    used = (torch.arange(width) < out.length[:, None]).long()  # (N, T)
+    ids, attention = (part.repeat_interleave(group_size, 0) for part in left_pad(prompts, policy.pad_id))  # (N, P)
+    truncates = spec.temperature > 0 and (spec.top_p < 1 or spec.top_k > 0)
+    return Completions(
+        input_ids=torch.cat([ids, out.ids[:, :width]], 1),
+        attention_mask=torch.cat([attention, used], 1),
+        completion_ids=out.ids[:, :width],
+        completion_mask=out.sampled[:, :width].long(),
+        behavior_logp=out.logp[:, :width],
+        sampler_logp=out.sampler_logp[:, :width] if truncates else None,
+        group=torch.arange(len(prompts)).repeat_interleave(group_size),
+        truncated=out.truncated,
+        texts=texts,
+    ).to(policy.device)
 
 
 def check_lengths(policy: Policy, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
@@ -167,33 +181,6 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
     ids = torch.tensor([[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     attention = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     return ids, attention
-
-
-def _collect(
-    policy: Policy,
-    prompts: Sequence[Sequence[int]],
-    group_size: int,
-    spec: SamplingSpec,
-    out: Output,
-    texts: list[str],
-) -> Completions:
-    width, device = int(out.length.max()), policy.device  # T
-    used = (torch.arange(width) < out.length[:, None]).long()  # (N, T)
-    ids, attention = left_pad(prompts, policy.pad_id)
-    ids, attention = ids.repeat_interleave(group_size, 0), attention.repeat_interleave(group_size, 0)  # (N, P)
-    completion_ids = out.ids[:, :width]
-    truncates = spec.temperature > 0 and (spec.top_p < 1 or spec.top_k > 0)
-    return Completions(
-        input_ids=torch.cat([ids, completion_ids], 1).to(device),
-        attention_mask=torch.cat([attention, used], 1).to(device),
-        completion_ids=completion_ids.to(device),
-        completion_mask=out.sampled[:, :width].long().to(device),
-        behavior_logp=out.logp[:, :width].to(device),
-        sampler_logp=out.sampler_logp[:, :width].to(device) if truncates else None,
-        group=(torch.arange(len(prompts)).repeat_interleave(group_size)).to(device),
-        truncated=out.truncated.to(device),
-        texts=texts,
-    )
 
 
 def draw_completions(

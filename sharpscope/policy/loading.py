@@ -31,7 +31,6 @@ from sharpscope.policy.cache import check_cacheable
 from sharpscope.policy.embedded import embedded_policy
 from sharpscope.policy.head import Head, bare, check_head, output_head
 
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 GGUF = ".gguf"
 
 
@@ -47,7 +46,6 @@ class Policy:
         pad_id: Padding token; always masked.
         context: Maximum sequence length [tokens], or None if the model has no limit.
         chat: Whether prompts use the tokenizer's chat template.
-        attention: Attention implementation.
         compute: Type of matrix products (autocast), or None for the type of the weights.
     """
 
@@ -58,7 +56,6 @@ class Policy:
     pad_id: int
     context: int | None
     chat: bool
-    attention: str
     compute: torch.dtype | None = None
 
     @property
@@ -97,14 +94,17 @@ def load_policy(spec: PolicySpec, base: str | None = None) -> Policy:
                 f"policy.lora: '{spec.model}' is a folder of adapters, which are trained as they are; remove policy.lora, or set "
                 "policy.model to their base model for new ones"
             )
-        spec = spec.model_copy(update={"model": _base_model(adapters, base)})
+        named = base or base_of(adapters)  # itself a folder of adapters if a run started with one
+        inner = adapter_folder(named)
+        spec = spec.model_copy(update={"model": named if inner is None else base_of(inner)})
     model, tokenizer, location = _load(spec, frozen=adapters is not None or spec.lora is not None)
     if adapters is not None:
         model = load_adapters(model, adapters)
     elif spec.lora is not None:
         model = add_adapters(model, spec.lora, location)
-    compute = torch.bfloat16 if spec.dtype == "bfloat16" else None
-    return make_policy(model, tokenizer, spec.model, spec.prompt_format, compute)
+    return make_policy(
+        model, tokenizer, spec.model, spec.prompt_format, torch.bfloat16 if spec.dtype == "bfloat16" else None
+    )
 
 
 def check_revision(spec: PolicySpec) -> None:
@@ -121,13 +121,6 @@ def check_revision(spec: PolicySpec) -> None:
             f"policy.revision = {spec.revision!r}: policy.model {spec.model!r} is local and has no revisions; remove "
             "policy.revision, or give a hub id"
         )
-
-
-def _base_model(adapters: Path, base: str | None) -> str:
-    """The base model of saved adapters; `base` can itself be a folder of adapters with which a run started."""
-    named = base or base_of(adapters)
-    inner = adapter_folder(named)
-    return named if inner is None else base_of(inner)
 
 
 def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenizerBase, str]:
@@ -147,7 +140,10 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
         # Progress bars are for downloads only.
         with redirect_stderr(io.StringIO()) if Path(location).exists() else nullcontext():
             config = AutoConfig.from_pretrained(source, **options)
-            dtype, device = _weight_dtype(spec, frozen), _device(spec.device)
+            device = _device(spec.device)
+            dtype = torch.float64 if spec.dtype == "float64" else torch.float32  # of trained weights
+            if frozen and spec.dtype == "bfloat16":
+                dtype = torch.bfloat16
             weights = stored_numbers(Path(location)) * dtype.itemsize
             require_memory(weights, device, f"loading {spec.model} in {spec.dtype}", "take a smaller model")
             tokenizer = _tokenizer(source, options)
@@ -167,12 +163,11 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
         problem = "" if Path(location).exists() else "no such folder, and as a hub id it "
         raise UserError(f"policy.model {spec.model!r}: {problem}cannot be loaded: {_first_line(error)}") from error
     model, info = loaded
-    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info.get("mismatched_keys", ()))
+    missing = sorted(map(str, [*info["missing_keys"], *info.get("mismatched_keys", ())]))
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(
-            f"policy.model {spec.model!r}: the checkpoint has no weights for {missing[0]}{more}; save the full model "
-            "with save_pretrained"
+            f"policy.model {spec.model!r}: the checkpoint has no weights for {missing[0]} ({len(missing)} in all); save the full "
+            "model with save_pretrained"
         )
     if location.endswith(GGUF):
         model = _dequantized(model)
@@ -187,13 +182,6 @@ def _dequantized(model: Any) -> nn.Module:
     plain.load_state_dict(model.state_dict())
     plain.tie_weights()
     return cast(nn.Module, plain)
-
-
-def _weight_dtype(spec: PolicySpec, frozen: bool) -> torch.dtype:
-    """Type of the model's weights: at least float32 if they are trained, else the compute type."""
-    if spec.dtype == "bfloat16":
-        return torch.bfloat16 if frozen else torch.float32
-    return torch.float64 if spec.dtype == "float64" else torch.float32
 
 
 def make_policy(
@@ -234,47 +222,29 @@ def make_policy(
         pad_id=eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         context=getattr(config, "max_position_embeddings", None),
         chat=bool(tokenizer.chat_template) and prompt_format != "plain",
-        attention=config._attn_implementation,
         compute=compute,
     )
 
 
 def _locate(model: str) -> str:
-    """Resolve `policy.model` to a folder or hub id."""
+    """Resolve `policy.model` to a folder, GGUF file or hub id."""
     if model.startswith(EMBEDDED_PREFIX):
         return str(embedded_policy(model.removeprefix(EMBEDDED_PREFIX)))
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        _check_folder(folder, model)
-        return str(folder)
-    if folder.is_file():
-        if folder.suffix == GGUF:
-            return str(folder)
-        raise UserError(
-            f"policy.model {model!r}: is a file; give a .gguf file, or the folder with config.json and *.safetensors"
-        )
-    if model.count("/") > 1 or model[0] in "./~" or "\\" in model:
-        raise UserError(f"policy.model {model!r}: no such folder; give an existing folder, a hub id or embedded:NAME")
-    return model
-
-
-def _check_folder(folder: Path, model: str) -> None:
-    if any(folder.glob(f"*{GGUF}")) and not any(folder.glob("*.safetensors")):
-        raise UserError(
-            f"policy.model {model!r}: has a GGUF file; give the file itself: {next(folder.glob(f'*{GGUF}'))}"
-        )
-    if not (folder / "config.json").is_file():
-        raise UserError(f"policy.model {model!r}: no config.json in that folder; save the model with save_pretrained")
-    if any(folder.glob("*.safetensors")):
-        return
-    if any(path for pattern in PICKLES for path in folder.glob(pattern)):
-        raise UserError(
-            f"policy.model {model!r}: has a pickled checkpoint only, which can run code; convert it with save_pretrained "
-            "(safetensors)"
-        )
-    raise UserError(
-        f"policy.model {model!r}: no weights (*.safetensors) in that folder; save the model with save_pretrained"
-    )
+    path, problem = Path(model).expanduser(), ""
+    if path.is_dir():
+        if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
+            problem = "needs config.json and weights in *.safetensors, as save_pretrained writes them"
+        if any(path.glob(f"*{GGUF}")) and not any(path.glob("*.safetensors")):
+            problem = f"has a GGUF file; give the file itself: {next(path.glob(f'*{GGUF}'))}"
+    elif path.is_file():
+        problem = "" if path.suffix == GGUF else "is neither a .gguf file nor a folder"
+    elif model.count("/") > 1 or model[0] in "./~" or "\\" in model:
+        problem = "no such folder; give an existing folder, a hub id or embedded:NAME"
+    else:
+        return model
+    if problem:
+        raise UserError(f"policy.model {model!r}: {problem}")
+    return str(path)
 
 
 def _tokenizer(location: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
@@ -290,13 +260,11 @@ def _tokenizer(location: str, options: dict[str, Any]) -> PreTrainedTokenizerBas
 
 def _attention(spec: PolicySpec, config: Any) -> str:
     capped = getattr(config, "attn_logit_softcapping", None) is not None
-    if spec.attention == "auto":
-        return "eager" if capped else "sdpa"
     if spec.attention == "sdpa" and capped:
         raise UserError(
             "policy.attention 'sdpa': this model caps its attention logits, which sdpa does not support; use 'auto'"
         )
-    return spec.attention
+    return spec.attention if spec.attention != "auto" else "eager" if capped else "sdpa"
 
 
 def _experts(config: Any) -> dict[str, str]:
@@ -325,5 +293,4 @@ def _eos_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> tuple[int,
 
 
 def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -23,7 +23,7 @@ def render_prompts(examples: Sequence[Example], policy: Policy) -> list[list[int
     """
     tokenizer, rendered = policy.tokenizer, []
     for example in examples:
-        if _uses_template(example, policy):
+        if policy.chat and not example.templated:
             text = _apply_template(example, policy)
             if example.prefill.lstrip().startswith(THINK):
                 text = text.removesuffix(_opening(text))
@@ -48,11 +48,11 @@ def with_openings(examples: Sequence[Example], policy: Policy) -> list[Example]:
     Raises:
         UserError: The chat template rejects the messages of an example.
     """
-    return [_with_opening(example, policy) if _uses_template(example, policy) else example for example in examples]
+    return [_with_opening(example, policy) for example in examples]
 
 
 def _with_opening(example: Example, policy: Policy) -> Example:
-    opening = _opening(_apply_template(example, policy))
+    opening = _opening(_apply_template(example, policy)) if policy.chat and not example.templated else ""
     if not opening or example.prefill.lstrip().startswith(THINK):
         return example
     # The prompt does not end with the new prefill, so remove the old one here.
@@ -64,10 +64,6 @@ def _with_opening(example: Example, policy: Policy) -> Example:
     )
 
 
-def _uses_template(example: Example, policy: Policy) -> bool:
-    return policy.chat and not example.templated
-
-
 def _messages(example: Example) -> list[dict[str, str]]:
     """Chat messages of the prompt, without the prefill at the end of the last one."""
     turns = example.messages or [{"role": "user", "content": example.prompt}]
@@ -75,17 +71,13 @@ def _messages(example: Example) -> list[dict[str, str]]:
 
 
 def _apply_template(example: Example, policy: Policy) -> str:
-    """Apply the chat template to the prompt, up to the start of the completion.
-
-    Raises:
-        UserError: The template rejects the messages (some have no system role, others require alternating roles).
-    """
+    """Apply the chat template to the prompt, up to the start of the completion."""
     from jinja2 import TemplateError
 
     messages = _messages(example)
     try:
         return str(policy.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:
+    except TemplateError as error:  # some templates have no system role, others require alternating roles
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(
             f"policy.prompt_format = 'chat': the chat template of {policy.source!r} rejects messages with the roles {roles} "

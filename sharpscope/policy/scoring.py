@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -14,7 +14,7 @@ from sharpscope.policy.forward import PerToken, Scored, microbatches, score_comp
 from sharpscope.policy.head import bare
 from sharpscope.policy.rollouts import Rollouts
 from sharpscope.policy.sharding import is_sharded
-from sharpscope.policy.token_stats import TokenStats
+from sharpscope.policy.token_stats import STAT_NAMES, TokenStats
 
 # Maximum size of the activations of a forward and backward pass.
 ACTIVATION_BYTES = {"cpu": 4 * 2**30, "cuda": 16 * 2**30}
@@ -93,19 +93,16 @@ class Scorer:
     def statistics(self, rollouts: Rollouts) -> TokenStats:
         """Compute TokenStats (N, T) of all rows under the current policy. All processes must call it."""
         result = self.zeros(rollouts)
-        own_rows, batches = self.split(rollouts, torch.arange(len(rollouts)))
-        idle = self.idle_passes(batches)
-        for rows in batches:
-            write_stats(result, rows, self.score(rollouts.rows(rows), stats=True).stats)
-        for _ in range(idle):
-            self.score(shortest_row(rollouts), stats=True)
-        distributed.exchange_rows(own_rows, [getattr(result, stat.name) for stat in fields(TokenStats)])
+        fields = [getattr(result, name) for name in STAT_NAMES]
+        self._gather(rollouts, fields, lambda part, _: vars(self.score(part, stats=True).stats).values())
         return result
 
     @torch.no_grad()
     def log_probabilities(self, rollouts: Rollouts, *, model: nn.Module | None = None) -> Tensor:
         """Compute log-probabilities (N, T) [nats] of all rows under the policy, or under `model`. All processes must call it."""
-        return self._gathered(rollouts, self.zeros(rollouts).logp, lambda part, _: self.score(part, model=model).logp)
+        result = self.zeros(rollouts).logp
+        self._gather(rollouts, [result], lambda part, _: [self.score(part, model=model).logp])
+        return result
 
     @torch.no_grad()
     def per_token(self, rollouts: Rollouts, function: PerToken, width: int = 0, **given: Tensor) -> Tensor:
@@ -117,35 +114,36 @@ class Scorer:
         if width:
             result = result[..., None].repeat(1, 1, width)
 
-        def values(part: Rollouts, rows: Tensor) -> Tensor:
+        def values(part: Rollouts, rows: Tensor) -> list[Tensor]:
+            """The function's values of a microbatch."""
             mask = part.completion_mask.bool()
             named = {name: value[rows][mask] for name, value in given.items()}
             scored = self.score(part, function=partial(function, **named))
             assert scored.values is not None
-            return scored.values
+            return [scored.values]
 
-        return self._gathered(rollouts, result, values)
+        self._gather(rollouts, [result], values)
+        return result
 
-    def _gathered(self, rollouts: Rollouts, result: Tensor, values: Callable[[Rollouts, Tensor], Tensor]) -> Tensor:
-        """Fill `result` (N, …) with the values of each microbatch and its rows, on all processes."""
-        own_rows, batches = self.split(rollouts, torch.arange(len(rollouts)))
+    def _gather(
+        self, rollouts: Rollouts, results: list[Tensor], values: Callable[[Rollouts, Tensor], Iterable[Tensor]]
+    ) -> None:
+        """Fill `results` (N, …) with the values of each microbatch and its rows, on all processes."""
+        local_rows, batches = self.split(rollouts, torch.arange(len(rollouts)))
         idle = self.idle_passes(batches)
         for rows in batches:
-            result[rows] = values(rollouts.rows(rows), rows).to(result.dtype)
-        if idle:
-            shortest = (rollouts.lengths + rollouts.prompt_lengths).argmin()[None].cpu()
-            for _ in range(idle):
-                values(rollouts.rows(shortest), shortest)
-        distributed.exchange_rows(own_rows, [result])
-        return result
+            for result, value in zip(results, values(rollouts.rows(rows), rows), strict=True):
+                result[rows] = value.to(result.dtype)
+        for _ in range(idle):
+            rows = (rollouts.lengths + rollouts.prompt_lengths).argmin()[None].cpu()
+            values(rollouts.rows(rows), rows)
+        distributed.exchange_rows(local_rows, results)
 
     def zeros(self, rollouts: Rollouts) -> TokenStats:
         """TokenStats (N, T) of zeros, with the rollouts' device and the dtype of the model's statistics."""
         mask = rollouts.completion_mask
         dtype = torch.float64 if next(self.model.parameters()).dtype == torch.float64 else torch.float32
-        return TokenStats(
-            **{stat.name: torch.zeros(mask.shape, dtype=dtype, device=mask.device) for stat in fields(TokenStats)}
-        )
+        return TokenStats(**{name: torch.zeros(mask.shape, dtype=dtype, device=mask.device) for name in STAT_NAMES})
 
     def split(self, rollouts: Rollouts, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the part of `rows` (n,) of this process and its microbatches.
@@ -154,12 +152,10 @@ class Scorer:
         """
         part = rollouts.rows(rows)
         labels, member = part.group.cpu().unique(return_inverse=True)
-        work = torch.zeros(len(labels), dtype=torch.long).scatter_add(
-            0, member, (part.lengths + part.prompt_lengths).cpu()
-        )
-        local_rows = torch.isin(member, torch.tensor(distributed.balance(work.tolist()), dtype=torch.long)).nonzero()[
-            :, 0
-        ]
+        tokens = (part.lengths + part.prompt_lengths).cpu()
+        work = torch.zeros(len(labels), dtype=torch.long).scatter_add(0, member, tokens)
+        chosen = torch.tensor(distributed.balance(work.tolist()), dtype=torch.long)
+        local_rows = torch.isin(member, chosen).nonzero()[:, 0]
         if not len(local_rows):
             return rows[local_rows], []
         part, rows = part.rows(local_rows), rows[local_rows]
@@ -183,5 +179,5 @@ def shortest_row(rollouts: Rollouts) -> Rollouts:
 def write_stats(target: TokenStats, rows: Tensor, values: TokenStats | None) -> None:
     """Write `values` (n, T) to the rows `rows` of `target` (N, T)."""
     assert values is not None
-    for name in (stat.name for stat in fields(TokenStats)):
+    for name in STAT_NAMES:
         getattr(target, name)[rows] = getattr(values, name).to(getattr(target, name).dtype)

@@ -51,29 +51,6 @@ class TokenStats:
 STAT_NAMES = tuple(field.name for field in fields(TokenStats))
 
 
-def token_stats(
-    hidden: Tensor, head: Head, targets: Tensor, temperature: float, *, mask: Tensor | None = None
-) -> TokenStats:
-    """Compute statistics of tokens in one chunked pass, with memory independent of length × vocabulary.
-
-    Args:
-        hidden: (N, T, d), where position t predicts `targets[:, t]`.
-        head: The output layer.
-        targets: (N, T) long.
-        temperature: T > 0 of the softmax.
-        mask: (N, T); tokens with mask 0 are not computed and are 0. None: all tokens.
-
-    Returns:
-        TokenStats of (N, T).
-
-    Raises:
-        ValueError: The temperature is not positive.
-    """
-    keep = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.bool()
-    flat = flat_stats(hidden[keep], head, targets[keep], temperature)  # (M, d), (M,) -> (M,)
-    return TokenStats(**{name: spread(value, keep) for name, value in flat.items()})
-
-
 def spread(values: Tensor, keep: Tensor) -> Tensor:
     """Copy `values` (M, …) to the true positions of `keep` (N, T), row by row; 0 elsewhere. Differentiable."""
     index = keep.flatten().nonzero()[:, 0]
@@ -83,7 +60,20 @@ def spread(values: Tensor, keep: Tensor) -> Tensor:
 
 @torch.no_grad()
 def flat_stats(hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> dict[str, Tensor]:
-    """Compute `token_stats` of flattened tokens: hidden (M, d), targets (M,) -> name -> (M,)."""
+    """Compute `TokenStats` of tokens in chunks, with memory independent of length × vocabulary.
+
+    Args:
+        hidden: (M, d), each predicting one target.
+        head: The output layer.
+        targets: (M,) long.
+        temperature: T > 0 of the softmax.
+
+    Returns:
+        Name of each statistic -> (M,).
+
+    Raises:
+        ValueError: The temperature is not positive.
+    """
     if not temperature > 0:
         raise ValueError(f"temperature {temperature}: must be positive")
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32

@@ -12,7 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from sharpscope.config.policy import LoraSpec, PolicySpec
 from sharpscope.policy import Completions, Policy, load_policy, score_completions
+from sharpscope.policy.head import Head
 from sharpscope.policy.loading import make_policy
+from sharpscope.policy.token_stats import TokenStats, flat_stats, spread
 from tests.models import tiny_model
 
 
@@ -104,3 +106,10 @@ def stir(policy, seed: int = 0) -> None:
 
 def logp(policy, model=None):
     return score_completions(model or policy.model, rows(), 1.0, share_prompt=True, with_grad=False).logp
+
+
+def token_stats(hidden, head: Head, targets, temperature: float, mask=None) -> TokenStats:
+    """Statistics (N, T) of tokens of hidden states (N, T, d)."""
+    keep = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.bool()
+    flat = flat_stats(hidden[keep], head, targets[keep], temperature)
+    return TokenStats(**{name: spread(value, keep) for name, value in flat.items()})

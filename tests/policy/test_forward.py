@@ -14,10 +14,10 @@ from sharpscope.policy import forward
 from sharpscope.policy.cache import take_rows
 from sharpscope.policy.forward import length_buckets, microbatches, score_completions
 from sharpscope.policy.head import output_head
-from sharpscope.policy.token_stats import STAT_NAMES, token_stats
+from sharpscope.policy.token_stats import STAT_NAMES
 from tests.models import ARCHITECTURES, tiny_model
 from tests.oracles.generation import completion_logp
-from tests.policy.helpers import COMPLETIONS, PROMPTS, completions_by_hand, rows, weighted
+from tests.policy.helpers import COMPLETIONS, PROMPTS, completions_by_hand, rows, token_stats, weighted
 
 
 def gradients(model: torch.nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:

@@ -24,11 +24,10 @@ from sharpscope.policy.token_stats import (
     flat_proxy,
     flat_stats,
     logit_stats,
-    token_stats,
 )
 from tests.models import ARCHITECTURES, tiny_model
 from tests.oracles.token_gradients import token_statistics
-from tests.policy.helpers import rows, weighted, word_tokenizer
+from tests.policy.helpers import rows, token_stats, weighted, word_tokenizer
 from tests.policy.test_forward import assert_gradients_equal
 
 
