@@ -24,7 +24,7 @@ PAGE = Path("docs/explanations/what-methods-do.md")
 SEED, WARM_UP = 3, 3
 SUMS = [
     "policy.prompt_format=plain",
-    "rollout.prompts_per_step=12",
+    "rollout.prompts_per_step=6",
     "rollout.max_new_tokens=6",
     "optimizer.lr=1e-5",
 ]
