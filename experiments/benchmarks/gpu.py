@@ -20,7 +20,7 @@ from sharpscope.probes import score_norms
 from sharpscope.traces import load_run
 
 NEVER = {f"{name}_every": 0 for name in ("token_gradients", "rotation", "heldout_influence")}
-QUIET: dict[str, Any] = NEVER | {"spike_z": None, "exact_tokens": 0, "update_attribution": False}
+QUIET: dict[str, Any] = NEVER | {"spike_z": None, "exact_tokens": 0}
 MODES: dict[str, dict[str, Any] | None] = {
     "off": None,
     "coefficients": QUIET,

@@ -30,7 +30,7 @@ TOKEN_COLUMNS = (
     *("probability", "logp", "entropy", "advantage", "weight", "ratio", "clipped"),
     *("loss_coef", "kl_coef", "policy_coef", "entropy_coef", "mismatch", "kl", "polarity", "entropy_change"),
     *("logit_grad_norm", "head_grad_norm", "score_norm", "score_norm_local"),
-    *("attribution", "update_attribution", "heldout_influence", "sharp_alignment"),
+    *("attribution", "heldout_influence"),
 )
 """Columns of the tokens table, and values computed from them (`token_values`), that `tokens --by` sorts by."""
 GOING_ON = "running"

@@ -80,7 +80,7 @@ class ProbesSpec(Spec):
     """Prompts of each split on which eigenvalues and trace of the Hessian are computed, the first ones; 0: no
     curvature."""
     top: int = Field(2, ge=1, le=100)
-    """Number of largest Hessian eigenvalues; their eigenvectors span the subspace of sharp_alignment."""
+    """Number of largest Hessian eigenvalues."""
     max_products: int = Field(60, ge=4)
     """Maximum number of Hessian-vector products for the eigenpairs; if reached, converged = false."""
     trace_probes: int = Field(4, ge=0, description="Random vectors for the trace; 0: no trace.")

@@ -83,11 +83,6 @@ class RunConfig(Spec):
         warmup = self.optimizer.warmup_steps
         if warmup >= self.steps:
             raise ValueError(f"optimizer.warmup_steps = {warmup} must be less than steps = {self.steps}")
-        if self.recording.update_attribution and self.method.sharpness is not None:
-            raise ValueError(
-                f"recording.update_attribution = true: not available with method.sharpness.kind = {self.method.sharpness.kind}, "
-                "whose update uses the gradient at another point; set recording.update_attribution to false"
-            )
         if self.policy.lora is not None and getattr(self.method.tokens, "kind", "") == "curvature":
             raise ValueError(
                 "method.tokens.kind = curvature: needs the output layer's gradient, which adapters leave out; set policy.lora to null"

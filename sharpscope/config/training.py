@@ -71,17 +71,14 @@ class RecordingSpec(Spec):
     token_gradients_every: int = Field(50, ge=0)
     """Interval of score norms (local method) and attribution, also at the first step; 0: never [steps]."""
     group_share: float = Field(0.25, gt=0, le=1)
-    """Share of an update's groups, drawn at random, whose tokens get score norms, attribution and influence, except
-    at spikes; column inclusion_probability has the probability."""
+    """Share of an update's groups with a gradient, drawn at random, whose tokens get score norms, attribution and
+    influence, except at spikes; 1: all groups. Column inclusion_probability has the probability."""
     spike_z: float | None = Field(4.0, gt=0)
     """Also record score norms and attribution of all groups if the log gradient norm exceeds its median by this many
     robust standard deviations (1.4826·MAD over the last 50 steps), at up to 8 steps of a run; null: never. Only the
     first inner epoch is recorded."""
     exact_tokens: int = Field(4, ge=0)
     """Number of tokens with the largest local norm, and of random others, whose exact norm is computed as well."""
-    update_attribution: bool = False
-    """Whether to attribute the squared update norm to tokens, momentum and weight decay, at the same steps (the cost
-    of attribution again). Not with method.sharpness, which uses the gradient at another point."""
     rotation_every: int = Field(50, ge=0)
     """Interval of the rotation of gradients and updates against the reference objective, also at step 1; every update
     of such a step costs another forward and backward pass; 0: never [steps]."""

@@ -107,9 +107,7 @@ class TrainerStep:
             self.tell = None
             if observe is not None:
                 every = torch.arange(len(values))
-                observe(
-                    PendingUpdate(int(recorded["update"]), every, first, coef, norm.total, [1.0] * len(self.parameters))
-                )
+                observe(PendingUpdate(int(recorded["update"]), every, first, coef, norm.total))
             recorded_factor = float(recorded["clip_factor"])
             limit = recorded["grad_norm"] * recorded_factor if recorded_factor < 1 else None
             factor = clip_factor(norm.total, limit)

@@ -26,7 +26,7 @@ from sharpscope.forks.start import State, arms_of, resolve, saved_states
 from sharpscope.objective import StepTensors, calibrate, policy_loss, token_bins, token_normalizer, token_weights
 from sharpscope.policy import TokenStats
 from sharpscope.recording.environment import set_threads
-from sharpscope.recording.rows import gradient_weight_columns, weight_columns
+from sharpscope.recording.rows import weight_columns
 from sharpscope.recording.step import RolloutBatch, StepTokens, UpdateRotation, loss_mask, step_tensors
 from sharpscope.tasks import make_task
 from sharpscope.training.rollouts import draw_rollouts, step_advantages
@@ -289,8 +289,7 @@ class _Start(State):
             "update_rotation": rotation.update.angle,
             "update_scale": scale,
             "update_difference": math.sqrt(max(1 + scale**2 - 2 * scale * cosine, 0.0)),
-            "weight_mean": weight_columns(method, tokens.weight, used, progress)["weight_mean"],
-            **gradient_weight_columns(method, tokens, used, progress),
+            **weight_columns(method, tokens, used, progress),
             "rotation_bound": method_rotation_bound(method.at(progress)),
         }
         if after is not None:

@@ -52,7 +52,6 @@ FLUSH_S = 2.0
 """Rows are written to the folder after a step when this long has passed since the last time [s], and before the trainer saves."""
 KL_ROWS = 4
 """Completions on which the divergence over a whole step is measured."""
-WEIGHTS = tuple(f"weight_{name}" for name in ("mean", "std", "min", "max", "saturation_low", "saturation_high", "ess"))
 _CLIPS = ("clip_fraction_low", "clip_fraction_high")
 _ABSENT: dict[str, dict[str, tuple[str, ...]]] = {
     "rewards": {"steps": ("reward_mean", "reward_std", "zero_std_groups"), "rollouts": ("reward",)},
@@ -64,8 +63,8 @@ _ABSENT: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "ref_logp": {"steps": ("kl",)},
     "loss": {"steps": ("loss",), "updates": ("loss",)},
-    "weights": {"steps": WEIGHTS, "tokens": ("weight",)},
-    "generation": {"steps": ("generated_tokens", "truncated_fraction", "kl_step"), "rollouts": ("truncated",)},
+    "weights": {"steps": ("weight_mean",), "tokens": ("weight",)},
+    "generation": {"steps": ("truncated_fraction", "kl_step"), "rollouts": ("truncated",)},
     "timing": {"steps": ("generation_s",)},
 }
 """What a training does not give -> table -> columns that are then null."""
@@ -202,11 +201,6 @@ class Recorder(Guard):
         self._groups = layer_groups(self.model)
         self._adam = isinstance(optimizer, torch.optim.AdamW) and not any(g["amsgrad"] for g in optimizer.param_groups)
         self.config, self.total = self.settings(steps), steps
-        if self.config.recording.update_attribution and not self._adam:
-            kind = type(optimizer).__name__
-            raise UserError(
-                f"recording.update_attribution: the optimizer is {kind}; it works for AdamW without amsgrad"
-            )
         first_forward(self.model)
         self.run_dir, self.step_number = distributed.rank_zero_call(lambda: self._open_folder(done_updates))
         self._opened = True
@@ -339,9 +333,8 @@ class Recorder(Guard):
         """The present model, gradients and optimizer for probes; of a sharded model a gathered copy."""
         if not is_sharded(self.model):
             return ModelView(self.model, self.parameters, self.optimizer)
-        moments = self.config.recording.update_attribution
         distributed.gather(None)
-        return gathered_copy(self.model, self.optimizer, self.policy.device, moments=moments)
+        return gathered_copy(self.model, self.optimizer, self.policy.device, moments=False)
 
     def in_step(self, work: Callable[[], T]) -> T | None:
         """Do the work of one micro-batch, which exchanges values where weights are sharded."""
@@ -491,7 +484,7 @@ class Recorder(Guard):
         result = StepResult(step.updates, tokens, corrected=step.corrected, kl_step=kl)
         row = steps_row(number, batch, result, method, progress, self._lr)
         lengths = generated_lengths(batch.rollouts)
-        row |= {"completion_length_mean": float(lengths.double().mean()), "generated_tokens": int(lengths.sum())}
+        row |= {"completion_length_mean": float(lengths.double().mean())}
         if self.correct is None:
             row |= {"accuracy": None, "accuracy_completed": None}
         health = StepHealth(
@@ -523,15 +516,14 @@ class Recorder(Guard):
             if (later := step.later_uses(first)) is not None:
                 self._append("uses", {"step": number, **later})
         for observer in self._observed:
-            found = observer.result()
-            self._events += found.events
-            if found.rows:
-                self.writer.append("probes", found.rows)
+            self._events += observer.events
+            if observer.rows:
+                self.writer.append("probes", observer.rows)
         self._write_events()
         step.seconds["recording_s"] += time.perf_counter() - started
         self._append("updates", update_columns(number, step.updates))
         self._append("steps", row | step.seconds)
-        probing = sum(observer.result().seconds for observer in self._observed)
+        probing = sum(observer.seconds for observer in self._observed)
         training = step.seconds["generation_s"] + step.seconds["training_s"]
         self.observers.schedule.end_step(training, step.seconds["recording_s"] - probing)
         self.step_number, self._step, self._observed = number + 1, Step(), []
@@ -548,7 +540,7 @@ class Recorder(Guard):
         """The columns (N, T) that the observers of the step's updates have measured."""
         columns: dict[str, Tensor] = {}
         for observer in self._observed:
-            for name, values in observer.result().columns.items():
+            for name, values in observer.columns.items():
                 whole = torch.full(like.shape, math.nan)
                 whole[: len(values)] = widened(values, like.shape[1], math.nan)
                 columns[name] = torch.where(whole.isnan(), columns.get(name, whole), whole)

@@ -227,8 +227,7 @@ class Step:
         width, index = joined.rollouts.completion_ids.shape[1], len(self.updates)
         rows = torch.cat([use.rows + offset[use.serial] for use in self.pending])
         coef = self.pending_values(width)
-        _, norm, factor = self.gradient
-        return joined, tokens, PendingUpdate(index, rows, tokens.update[rows] == index, coef, norm, factor)
+        return joined, tokens, PendingUpdate(index, rows, tokens.update[rows] == index, coef, self.gradient[1])
 
     def pending_values(self, width: int, name: str = "coef") -> Tensor:
         """(n, width) coefficients of the present update, or their part `kl_coef`."""

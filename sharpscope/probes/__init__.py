@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from sharpscope.config.probes import ProbesSpec
 from sharpscope.probes.attribution import (
-    UpdateSplit,
     attribute,
     coming_step,
-    coming_update,
     directional_derivative,
     failure_coefficients,
     heldout_influence,
     logp_gradient,
     nll_coefficients,
-    update_attribution,
 )
 from sharpscope.probes.critical import CriticalSharpness, critical_sharpness, update_direction, update_slope
 from sharpscope.probes.directions import NOISE_BOUND, Rotation, noise_rotation, rotation

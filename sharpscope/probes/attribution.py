@@ -1,18 +1,16 @@
-"""Attribution of gradients and updates to tokens by directional derivatives of log-probabilities.
+"""Attribution of gradients to tokens by directional derivatives of log-probabilities.
 
-A loss that depends on the weights only through the tokens' log-probabilities has ∇L = Σ_t c_t ∇log π_t with
-c_t = ∂L/∂log π_t. A directional derivative of all log-probabilities therefore splits ⟨∇L, u⟩ over the tokens: the squared
-gradient norm for u = ∇L, the squared length of an optimizer step for u ∝ D⁻¹Δθ, the first-order effect on a held-out loss for
-a held-out gradient. Other terms of the loss (an entropy bonus, a penalty on the whole distribution) are the remainder
-⟨∇L − Σ_t c_t ∇log π_t, u⟩.
+A loss that depends on the weights only through the tokens' log-probabilities has ∇L = Σ_t c_t ∇log π_t with c_t = ∂L/∂log π_t.
+A directional derivative of all log-probabilities therefore splits ⟨∇L, u⟩ over the tokens: the squared gradient norm for u =
+∇L, the first-order effect on a held-out loss for a held-out gradient. Other terms of the loss (an entropy bonus, a penalty on
+the whole distribution) are the remainder ⟨∇L − Σ_t c_t ∇log π_t, u⟩.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -269,64 +267,6 @@ def heldout_influence(
     return attribute(model, input_ids, mask, coef, heldout_gradient, attention_mask, temperature, check=check)
 
 
-@dataclass(frozen=True)
-class UpdateSplit:
-    """The squared length of AdamW's next step, split into gradient, momentum and weight decay.
-
-    Δθ = −(lr/b₁)·D⁻¹(β₁m + (1 − β₁)·κ∇L) − lr·λ·θ with D = √v̂ + ε, clip factor κ and b₁ = 1 − β₁^k. The shares of
-    ‖Δθ‖² = ⟨Δθ, Δθ⟩ sum to 1.
-
-    Attributes:
-        direction: u with ⟨∇L, u⟩ = the contribution of ∇L to ‖Δθ‖²; tensors like the trainable parameters.
-        squared_length: ‖Δθ‖².
-        gradient: share of the current gradient: that of the tokens, and of other terms of the loss if there are any.
-        momentum: share of m.
-        weight_decay: share of λ.
-    """
-
-    direction: list[Tensor]
-    squared_length: float
-    gradient: float
-    momentum: float
-    weight_decay: float
-
-
-@torch.no_grad()
-def coming_update(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], clip_factor: float | Sequence[float] = 1.0
-) -> UpdateSplit:
-    """The step that `optimizer.step()` will take, from the unclipped `.grad`.
-
-    Call it before the step, since the tokens' gradients belong to the weights before it.
-
-    Args:
-        optimizer: AdamW, or Adam without weight decay.
-        parameters: trainable parameters in the model's order; those without a gradient do not move.
-        clip_factor: κ, the factor by which clipping will multiply the gradients, or one for each parameter.
-
-    Raises:
-        UserError: another optimizer, or an option that changes the step.
-    """
-    gradients = [p.grad for p in parameters]
-    direction = []
-    squared = from_gradient = from_momentum = from_decay = 0.0
-    factors = _each(clip_factor, parameters)
-    parts = _coming_parts(optimizer, parameters, gradients, factors)
-    for parameter, factor, part in zip(parameters, factors, parts, strict=True):
-        if part is None:
-            direction.append(torch.zeros_like(parameter))
-            continue
-        step = part.kept + part.fresh + part.shrunk
-        squared += _inner(step, step)
-        from_gradient += _inner(part.fresh, step)
-        from_momentum += _inner(part.kept, step)
-        from_decay += _inner(part.shrunk, step)
-        direction.append(step.mul_(part.rate).mul_(-(1 - part.beta1) * factor))
-    if squared == 0.0:
-        return UpdateSplit(direction, 0.0, math.nan, math.nan, math.nan)
-    return UpdateSplit(direction, squared, from_gradient / squared, from_momentum / squared, from_decay / squared)
-
-
 @torch.no_grad()
 def coming_step(
     optimizer: torch.optim.Optimizer,
@@ -350,33 +290,7 @@ def coming_step(
     Raises:
         UserError: another optimizer, or an option that changes the step.
     """
-    for part in _coming_parts(optimizer, parameters, gradients, _each(clip_factor, parameters), per_lr=per_lr):
-        yield None if part is None else part.kept + part.fresh + part.shrunk
-
-
-def _each(factor: float | Sequence[float], parameters: Sequence[nn.Parameter]) -> Sequence[float]:
-    return [factor] * len(parameters) if isinstance(factor, int | float) else factor
-
-
-class _Parts(NamedTuple):
-    """AdamW's next step of one parameter: Δθ = kept + fresh + shrunk."""
-
-    kept: Tensor  # from momentum
-    fresh: Tensor  # from the gradient
-    shrunk: Tensor  # from weight decay
-    rate: Tensor  # lr/b₁·D⁻¹
-    beta1: float
-
-
-def _coming_parts(
-    optimizer: torch.optim.Optimizer,
-    parameters: Sequence[nn.Parameter],
-    gradients: Sequence[Tensor | None],
-    factors: Sequence[float],
-    *,
-    per_lr: bool = False,
-) -> Iterator[_Parts | None]:
-    """The parts of the coming step, one parameter after the other; None for parameters that do not move."""
+    factors = [clip_factor] * len(parameters) if isinstance(clip_factor, int | float) else clip_factor
     settings = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     largest = max(float(group["lr"]) for group in optimizer.param_groups)
     for parameter, gradient, factor in zip(parameters, gradients, factors, strict=True):
@@ -396,42 +310,15 @@ def _coming_parts(
         g = gradient * factor
         root = (v * beta2).addcmul_(g, g, value=1 - beta2).div_(1 - beta2**k).sqrt_().add_(group["eps"])
         rate = lr / (1 - beta1**k) / root
-        yield _Parts(-beta1 * rate * m, -(1 - beta1) * rate * g, -lr * decay * parameter, rate, beta1)
-
-
-def update_attribution(
-    model: nn.Module,
-    input_ids: Tensor,
-    mask: Tensor,
-    coef: Tensor,
-    split: UpdateSplit,
-    attention_mask: Tensor | None = None,
-    temperature: float = 1.0,
-    *,
-    check: Check = "first",
-) -> Tensor:
-    """Each token's share of ‖Δθ‖², (N, S); NaN at masked tokens if Δθ = 0.
-
-    The shares, `split.momentum`, `split.weight_decay` and the remainder sum to 1. The remainder, `split.gradient` minus the sum
-    over tokens, comes from terms of the loss that do not depend on log π. Call it before the optimizer's step. See
-    `coming_update` for `split` and `attribute` for the other arguments.
-    """
-    if split.squared_length == 0.0:
-        return torch.where(mask.bool(), math.nan, 0.0).to(coef.dtype)
-    shares = attribute(model, input_ids, mask, coef, split.direction, attention_mask, temperature, check=check)
-    return shares / split.squared_length
-
-
-def _inner(a: Tensor, b: Tensor) -> float:
-    return float(torch.dot(a.flatten().double(), b.flatten().double()))
+        yield -beta1 * rate * m + -(1 - beta1) * rate * g + -lr * decay * parameter
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, group: dict) -> None:
     decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("weight_decay") == 0
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or not decoupled:
         raise UserError(
-            f"optimizer, {type(optimizer).__name__}: update attribution supports AdamW, and Adam without weight decay"
+            f"optimizer, {type(optimizer).__name__}: its step can be computed for AdamW, and Adam without weight decay"
         )
     for option in ("amsgrad", "maximize"):
         if group.get(option):
-            raise UserError(f"optimizer, {option}: not supported by update attribution; switch it off")
+            raise UserError(f"optimizer, {option}: the step with it cannot be computed; switch it off")

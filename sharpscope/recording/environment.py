@@ -18,19 +18,7 @@ import torch
 from sharpscope.config.policy import EMBEDDED_PREFIX
 
 OPTIONAL = ("accelerate", "peft", "reasoning-gym")
-PACKAGES = (
-    "sharpscope",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "numpy",
-    "scipy",
-    "pandas",
-    "pyarrow",
-    *OPTIONAL,
-)
-
-
+PACKAGES = ("sharpscope", "torch", "transformers", "tokenizers", "numpy", "scipy", "pandas", "pyarrow", *OPTIONAL)
 TINY = 20 * 2**20
 """Weights up to this size [bytes] are computed with one thread: a second gains little, and waits for the first at each of
 thousands of small operations, which on a shared machine costs more than it gains."""
@@ -62,12 +50,11 @@ def set_threads(threads: int | None, model: str | None = None) -> int:
 
 
 def _is_tiny(model: str) -> bool:
-    if model.startswith(EMBEDDED_PREFIX):
-        return True
+    """Whether a model is an embedded one, or a folder with few weights that are not an adapter's."""
     folder = Path(model).expanduser()
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    adapters = (folder / "adapter_config.json").exists()  # of a model elsewhere
-    return 0 < weights <= TINY and not adapters
+    whole = not (folder / "adapter_config.json").exists()
+    return model.startswith(EMBEDDED_PREFIX) or (0 < weights <= TINY and whole)
 
 
 def describe_device(device: torch.device) -> str:
@@ -77,13 +64,9 @@ def describe_device(device: torch.device) -> str:
     return f"{platform.machine()} CPU, {psutil.cpu_count(logical=False) or os.cpu_count()} cores"
 
 
+@functools.cache  # 0.1 s: each is read from the package's metadata
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that numbers depend on."""
-    return dict(_versions())
-
-
-@functools.cache  # 0.1 s: each is read from the package's metadata
-def _versions() -> dict[str, str]:
     installed = {"python": sys.version.split()[0]}
     for package in PACKAGES:
         try:
@@ -99,21 +82,15 @@ def commit() -> str | None:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
     try:
-        head = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10, check=True
-        )
-        dirty = subprocess.run(
-            ["git", "status", "--porcelain", "--", "sharpscope"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", "sharpscope") else "")
     except (OSError, subprocess.SubprocessError):
         return None
-    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
 
 
 def peak_memory_bytes(device: torch.device) -> dict[str, int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,6 @@ class Probed:
     tokens: int
     logp_gap: float
     attributed: bool
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """One step: what was measured, columns (tokens,) and JSON columns of the token rows, and rows of its updates."""
-
-    probed: Probed
-    columns: dict[str, np.ndarray]
-    by_layer: list[dict[str, float] | None]
-    updates: list[dict[str, Any]]
 
 
 def probe_trace(
@@ -104,38 +95,38 @@ def probe_trace(
         )
     made = create_run_dir(out)
     info = {key: value for key, value in run.info.items() if key not in ("name", "schema_version")}
-    notes = [
-        *(info.get("notes") or []),
-        f"score norms and attribution measured afterwards, at the weights of {policy.source}",
-    ]
-    create_run_info(made, info | {"status": "running", "notes": notes})
+    note = f"score norms and attribution measured afterwards, at the weights of {policy.source}"
+    create_run_info(made, info | {"status": "running", "notes": [*(info.get("notes") or []), note]})
     results: list[Probed] = []
-    rows: dict[int, list[dict[str, Any]]] = {}
+    updates: dict[int, list[dict[str, Any]]] = {}
     try:
         with RunLock(made), TraceWriter(made) as writer:
             for step in run.token_steps:
                 tokens = run.arrow("tokens", [step])
                 if step in chosen:
-                    measured = _measure(step_rows(run, step, tokens, policy), method, check)
-                    tokens = _with(tokens, measured.columns, measured.by_layer)
-                    results.append(measured.probed)
-                    rows[step] = measured.updates
-                    _judge(measured.probed, writer, force)
+                    probed, columns, updates[step] = _measure(step_rows(run, step, tokens, policy), method, check)
+                    for name, values in columns.items():
+                        tokens = _replaced(tokens, name, values)
+                    results.append(probed)
+                    _judge(probed, writer, force)
                     if on_step is not None:
-                        on_step(measured.probed)
+                        on_step(probed)
                 writer.append_table("tokens", tokens)
                 writer.flush()
             for table in TABLES:
                 if table not in ("tokens", "steps"):
                     writer.append_table(table, run.arrow(table))
             known = set(run.updates["step"])
-            for update in (update for step, own in rows.items() if step not in known for update in own):
+            for update in (update for step, of_step in updates.items() if step not in known for update in of_step):
                 writer.append("updates", update)
-            writer.append_table("steps", _with_norms(run.arrow("steps"), rows))
+            writer.append_table("steps", _with_norms(run.arrow("steps"), updates))
     except BaseException:
         shutil.rmtree(made)  # it was new or empty
         raise
-    _copy_tokenizer(run, made, policy)
+    if (run.path / "tokenizer").is_dir():
+        shutil.copytree(run.path / "tokenizer", made / "tokenizer")
+    else:
+        policy.tokenizer.save_pretrained(made / "tokenizer")
     update_run_info(made, status=run.info.get("status", "finished"), finished=now())
     return results
 
@@ -157,64 +148,57 @@ def _judge(probed: Probed, writer: TraceWriter, force: bool) -> None:
         writer.append("events", {name: [value] for name, value in event.row().items()})
 
 
-def _measure(rows: StepRows, method: Method | None, check: Check) -> _Measured:
-    """Statistics, norms and, where there are coefficients, shares and gradients of one step."""
+def _measure(
+    rows: StepRows, method: Method | None, check: Check
+) -> tuple[Probed, dict[str, pa.Array], list[dict[str, Any]]]:
+    """One step: what was measured, columns of its tokens and, where there are coefficients, rows of its updates."""
     frame, known = rows.frame, rows.known
     gap = float(np.nanmean(np.abs(rows.column(rows.stats.logp) - frame["logp"].to_numpy(dtype=float))))
     columns = {
         name: rows.column(getattr(rows.stats, name)) for name in STATISTICS if frame.loc[known, name].isna().all()
     }
+    rotation: dict[str, float] = {}
     if method is not None:
-        made = replay(rows, method, check)
-        columns |= {name: rows.column(values) for name, values in made.tokens.items()}
-        frame = frame.assign(**{name: columns[name] for name in ("loss_coef", "update")})
-        rows = StepRows(rows.step, rows.policy, rows.temperature, rows.rollouts, frame, known, rows.at)
-    given = rows.rollouts
-    found = score_norms(
-        rows.policy.model,
-        given.input_ids,
-        rows.mask,
-        method="local",
-        attention_mask=given.attention_mask,
-        temperature=rows.temperature,
-        check=check,
-    )
-    width = given.prompt_width
+        values, rotation = replay(rows, method, check)
+        columns |= {name: rows.column(value) for name, value in values.items()}
+        rows = replace(rows, frame=frame.assign(**{name: columns[name] for name in ("loss_coef", "update")}))
+    found = score_norms(rows.policy.model, method="local", check=check, **rows.given)
+    width = rows.rollouts.prompt_width
     local = found.values[:, width:]
     columns["score_norm_local"] = rows.column(local)
-    coef = frame["loss_coef"].to_numpy(dtype=float)
-    attributed = bool(np.isfinite(coef[known]).all() and known.any())
-    by_layer: list[dict[str, float] | None] = [None] * len(frame)
+    coef = rows.frame["loss_coef"].to_numpy(dtype=float)[known]
+    attributed = bool(np.isfinite(coef).all() and known.any())
+    by_layer: dict[tuple[int, int], str] = {}
     updates: list[dict[str, Any]] = []
     if attributed:
         shares, updates = _shares(rows, check)
         columns["attribution"] = rows.column(shares)
         size = torch.nan_to_num(rows.tensor("loss_coef")).abs() * local.double().cpu()
-        place = {
-            at: index
-            for index, at in zip(np.flatnonzero(known), zip(*map(Tensor.tolist, rows.at), strict=True), strict=True)
-        }
         for r, p in zip(*map(Tensor.tolist, leading(size)), strict=True):
-            by_layer[place[r, p]] = rounded(layer_values(found.groups, (r, p + width)))
-    if method is not None and updates:
-        updates[0] |= {name: value if math.isfinite(value) else None for name, value in made.rotation.items()}
-    return _Measured(Probed(rows.step, int(known.sum()), gap, attributed), columns, by_layer, updates)
+            by_layer[r, p] = json.dumps(rounded(layer_values(found.groups, (r, p + width))))
+        updates[0] |= {name: value if math.isfinite(value) else None for name, value in rotation.items()}
+    arrays = {name: pa.array(values, mask=np.isnan(values)) for name, values in columns.items()}
+    if by_layer:
+        texts = np.full(len(known), None, dtype=object)
+        texts[known] = [by_layer.get(at) for at in zip(*map(Tensor.tolist, rows.at), strict=True)]
+        arrays["score_norm_by_layer"] = pa.array(texts, pa.string())
+    return Probed(rows.step, int(known.sum()), gap, attributed), arrays, updates
 
 
 def _shares(rows: StepRows, check: Check) -> tuple[Tensor, list[dict[str, Any]]]:
     """(N, T) shares of ‖∇L‖² of each token's update, and the rows of the updates table."""
-    model, given = rows.policy.model, rows.rollouts
-    shares = torch.zeros(given.completion_mask.shape, dtype=torch.float64)
+    model, mask = rows.policy.model, rows.rollouts.completion_mask
+    shares = torch.zeros(mask.shape, dtype=torch.float64)
     parameters, groups = [p for p in model.parameters() if p.requires_grad], layer_groups(model)
     coef, update, ratio = (rows.tensor(name) for name in ("loss_coef", "update", "ratio"))
     update = torch.nan_to_num(update)
     made: list[dict[str, Any]] = []
     for index in update[rows.at].unique().tolist():
-        own = (update == index) & given.completion_mask.bool().cpu()
-        part = torch.where(own, coef, 0.0)
+        used = (update == index) & mask.bool().cpu()
+        part = torch.where(used, coef, 0.0)
         gradient = rows.gradient(part, check)
         size = norms(zip(parameters, gradient, strict=True), groups)
-        ratios = ratio[own][ratio[own].isfinite()]
+        ratios = ratio[used][ratio[used].isfinite()]
         made.append(
             {
                 "step": rows.step,
@@ -222,50 +206,30 @@ def _shares(rows: StepRows, check: Check) -> tuple[Tensor, list[dict[str, Any]]]
                 "skipped": False,
                 "grad_norm": size.total,
                 "grad_norm_by_layer": [rounded(size.layers)],
-                "tokens": int(own.sum()),
+                "tokens": int(used.sum()),
                 "ratio_min": float(ratios.min()) if len(ratios) else None,
                 "ratio_max": float(ratios.max()) if len(ratios) else None,
             }
         )
         if size.total > 0:
-            ids, attention = given.input_ids, given.attention_mask
-            along = attribute(
-                model, ids, rows.mask, rows.wide(part), gradient, attention, rows.temperature, check=check
-            )
-            shares = torch.where(own, along[:, given.prompt_width :].double().cpu() / size.total**2, shares)
+            along = attribute(model, coef=rows.wide(part), direction=gradient, check=check, **rows.given)
+            along = along[:, rows.rollouts.prompt_width :].double().cpu()
+            shares = torch.where(used, along / size.total**2, shares)
     return shares, made
 
 
-def _with(table: pa.Table, columns: dict[str, np.ndarray], by_layer: list[dict[str, float] | None]) -> pa.Table:
-    """The table with new columns in place of its own; NaN becomes null."""
-    import json
-
-    arrays = {name: pa.array(values, mask=np.isnan(values)) for name, values in columns.items()}
-    if any(by_layer):
-        arrays["score_norm_by_layer"] = pa.array([None if one is None else json.dumps(one) for one in by_layer])
-    for name, array in arrays.items():
-        index = table.schema.get_field_index(name)
-        table = table.set_column(index, table.schema.field(index), array.cast(table.schema.field(index).type))
-    return table
+def _replaced(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
+    """The table with other values in a column."""
+    index = table.schema.get_field_index(name)
+    return table.set_column(index, table.schema.field(index), values.cast(table.schema.field(index).type))
 
 
-def _with_norms(steps: pa.Table, rows: dict[int, list[dict[str, Any]]]) -> pa.Table:
+def _with_norms(steps: pa.Table, updates: dict[int, list[dict[str, Any]]]) -> pa.Table:
     """The steps with the gradient norms and rotations measured, where they have none."""
     for name in ("grad_norm", "gradient_rotation", "gradient_scale", "noise_rotation"):
-        means = {step: [u[name] for u in own if u.get(name) is not None] for step, own in rows.items()}
-        found = [
-            (math.fsum(values) / len(values) if (values := means.get(step)) else None) if old is None else old
-            for step, old in zip(steps["step"].to_pylist(), steps[name].to_pylist(), strict=True)
-        ]
-        index = steps.schema.get_field_index(name)
-        steps = steps.set_column(index, steps.schema.field(index), pa.array(found, pa.float64()))
+        known = {step: [u[name] for u in made if u.get(name) is not None] for step, made in updates.items()}
+        means = {step: math.fsum(values) / len(values) for step, values in known.items() if values}
+        pairs = zip(steps["step"].to_pylist(), steps[name].to_pylist(), strict=True)
+        found = [means.get(step) if old is None else old for step, old in pairs]
+        steps = _replaced(steps, name, pa.array(found, pa.float64()))
     return steps
-
-
-def _copy_tokenizer(run: Run, made: Path, policy: Policy) -> None:
-    """Keep the run's tokenizer; without one, the checkpoint's."""
-    own = Path(run.path) / "tokenizer"
-    if own.is_dir():
-        shutil.copytree(own, made / "tokenizer")
-    else:
-        policy.tokenizer.save_pretrained(made / "tokenizer")

@@ -143,8 +143,11 @@ class StepHealth:
         learned = loss_mask(rollouts, self.method).bool().cpu()
         mass = gradient_mass(self.method, learned, self.batch.advantage.cpu(), stats.logit_grad_norm.cpu())
         weights = summarize_weights(self.method.weight, weight.cpu(), learned, progress=self.progress, mass=mass)
+        # A completion that was cut and is right all the same says that the limit does no harm.
+        cut = rollouts.truncated.cpu().tolist()
+        harmless = any(reward.correct and short for reward, short in zip(self.batch.rewards, cut, strict=True))
         values: dict[str, float | None] = {
-            "truncated": self._cut_share(),
+            "truncated": None if harmless else sum(cut) / len(cut),
             "reward": float(rollouts.reward.double().mean()),
             "saturation": max(weights.saturation_low or 0.0, weights.saturation_high or 0.0),
             "clipped_weights": clipped_weight_share(self.method, weight.cpu(), self.batch.advantage.cpu(), learned),
@@ -156,16 +159,8 @@ class StepHealth:
                 values["near_uniform"] = float((entropy > UNIFORM * math.log(self.vocabulary)).double().mean())
             values |= {"entropy": float(entropy.mean()), "dead_groups": self.batch.idle_share}
         self._judge(values, "before")
-        return not any(
-            event.action in ("skip_step", "stop") and (event.rule, event.action) != ("non_finite", "skip_step")
-            for event in self.events
-        )
-
-    def _cut_share(self) -> float | None:
-        """Share of completions that were cut at the length limit; None where one of them is right all the same."""
-        cut = self.batch.rollouts.truncated.cpu().tolist()
-        right = any(reward.correct and short for reward, short in zip(self.batch.rewards, cut, strict=True))
-        return None if right else sum(cut) / len(cut)
+        found = {(event.rule, event.action) for event in self.events} - {("non_finite", "skip_step")}
+        return not any(action in ("skip_step", "stop") for _, action in found)
 
     def after_updates(self, row: Mapping[str, Any]) -> None:
         """Check what the step's row says of its updates."""

@@ -12,8 +12,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,17 +28,13 @@ from sharpscope.probes import (
     CriticalSharpness,
     Estimate,
     ProbeSet,
-    UpdateSplit,
     attribute,
     columns,
-    coming_update,
     critical_sharpness,
-    directional_derivative,
     failure_coefficients,
     labeled,
     logp_gradient,
     score_norms,
-    update_attribution,
     update_direction,
     update_slope,
 )
@@ -62,17 +58,6 @@ TOLERANCE = 0.25  # relative width of the bracket in which the critical learning
 EVALUATIONS = 12  # largest number of losses of a line search
 LEADING = 8  # tokens of an update whose local norms are kept by layer
 HELDOUT_SAMPLES = 8  # completions per prompt for held-out influence
-
-
-@dataclass(frozen=True)
-class Observations:
-    """Results of the observers of a step."""
-
-    columns: dict[str, Tensor]  # of the tokens table, (N, T) each, NaN where nothing was measured
-    by_layer: dict[tuple[int, int], dict[str, float]]  # rollout and position of leading tokens -> local norms by layer
-    rows: dict[str, Any]  # of the probes table: the parts of ‖Δθ‖² that are not the tokens'; empty if not measured
-    events: list[Event]  # one for each column that its probe refused
-    seconds: float
 
 
 class Observers:
@@ -126,15 +111,8 @@ class Observers:
             return None
         began = time.perf_counter()
         entropy = scorer.statistics(self.fixed).entropy.double()[self.fixed.completion_mask.bool()]
-        row = Estimate(
-            "entropy",
-            "entropy",
-            float(entropy.mean()),
-            functional="nll",
-            probe_set=self.probe_set.name("train"),
-            prompts=len(self.fixed),
-            seconds=time.perf_counter() - began,
-        )
+        row = Estimate("entropy", "entropy", float(entropy.mean()), functional="nll", prompts=len(self.fixed))
+        row = replace(row, probe_set=self.probe_set.name("train"), seconds=time.perf_counter() - began)
         self.schedule.spend("entropy", row.seconds)
         return {"step": step, **columns([row])}
 
@@ -144,22 +122,27 @@ class Observers:
 
 
 class StepObserver:
-    """Called with each update of a step between its gradient and the optimizer's step; `result` is what it found."""
+    """Called with each update of a step between its gradient and the optimizer's step.
+
+    Attributes:
+        columns: of the tokens table, (N, T) each, NaN where nothing was measured.
+        by_layer: rollout and position of leading tokens -> local norms by layer.
+        events: one for each column that its probe refused.
+        seconds: time spent.
+    """
 
     def __init__(self, run: Observers, step: int, rollouts: Rollouts, recent: Sequence[float]) -> None:
         self.run, self.step, self.rollouts, self.recent = run, step, rollouts, recent
-        self._columns: dict[str, Tensor] = {}
+        self.columns: dict[str, Tensor] = {}
         self.by_layer: dict[tuple[int, int], dict[str, float]] = {}
+        self.events: list[Event] = []
+        self.seconds = 0.0
         self._found: list[Estimate] = []
         self._scale = math.nan  # Σ_t |∂L/∂log π_t| of the first update
-        self._events: list[Event] = []
-        self._seconds = 0.0
 
-    def result(self) -> Observations:
-        """Results from the updates so far."""
-        return Observations(self._columns, self.by_layer, self._rows(), self._events, self._seconds)
-
-    def _rows(self) -> dict[str, Any]:
+    @property
+    def rows(self) -> dict[str, Any]:
+        """Columns of the probes table; empty without an estimate."""
         return {"step": self.step, **columns(self._found)} if self._found else {}
 
     def __call__(self, update: PendingUpdate) -> None:
@@ -179,7 +162,7 @@ class StepObserver:
         measures += ["influence"] if due("influence", self.step) else []
         if measures:
             probes = _UpdateProbes(self, update, self.run.view(), sampled=not spike)
-            self._seconds += time.perf_counter() - started
+            self.seconds += time.perf_counter() - started
             for name in measures:
                 with self._timed(name):
                     getattr(probes, name)()
@@ -191,7 +174,7 @@ class StepObserver:
         yield
         seconds = time.perf_counter() - started
         self.run.schedule.spend(measure, seconds)
-        self._seconds += seconds
+        self.seconds += seconds
 
     def fill(self, column: str, measure: Callable[[Check], None]) -> None:
         """Measure `column`; where its probe refuses the policy, leave the column out of the rest of the run."""
@@ -206,25 +189,16 @@ class StepObserver:
             run.checked.add(column)
         except UserError as problem:
             run.refused.add(column)
-            self._events.append(refusal(self.step, column, problem))
+            self.events.append(refusal(self.step, column, problem))
 
     def put(self, name: str, update: PendingUpdate, rows: Tensor, values: Tensor) -> None:
         """Keep `values` (m, P+T) of the update's rows `rows` (m,) for the tokens whose first update it is."""
-        if name not in self._columns:
-            self._columns[name] = torch.full(self.rollouts.completion_mask.shape, math.nan)
+        if name not in self.columns:
+            self.columns[name] = torch.full(self.rollouts.completion_mask.shape, math.nan)
         rows = rows.cpu()
-        target, taken = self._columns[name], update.rows[rows]
+        target, taken = self.columns[name], update.rows[rows]
         new = values[:, self.rollouts.prompt_width :].detach().float().cpu()
         target[taken] = torch.where(update.first_use[rows], new, target[taken])
-
-    def add_parts(self, split: UpdateSplit) -> None:
-        """Keep the parts of ‖Δθ‖² of an update."""
-        parts = {
-            "update_share_gradient": split.gradient,
-            "update_share_momentum": split.momentum,
-            "update_share_weight_decay": split.weight_decay,
-        }
-        self._found += [Estimate("update", name, value, functional="surrogate") for name, value in parts.items()]
 
     @property
     def critical_due(self) -> bool:
@@ -252,41 +226,36 @@ class StepObserver:
             start: its value, by prompt if `loss_fn` is, if already computed.
             clip_factor: what clipping has multiplied the gradient by; None if `.grad` is not the gradient of the loss (SAM).
         """
+
+        def measure(_: Check) -> None:
+            """Measure, and keep the rows and the learning rate found."""
+            clip = getattr(self.run.config.method.clip, "kind", None)
+            if clip in HELD_CONSTANT:
+                raise UserError(
+                    f"method.clip.kind = {clip}: the loss has a factor that its gradient treats as constant, so its values along "
+                    "the update are not those of what the update descends"
+                )
+            critical, rows = critical_rows(
+                model,
+                optimizer,
+                loss_fn,
+                start=start,
+                clip_factor=clip_factor,
+                compute=self.run.policy.compute or next(model.parameters()).dtype,
+                scale=self._scale,
+                last=self.run.critical_lr,
+                usual_lr=self.run.config.optimizer.lr,
+            )
+            if critical.outcome == "found":
+                self.run.critical_lr = critical.lr
+            self._found += rows
+            if not critical.converged:
+                text = f"critical sharpness: {critical.why}"
+                self.events.append(Event(self.step, "probe", "info", math.nan, math.nan, "none", text))
+
         if self.critical_due:
             with self._timed(CRITICAL):
-                self.fill("critical_sharpness", lambda _: self._critical(model, optimizer, loss_fn, start, clip_factor))
-
-    def _critical(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[[], Tensor | float],
-        start: Tensor | float | None,
-        clip_factor: float | None,
-    ) -> None:
-        clip = getattr(self.run.config.method.clip, "kind", None)
-        if clip in HELD_CONSTANT:
-            raise UserError(
-                f"method.clip.kind = {clip}: the loss has a factor that its gradient treats as constant, so its values along the "
-                "update are not those of what the update descends"
-            )
-        critical, rows = critical_rows(
-            model,
-            optimizer,
-            loss_fn,
-            start=start,
-            clip_factor=clip_factor,
-            compute=self.run.policy.compute or next(model.parameters()).dtype,
-            scale=self._scale,
-            last=self.run.critical_lr,
-            usual_lr=self.run.config.optimizer.lr,
-        )
-        if critical.outcome == "found":
-            self.run.critical_lr = critical.lr
-        self._found += rows
-        if not critical.converged:
-            text = f"critical sharpness: {critical.why}"
-            self._events.append(Event(self.step, "probe", "info", math.nan, math.nan, "none", text))
+                self.fill("critical_sharpness", measure)
 
 
 def critical_rows(
@@ -339,16 +308,28 @@ class _UpdateProbes:
 
     def __init__(self, observer: StepObserver, update: PendingUpdate, view: ModelView, *, sampled: bool) -> None:
         self.observer, self.update, self.view = observer, update, view
-        self.run, self.config, self.spec = observer.run, observer.run.config, observer.run.config.recording
-        self.temperature = self.config.rollout.temperature
+        self.run, self.config = observer.run, observer.run.config
         group = observer.rollouts.group[update.rows.to(observer.rollouts.group.device)]
-        seeded = generator(self.config.seed, "groups", observer.step, update.index)
-        drawn, share = sample_groups(group, self.spec.group_share, seeded)
-        everything = torch.arange(len(group), device=group.device)
-        self.rows, self.probability = (drawn, share) if sampled else (everything, 1.0)
+        self.rows, self.probability, share = torch.arange(len(group)), 1.0, self.config.recording.group_share
+        if sampled and share < 1:
+            seeded = generator(self.config.seed, "groups", observer.step, update.index)
+            moved = (update.loss_coef != 0).any(dim=1).cpu()
+            self.rows, self.probability = sample_groups(group.cpu(), moved, share, seeded)
         part = self.part = observer.rollouts.rows(update.rows[self.rows.to(update.rows.device)])
         self.mask = _mask(part)
-        self.coef = _wide(part, update.loss_coef[self.rows.to(update.loss_coef.device)].to(part.input_ids.device))
+        coef = update.loss_coef[self.rows.to(update.loss_coef.device)].to(part.input_ids.device)
+        self.coef = nn.functional.pad(coef, (part.prompt_width, 0))  # (n, P+T)
+
+    def _each(self, probe: Callable[..., Tensor], mask: Tensor, rows: Tensor) -> Tensor:
+        """Values (m, P+T) of `rows` (m,) by `probe(rows, **arguments)`; each process computes a part of them."""
+        part, temperature = self.part, self.config.rollout.temperature
+
+        def of_rows(some: Tensor) -> Tensor:
+            """Values of some rows."""
+            given = {"input_ids": part.input_ids, "mask": mask, "attention_mask": part.attention_mask}
+            return probe(some, temperature=temperature, **{name: values[some] for name, values in given.items()})
+
+        return _map_rows(rows, of_rows, mask)
 
     def put(self, name: str, values: Tensor) -> None:
         """Keep a column (n, P+T), and the probability that its rows were drawn."""
@@ -361,37 +342,35 @@ class _UpdateProbes:
 
         def measure_local(check: Check) -> None:
             """Local score norms of all tokens."""
+            by_layer: dict[int, Mapping[str, Tensor]] = {}  # first row that this process measures -> norms by layer
+
+            def probe(some: Tensor, **given: Any) -> Tensor:
+                found = score_norms(self.view.model, method="local", check=check, **given)
+                by_layer[int(some[0])] = found.groups
+                return found.values
+
             # Also of tokens with a zero coefficient: their norms are defined, and the passes over a row cost the same.
-            local.append(self._norms(torch.arange(len(self.mask), device=self.mask.device), self.mask, "local", check))
+            every = torch.arange(len(self.mask), device=self.mask.device)
+            local.append(self._each(probe, self.mask, every))
             self.put("score_norm_local", local[0])
-            self._leading(local[0])
+            self._leading(local[0], by_layer)
 
         self.observer.fill("score_norm_local", measure_local)
         self.observer.fill("score_norm", lambda check: self._exact(local[0] if local else None, check))
 
-    def _leading(self, local: Tensor) -> None:
+    def _leading(self, local: Tensor, by_layer: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Local norms by layer of the tokens with the largest |c|·‖∇log π‖ among those that the update is the first to use."""
-        part, width = self.part, self.part.prompt_width
-        first = self.update.first_use[self.rows.cpu()].to(local.device)
-        size = torch.where(first, (self.coef.abs().to(local) * local)[:, width:], 0.0)  # (n, T)
-        row, position = leading(size)
-        if not len(row):
-            return
-        mask = torch.zeros_like(part.input_ids)
-        mask[row, position + width] = 1
-        keep = mask.any(dim=1).nonzero()[:, 0]
-        groups = score_norms(
-            self.view.model,
-            part.input_ids[keep],
-            mask[keep],
-            attention_mask=part.attention_mask[keep],
-            temperature=self.temperature,
-            check="off",
-        ).groups
-        rollout = self.update.rows[self.rows.to(self.update.rows.device)]
-        for r, p in zip(row.tolist(), position.tolist(), strict=True):
-            at = int((keep == r).nonzero()[0, 0]), p + width
-            self.observer.by_layer[int(rollout[r]), p] = layer_values(groups, at)
+        width = self.part.prompt_width
+        first_use = self.update.first_use[self.rows].to(local.device)
+        size = torch.where(first_use, (self.coef.abs().to(local) * local)[:, width:], 0.0)  # (n, T)
+        rollout = self.update.rows.cpu()[self.rows].tolist()
+        mine = {}
+        for row, position in zip(*(index.tolist() for index in leading(size)), strict=True):
+            for first, groups in by_layer.items():
+                if 0 <= row - first < len(next(iter(groups.values()))):
+                    mine[rollout[row], position] = layer_values(groups, (row - first, position + width))
+        for measured in distributed.gather(mine):
+            self.observer.by_layer |= measured
 
     def shares(self) -> None:
         """Attribution of all tokens."""
@@ -401,8 +380,6 @@ class _UpdateProbes:
             self.observer.fill(
                 "attribution", lambda check: self.put("attribution", self._along(gradient, check) / norm**2)
             )
-            if self.spec.update_attribution:
-                self.observer.fill("update_attribution", self._update_attribution)
 
     def influence(self) -> None:
         """c_t⟨∇log π_t, ∇L_heldout⟩ of all tokens; positive lowers the held-out loss."""
@@ -411,152 +388,69 @@ class _UpdateProbes:
             lambda check: self.put("heldout_influence", self._along(self._heldout_gradient(check), check)),
         )
 
-    def _norms(self, rows: Tensor, mask: Tensor, method: Literal["local", "exact"], check: Check) -> Tensor:
-        """Score norms (m, P+T) of the rows `rows` (m,) of `part` at `mask`; each process computes a part of them."""
-        part = self.part
-
-        def norms(some: Tensor) -> Tensor:
-            """Score norms of some rows."""
-            return score_norms(
-                self.view.model,
-                part.input_ids[some],
-                mask[some],
-                method=method,
-                attention_mask=part.attention_mask[some],
-                temperature=self.temperature,
-                check=check,
-            ).values
-
-        return _map_rows(rows, norms, mask)
-
     def _along(self, direction: list[Tensor], check: Check) -> Tensor:
         """c_t⟨∇log π_t, direction⟩ (n, P+T). Rows of groups whose rewards are all equal have c = 0 and are not run."""
-        part, mask, coef = self.part, self.mask, self.coef
-        live = ((coef != 0) & mask.bool()).any(dim=1).nonzero()[:, 0]
-        out = torch.zeros_like(coef)
+        live = ((self.coef != 0) & self.mask.bool()).any(dim=1).nonzero()[:, 0]
+        out = torch.zeros_like(self.coef)
 
-        def along(some: Tensor) -> Tensor:
-            """Directional derivatives of some rows, times the coefficients."""
-            return attribute(
-                self.view.model,
-                part.input_ids[some],
-                mask[some],
-                coef[some],
-                direction,
-                part.attention_mask[some],
-                self.temperature,
-                check=check,
-            )
+        def probe(some: Tensor, **given: Any) -> Tensor:
+            return attribute(self.view.model, coef=self.coef[some], direction=direction, check=check, **given)
 
         if len(live):
-            out[live] = _map_rows(live, along, mask).to(out)
+            out[live] = self._each(probe, self.mask, live).to(out)
         return out
-
-    def _update_attribution(self, check: Check) -> None:
-        """Shares of ‖Δθ‖² of the step that the optimizer is about to take; what is not the tokens' goes to the probes table."""
-        part, mask, view = self.part, self.mask, self.view
-        split = coming_update(view.optimizer, view.parameters, self.update.clip_factors)
-
-        def shares_of(some: Tensor) -> Tensor:
-            """Attribution of the optimizer's update to some rows."""
-            return update_attribution(
-                view.model,
-                part.input_ids[some],
-                mask[some],
-                self.coef[some],
-                split,
-                attention_mask=part.attention_mask[some],
-                temperature=self.temperature,
-                check=check,
-            )
-
-        self.put("update_attribution", _map_rows(torch.arange(len(mask), device=mask.device), shares_of, mask))
-        if self.update.index == 0:
-            self.observer.add_parts(split)
 
     def _exact(self, local: Tensor | None, check: Check) -> None:
         """The exact norm of the largest tokens by local norm and on random others, with the probability of being drawn.
 
         Where there are no local norms: on random ones alone.
         """
-        part = self.part
-        first = self.update.first_use[self.rows.cpu()].to(part.input_ids.device)
+        part, count = self.part, self.config.recording.exact_tokens
+        first = self.update.first_use[self.rows].to(part.input_ids.device)
         places = first.nonzero()  # (M, 2)
         norms = torch.zeros(len(places), device=first.device) if local is None else local[:, part.prompt_width :][first]
-        top = norms.argsort(descending=True, stable=True)[: 0 if local is None else self.spec.exact_tokens]
-        others = torch.ones(len(norms), dtype=torch.bool, device=norms.device)
-        others[top] = False
-        rest = others.nonzero()[:, 0]
+        order = norms.argsort(descending=True, stable=True)
+        top = order[: 0 if local is None else count]
+        rest = order[len(top) :].sort().values
         seeded = generator(self.config.seed, "exact", self.observer.step, self.update.index)
-        draw = torch.randperm(len(rest), generator=seeded)
-        drawn = rest[draw[: self.spec.exact_tokens].to(rest.device)]
-        probability = torch.ones(len(norms), device=norms.device)
-        probability[drawn] = len(drawn) / max(len(rest), 1)
+        drawn = rest[torch.randperm(len(rest), generator=seeded)[:count].to(rest.device)]
         chosen = torch.cat([top, drawn])
         if not len(chosen):
             return
-        mask = torch.zeros_like(part.input_ids)
+        probability = torch.ones(len(chosen), device=norms.device)
+        probability[len(top) :] = len(drawn) / max(len(rest), 1)
         rows, columns = places[chosen].T
-        mask[rows, columns + part.prompt_width] = 1
+        columns = columns + part.prompt_width
+        mask = torch.zeros_like(part.input_ids)
+        mask[rows, columns] = 1
         keep = mask.any(dim=1).nonzero()[:, 0]  # only completions that hold a chosen token are run
+
+        def probe(some: Tensor, **given: Any) -> Tensor:
+            return score_norms(self.view.model, method="exact", check=check, **given).values
+
         values = torch.full(part.input_ids.shape, math.nan, device=norms.device)
-        exact = self._norms(keep, mask, "exact", check)
-        values[keep] = torch.where(mask[keep].bool(), exact.float(), math.nan)
+        values[keep] = torch.where(mask[keep].bool(), self._each(probe, mask, keep).float(), math.nan)
+        chances = torch.full_like(values, math.nan)
+        chances[rows, columns] = self.probability * probability
         self.put("score_norm", values)
         self.put("score_norm_std_error", torch.where(values.isnan(), math.nan, 0.0))
-        chances = torch.full(part.input_ids.shape, math.nan, device=norms.device)
-        chances[rows, columns + part.prompt_width] = self.probability * probability[chosen]
         self.put("draw_probability", chances)
-        self.observer.fill("sharp_alignment", lambda check: self._alignment(keep, mask, exact, check))
-
-    def _alignment(self, keep: Tensor, mask: Tensor, exact: Tensor, check: Check) -> None:
-        """Share of ∇log π_t in the span of the newest top eigenvectors, for the tokens whose exact norm is known."""
-        vectors, part, view = self.run.surface.vectors, self.part, self.view
-        if vectors is None:
-            return
-        sizes = [p.numel() for p in view.parameters]
-
-        def squares(some: Tensor) -> Tensor:
-            """Σ (∂ log π along v)² over the eigenvectors v, of some rows."""
-            total = torch.zeros(len(some), mask.shape[1], dtype=exact.dtype, device=exact.device)
-            for vector in vectors:
-                direction = [v.view_as(p) for v, p in zip(vector.split(sizes), view.parameters, strict=True)]
-                derivative = directional_derivative(
-                    view.model,
-                    part.input_ids[some],
-                    mask[some],
-                    direction,
-                    attention_mask=part.attention_mask[some],
-                    temperature=self.temperature,
-                    check=check,
-                )
-                total += derivative.to(total) ** 2
-            return total
-
-        total = _map_rows(keep, squares, mask)
-        values = torch.full(part.input_ids.shape, math.nan, device=exact.device)
-        share = torch.where(exact > 0, total / exact.clamp_min(torch.finfo(exact.dtype).tiny) ** 2, math.nan)
-        values[keep] = torch.where(mask[keep].bool(), share, math.nan).float()
-        self.put("sharp_alignment", values)
 
     def _heldout_gradient(self, check: Check) -> list[Tensor]:
         """∇L of the expected failure on rollouts of held-out prompts that the present policy draws."""
         probe_set, drawer, model = self.run.probe_set, self.run.drawer, self.view.model
-        assert probe_set is not None
-        assert drawer is not None
+        assert probe_set is not None and drawer is not None
         seed = derive(self.config.seed, "heldout", self.observer.step) % 2**31
         drawn = probe_set.draw("heldout", HELDOUT_SAMPLES, drawer, seed)
         mask = _mask(drawn.rollouts)
-        coef = failure_coefficients(mask, drawn.correct)
-        rows = drawn.rollouts.rows(torch.arange(len(mask))[distributed.local_slice(len(mask))])
+        mine = distributed.local_slice(len(mask))
+        coef, rows = failure_coefficients(mask, drawn.correct)[mine], drawn.rollouts.rows(torch.arange(len(mask))[mine])
         total = [torch.zeros_like(p) for p in self.view.parameters]
         problem: UserError | None = None
         if len(rows):
-            coef = coef[distributed.local_slice(len(mask))]
+            given = (rows.input_ids, _mask(rows), coef, rows.attention_mask, self.config.rollout.temperature)
             try:
-                total = logp_gradient(
-                    model, rows.input_ids, _mask(rows), coef, rows.attention_mask, self.temperature, check=check
-                )
+                total = logp_gradient(model, *given, check=check)
             except UserError as error:
                 problem = error
         _raise_together(problem)
@@ -578,17 +472,20 @@ def layer_values(groups: Mapping[str, Tensor], at: tuple[int, int]) -> dict[str,
     return {name: float(norm[at]) for name, norm in of.items()}
 
 
-def sample_groups(group: Tensor, share: float, seeded: torch.Generator) -> tuple[Tensor, float]:
-    """Rows of a simple random sample of groups, in order, and the probability that a group is in it.
+def sample_groups(group: Tensor, moved: Tensor, share: float, seeded: torch.Generator) -> tuple[Tensor, float]:
+    """Rows of a simple random sample of the groups with a gradient, in order, and the probability that such a group is in it.
+
+    Sums over the sample, divided by the probability, are unbiased for sums over all groups of what is 0 without a gradient.
 
     Args:
         group: (n,) group of each row.
-        share: of the groups that are drawn, in (0, 1]; at least two groups are drawn.
+        moved: (n,) bool, whether a row has a gradient; without any, all groups count.
+        share: of these groups that are drawn, in (0, 1]; at least two are drawn.
         seeded: draws them.
     """
-    groups = torch.unique(group)
+    groups = torch.unique(group[moved] if bool(moved.any()) else group)
     size = min(len(groups), max(2, round(share * len(groups))))
-    drawn = groups[torch.randperm(len(groups), generator=seeded)[:size].to(groups.device)]
+    drawn = groups[torch.randperm(len(groups), generator=seeded)[:size]]
     return torch.isin(group, drawn).nonzero()[:, 0], size / len(groups)
 
 
@@ -620,8 +517,3 @@ def _raise_together(problem: UserError | None) -> None:
 def _mask(part: Rollouts) -> Tensor:
     """(n, P+T): 1 on the completion tokens that count."""
     return torch.cat([torch.zeros_like(part.input_ids[:, : part.prompt_width]), part.completion_mask], dim=1)
-
-
-def _wide(part: Rollouts, values: Tensor) -> Tensor:
-    """Completion values (n, T) in the shape of `input_ids` (n, P+T), 0 on the prompt."""
-    return torch.cat([values.new_zeros(len(values), part.prompt_width), values], dim=1)

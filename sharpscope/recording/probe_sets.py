@@ -13,17 +13,12 @@ import torch
 from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.policy import (
-    Completions,
     Policy,
-    completions_of,
     draw_scored,
     load_policy,
-    microbatches,
     render_prompts,
-    score_completions,
 )
-from sharpscope.policy.sharding import unsharded
-from sharpscope.probes import Drawn, ProbeItem, ProbeSet, Radius, build_probe_set, choose_radius, probe_set_batches
+from sharpscope.probes import Drawn, ProbeSet, Radius, build_probe_set, choose_radius, probe_set_batches
 from sharpscope.tasks import Example, Task, make_task
 
 if TYPE_CHECKING:
@@ -35,8 +30,7 @@ PROBE_SET_FILE = "probe_set.parquet"
 class Drawer:
     """Draws seeded completions of a policy for probes, and has the task score them.
 
-    Probes assume draws from softmax(z/T) of this policy. So the policy itself draws them (a server may have older weights),
-    without top-p and top-k, at the run's temperature.
+    Probes assume draws from softmax(z/T) of this policy, so these are without top-p and top-k, at the run's temperature.
     """
 
     def __init__(self, config: RunConfig, policy: Policy, task: Task) -> None:
@@ -64,13 +58,11 @@ def check_probe_set(config: RunConfig, task: Task) -> None:
     Raises:
         UserError: a held-out measurement on a task without held-out examples, or a probe-set file that cannot be read.
     """
-    if config.recording.heldout_influence_every and not task.splits().get("heldout"):
+    if config.recording.heldout_influence_every and not (
+        task.splits().get("heldout") and config.probes.heldout_prompts
+    ):
         raise UserError(
-            "recording.heldout_influence_every: the task has no split 'heldout' to measure influence on; set it to 0"
-        )
-    if config.recording.heldout_influence_every and not config.probes.heldout_prompts:
-        raise UserError(
-            "probes.heldout_prompts = 0: held-out influence needs some; set recording.heldout_influence_every to 0"
+            "recording.heldout_influence_every: needs a task with a split 'heldout' and probes.heldout_prompts above 0; set it to 0"
         )
     if config.probes.probe_set is not None:
         ProbeSet.load(config.probes.probe_set)
@@ -112,43 +104,6 @@ def initial_radius(config: RunConfig) -> Radius:
     draw, temperature = Drawer(config, policy, task), config.rollout.temperature
     batches = probe_set_batches(_built(config, policy, task), config.probes, draw, temperature=temperature)
     return choose_radius(policy.model, next(batches), config.probes)
-
-
-@torch.no_grad()
-def solution_losses(
-    policy: Policy, probe_set: ProbeSet | None, splits: Sequence[str], temperature: float, microbatch_tokens: int
-) -> dict[tuple[str, str], float]:
-    """Mean −ln π of the solutions that the probe set stores [nats / token], by split and level; only where it has some.
-
-    Args:
-        policy: scores the solutions.
-        probe_set: of the run, or None.
-        splits: to report.
-        temperature: T > 0.
-        microbatch_tokens: of one forward pass.
-    """
-    items = [item for item in probe_set.items if item.solution and item.split in splits] if probe_set else []
-    if not items:
-        return {}
-    rows = _solution_rows(items).to(policy.device)
-    totals = torch.zeros(len(items), dtype=torch.float64)
-    with unsharded(policy.model):
-        for batch in microbatches(rows.lengths, microbatch_tokens, prompt_lengths=rows.prompt_lengths):
-            scored = score_completions(
-                policy.model, rows.rows(batch), temperature, share_prompt=False, with_grad=False, compute=policy.compute
-            )
-            totals[batch] = scored.logp.double().sum(dim=1).cpu()
-    rows_of: dict[tuple[str, str], list[int]] = {}
-    for row, item in enumerate(items):
-        rows_of.setdefault((item.split, str(item.example.meta.get("level", "all"))), []).append(row)
-    return {
-        key: -float(totals[own].sum()) / sum(len(items[row].solution) for row in own) for key, own in rows_of.items()
-    }
-
-
-def _solution_rows(items: Sequence[ProbeItem]) -> Completions:
-    """The stored solutions as completions of their prompts."""
-    return completions_of([item.prompt_ids for item in items], [item.solution for item in items])
 
 
 def task_key(config: RunConfig) -> str:

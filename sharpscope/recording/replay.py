@@ -69,10 +69,12 @@ class StepRows:
         return self.scorer.statistics(self.rollouts)
 
     @property
-    def mask(self) -> Tensor:
-        """(N, P+T): 1 on the tokens of the trace."""
-        width = self.rollouts.prompt_width
-        return torch.nn.functional.pad(self.rollouts.completion_mask, (width, 0))
+    def given(self) -> dict[str, Any]:
+        """Arguments of the probes: IDs, attention mask and the mask (N, P+T) of the trace's tokens, temperature."""
+        made, width = self.rollouts, self.rollouts.prompt_width
+        mask = torch.nn.functional.pad(made.completion_mask, (width, 0))
+        arguments = {"input_ids": made.input_ids, "mask": mask, "attention_mask": made.attention_mask}
+        return arguments | {"temperature": self.temperature}
 
     def tensor(self, column: str) -> Tensor:
         """(N, T) float64 values of a column of the token rows; NaN where they are null and outside the mask."""
@@ -88,16 +90,7 @@ class StepRows:
 
     def gradient(self, coef: Tensor, check: Check = "off") -> list[Tensor]:
         """Σ c·∇log π for each trainable parameter, `coef` (N, T); 0 on tokens that are not of the trace."""
-        given = self.rollouts
-        return logp_gradient(
-            self.policy.model,
-            given.input_ids,
-            self.mask,
-            self.wide(coef),
-            given.attention_mask,
-            self.temperature,
-            check=check,
-        )
+        return logp_gradient(self.policy.model, coef=self.wide(coef), check=check, **self.given)
 
     def wide(self, coef: Tensor) -> Tensor:
         """Coefficients (N, T) in the shape of the sequences, (N, P+T), in the model's dtype."""
@@ -148,19 +141,14 @@ def step_rows(run: Run, step: int, tokens: pa.Table, policy: Policy) -> StepRows
     return StepRows(step, policy, temperature, whole, frame, known, at)
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """What a method's loss does with the tokens of a step in its first update; (N, T) each, with the rows of `updates`."""
-
-    tokens: dict[str, Tensor]  # columns of the tokens table
-    rotation: dict[str, float]  # columns of the updates table
-
-
-def replay(rows: StepRows, method: Method, check: Check = "off") -> Replayed:
+def replay(rows: StepRows, method: Method, check: Check = "off") -> tuple[dict[str, Tensor], dict[str, float]]:
     """Coefficients, ratios and clipping of a step by a method, and how far it turns the gradient, at the checkpoint's weights.
 
     The denominator of the ratio is the recorded ln π (`logp`), of the sampler's correction `behavior_logp`. Advantages are the
     recorded ones, or else the method's from rewards and groups. A method's constants are calibrated on the step.
+
+    Returns:
+        Columns of the tokens table, (N, T) each, and those of the updates table that compare the gradients.
 
     Raises:
         UserError: the method needs values that were not recorded, or has terms beyond the tokens' coefficients.
@@ -187,17 +175,15 @@ def replay(rows: StepRows, method: Method, check: Check = "off") -> Replayed:
         return made | {"advantage": plan.advantage, "update": torch.zeros_like(logp)}
 
     own, plain = first_update(method), first_update(reference_method(method))
-    return Replayed(own, _rotation(rows, own["loss_coef"], plain["loss_coef"], check))
+    return own, _rotation(rows, own["loss_coef"], plain["loss_coef"], check)
 
 
 def _rotation(rows: StepRows, own: Tensor, plain: Tensor, check: Check) -> dict[str, float]:
     """Angle and ratio of the gradient to the reference objective's, and the angle of the noise, from two halves of the groups."""
     group = rows.rollouts.group
     groups = group.unique()
-    halves = []
-    for half in (groups[::2], groups[1::2]):
-        inside = torch.isin(group, half)[:, None]
-        halves.append(rows.gradient(torch.where(inside, plain, 0.0), check))
+    parts = [torch.isin(group, half)[:, None] for half in (groups[::2], groups[1::2])]
+    halves = [rows.gradient(torch.where(inside, plain, 0.0), check) for inside in parts]
     turned = rotation(rows.gradient(own, check), [a + b for a, b in zip(*halves, strict=True)])
     noise = noise_rotation(halves[0], halves[1], len(groups[::2]) / len(groups)) if len(groups) > 1 else math.nan
     return {"gradient_rotation": turned.angle, "gradient_scale": turned.scale, "noise_rotation": noise}
@@ -236,13 +222,10 @@ def _check_method(rows: StepRows, method: Method) -> None:
             f"--method {name}: its update is not Σ c ∇ log π of one pass over the tokens; give a method without SAM, entropy bonus, "
             "Lopti's passes, Lp-Reg and CAPO"
         )
+    sampler = method.correction is not None or method.off_policy is not None
     for needed, column, what in (
         (method.needs_reference, "ref_logp", "log-probabilities of the reference policy"),
-        (
-            method.correction is not None or method.off_policy is not None,
-            "behavior_logp",
-            "log-probabilities of the sampler",
-        ),
+        (sampler, "behavior_logp", "log-probabilities of the sampler"),
     ):
         if needed and known[column].isna().any():
             raise UserError(f"--method {name}: needs {what} ({column}), which step {rows.step} lacks")

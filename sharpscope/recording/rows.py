@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 from sharpscope.config.method import PpoClip
 from sharpscope.objective import Method, gradient_killed, per_token, summarize_weights
 from sharpscope.policy import Head, Rollouts, TokenStats
-from sharpscope.recording.step import OPTIONAL, RolloutBatch, StepResult, StepTokens, UpdateResult, UpdateSummary
+from sharpscope.recording.step import OPTIONAL, SUMMARY, RolloutBatch, StepResult, StepTokens, UpdateResult
 
 ROTATION = ("gradient_rotation", "gradient_scale", "update_rotation", "update_scale", "noise_rotation")
 """Columns of the steps and updates tables that compare updates with the reference objective's."""
@@ -38,6 +37,7 @@ def steps_row(
     reward = rollouts.reward.double().cpu()
     counted = tokens.uses > 0
     uses = int(tokens.uses.sum())
+    rotations = [_rotation_values(update) for update in result.updates]
     return {
         "step": step,
         "updates": len(done),
@@ -54,14 +54,12 @@ def steps_row(
         "kl_step": result.kl_step,
         "clip_fraction_low": _each(int(tokens.uses_low.sum()), uses),
         "clip_fraction_high": _each(int(tokens.uses_high.sum()), uses),
-        **weight_columns(method, tokens.weight, used, progress),
-        **gradient_weight_columns(method, tokens, used, progress),
-        **_rotation_columns(result),
+        **weight_columns(method, tokens, used, progress),
+        **{name: _mean([value for row in rotations if (value := row[name]) is not None]) for name in ROTATION},
         "zero_std_groups": round(batch.zero_variance_share * len(batch.examples)),
         "completion_length_mean": float(rollouts.completion_mask.sum(dim=1).double().mean()),
         "truncated_fraction": float(rollouts.truncated.double().mean()),
         "tokens": int(mask.sum()),
-        "generated_tokens": batch.generated_tokens,
         "redrawn_groups": batch.redrawn_groups,
         "lr": lr if done else None,
     }
@@ -82,27 +80,14 @@ def update_columns(step: int, updates: Sequence[UpdateResult]) -> dict[str, Any]
         columns[name] = [None if u.layers is None else rounded(u.layers[at]) for u in updates]
     rotations = [_rotation_values(u) for u in updates]
     columns |= {name: [row[name] for row in rotations] for name in ROTATION}
-    for name in (field.name for field in fields(UpdateSummary)):
-        columns[name] = [None if u.summary is None else _finite(getattr(u.summary, name)) for u in updates]
+    for name in SUMMARY:
+        columns[name] = [None if u.summary is None else _finite(u.summary[name]) for u in updates]
     return columns
 
 
 def rounded(values: Mapping[str, float]) -> dict[str, float]:
     """The values with six digits, for a column of JSON."""
     return {name: float(f"{value:.6g}") for name, value in values.items()}
-
-
-def plain_norm(result: StepResult) -> float | None:
-    """Mean norm of the loss's own gradient over the updates made, for the spike rule; null without any."""
-    return _mean([u.plain_norm for u in result.updates if not u.skipped])
-
-
-def weight_columns(method: Method, weight: Tensor, used: Tensor, progress: float) -> dict[str, float | None]:
-    """The weight columns of the steps table, over the tokens (N, T) that an update used; null without any."""
-    summary = summarize_weights(method.weight, weight, used, progress=progress)
-    names = {"min": "minimum", "max": "maximum"}
-    columns = ("mean", "std", "min", "max", "saturation_low", "saturation_high", "ess")
-    return {f"weight_{name}": _finite(getattr(summary, names.get(name, name))) for name in columns}
 
 
 def unweighted_gradient(tokens: StepTokens, used: Tensor) -> Tensor:
@@ -120,14 +105,19 @@ def unweighted_gradient(tokens: StepTokens, used: Tensor) -> Tensor:
     return torch.where(used, unweighted, 0.0)
 
 
-def gradient_weight_columns(
-    method: Method, tokens: StepTokens, used: Tensor, progress: float
-) -> dict[str, float | None]:
-    """Weight statistics in which a token counts with its gradient before its weight."""
+def weight_columns(method: Method, tokens: StepTokens, used: Tensor, progress: float) -> dict[str, float | None]:
+    """The weight columns of the steps table, over the tokens (N, T) that an update used; null without any.
+
+    Those ending in `_gradient` count a token with its gradient before its weight.
+    """
     mass = torch.where(used, unweighted_gradient(tokens, used) * tokens.stats.logit_grad_norm.cpu().double(), 0.0)
-    summary = summarize_weights(method.weight, tokens.weight, used, progress=progress, mass=mass)
+    plain = summarize_weights(method.weight, tokens.weight, used, progress=progress)
+    massed = summarize_weights(method.weight, tokens.weight, used, progress=progress, mass=mass)
     names = ("mean", "saturation_low", "saturation_high")
-    return {f"weight_{name}_gradient": _finite(getattr(summary, name)) for name in names}
+    return {
+        "weight_mean": _finite(plain.mean),
+        **{f"weight_{name}_gradient": _finite(getattr(massed, name)) for name in names},
+    }
 
 
 def _rotation_values(update: UpdateResult) -> dict[str, float | None]:
@@ -135,20 +125,8 @@ def _rotation_values(update: UpdateResult) -> dict[str, float | None]:
     rotation = update.rotation
     if rotation is None:
         return dict.fromkeys(ROTATION)
-    values = (
-        rotation.gradient.angle,
-        rotation.gradient.scale,
-        rotation.update.angle,
-        rotation.update.scale,
-        rotation.noise,
-    )
-    return {name: _finite(value) for name, value in zip(ROTATION, values, strict=True)}
-
-
-def _rotation_columns(result: StepResult) -> dict[str, float | None]:
-    """Means over the updates where they are known."""
-    rows = [_rotation_values(update) for update in result.updates]
-    return {name: _mean([value for row in rows if (value := row[name]) is not None]) for name in ROTATION}
+    values = [value for turned in (rotation.gradient, rotation.update) for value in (turned.angle, turned.scale)]
+    return {name: _finite(value) for name, value in zip(ROTATION, [*values, rotation.noise], strict=True)}
 
 
 def clipped_weight_share(method: Method, weight: Tensor, advantage: Tensor, mask: Tensor) -> float:
@@ -250,8 +228,6 @@ def token_columns(
     if by_layer:
         places = zip(rollout.tolist(), position.tolist(), strict=True)
         columns["score_norm_by_layer"] = [rounded(by_layer[at]) if at in by_layer else None for at in places]
-    if "score_norm" in columns:
-        columns["score_norm_method"] = [None if missing else "exact" for missing in columns["score_norm"].mask]
     return columns
 
 
@@ -281,13 +257,9 @@ def evaluation_row(
     """
     share, k = correct.mean(axis=1), correct.shape[1]
     each = prompt_pass_at_k(correct, k)
-    return {
-        "step": step,
-        "task": task,
-        "split": split,
-        "level": level,
+    row = {"step": step, "task": task, "split": split, "level": level, "temperature": temperature, "k": k}
+    return row | {
         "n": len(share),
-        "k": k,
         "accuracy": float(share.mean()),
         "std_error": standard_error(share),
         "pass_at_k": float(each.mean()),
@@ -295,32 +267,20 @@ def evaluation_row(
         "truncated": None if truncated is None else float(truncated.mean()),
         "accuracy_completed": None if truncated is None else accuracy_completed(correct, truncated),
         "reward_mean": float(np.mean(rewards)),
-        "heldout_loss": None,
-        "temperature": temperature,
     }
 
 
-def pass_at_k(correct: np.ndarray, k: int) -> float:
-    """Unbiased pass@k (arXiv 2107.03374) from `correct` (prompts, n ≥ k) booleans: mean of 1 − C(n−c, k)/C(n, k)."""
-    return float(np.mean(prompt_pass_at_k(correct, k)))
-
-
 def prompt_pass_at_k(correct: np.ndarray, k: int) -> np.ndarray:
-    """(prompts,) pass@k of each prompt: the probability that k of its n completions, drawn without replacement, contain a correct one.
+    """(prompts,) unbiased pass@k of each prompt (arXiv 2107.03374), 1 − C(n−c, k)/C(n, k) with c of n ≥ k completions correct.
 
-    Raises:
-        ValueError: k is not between 1 and n.
+    Args:
+        correct: (prompts, n) booleans.
+        k: completions drawn without replacement, from 1 to n.
     """
     n = correct.shape[1]
-    if not 1 <= k <= n:
-        raise ValueError(f"pass@{k} needs from 1 to n = {n} completions per prompt")
     # 1 − Π_{i=n−c+1..n} (1 − k/i), which never overflows
-    return np.array(
-        [
-            1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1))) if n - c >= k else 1.0
-            for c in correct.sum(axis=1)
-        ]
-    )
+    missed = [np.prod(1.0 - k / np.arange(n - c + 1, n + 1)) if n - c >= k else 0.0 for c in correct.sum(axis=1)]
+    return 1.0 - np.array(missed)
 
 
 def standard_error(values: np.ndarray) -> float | None:

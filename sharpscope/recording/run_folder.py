@@ -16,43 +16,28 @@ from sharpscope.objective import method_label
 from sharpscope.policy import Policy
 from sharpscope.recording import environment
 from sharpscope.traces import TraceWriter, create_run_info, read_run_info, rewind, update_run_info, write_atomic
-from sharpscope.traces.files import (
-    ASIDE,
-    RUN_FILE,
-    TRACES,
-    never_began,
-    now,
-    set_aside,
-    start_files,
-    sync_folder,
-    sync_tree,
-)
+from sharpscope.traces.files import ASIDE, RUN_FILE, TRACES, never_began, now, set_aside, start_files
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
 
 TRACEBACK = "traceback.txt"
-_REFUSALS = {
+_REFUSALS = dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make it writable") | {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some of your quota",
     errno.EFBIG: "raise the limit on file sizes",
-    errno.EROFS: "make it writable",
-    errno.EACCES: "make it writable",
-    errno.EPERM: "make it writable",
     errno.EIO: "check the disk",
 }
 
 
 def begin_run_dir(config: RunConfig, policy: Policy, info: dict[str, Any]) -> None:
-    """Write config.yaml, tokenizer/ and, last, run.json, which marks a run; all are synced to the disk."""
+    """Write config.yaml, tokenizer/ and, last, run.json, which marks a run."""
     from sharpscope.config import to_yaml
 
     folder = config.run_dir
     try:
         write_atomic(folder / "config.yaml", to_yaml(config))
         policy.tokenizer.save_pretrained(folder / "tokenizer")
-        sync_tree(folder / "tokenizer")
-        sync_folder(folder)
         create_run_info(folder, info)
     except Exception as error:  # tokenizers raise a plain Exception where the disk is full
         discard_unused(folder)
@@ -64,7 +49,6 @@ def begin_run_dir(config: RunConfig, policy: Policy, info: dict[str, Any]) -> No
 
 def run_info(config: RunConfig, policy: Policy, threads: int, launch: distributed.Launch) -> dict[str, Any]:
     """Contents of run.json for a new run."""
-    trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     return {
         "method": method_label(config.method),
         "task": config.task.kind,
@@ -77,7 +61,7 @@ def run_info(config: RunConfig, policy: Policy, threads: int, launch: distribute
         "processes": launch.processes,
         "sharded": launch.sharded,
         "parameters": sum(p.numel() for p in policy.model.parameters()),
-        "trainable_parameters": trainable,
+        "trainable_parameters": sum(p.numel() for p in policy.model.parameters() if p.requires_grad),
         "vocabulary": policy.head.weight.shape[0],
     }
 
@@ -91,10 +75,7 @@ def discard_unused(folder: Path) -> None:
         return
     with suppress(OSError):
         for path in [*start_files(folder), folder / RUN_FILE, folder / TRACEBACK]:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         folder.rmdir()
 
 
@@ -173,7 +154,7 @@ def keep_traceback(folder: Path, error: BaseException) -> str:
 
 
 class NoWriter:
-    """Stands for a TraceWriter in processes that do not write."""
+    """Stands for a TraceWriter in processes that do not write: the first process writes the same rows."""
 
     def __enter__(self) -> NoWriter:
         return self
@@ -182,7 +163,7 @@ class NoWriter:
         pass
 
     def append(self, table: str, columns: Mapping[str, Any]) -> int:
-        """Do nothing: the first process writes the same rows."""
+        """Do nothing."""
         return 0
 
     def flush(self) -> None:

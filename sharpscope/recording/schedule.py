@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
 
-TABLES = "tables"
 CRITICAL = "critical sharpness"
-"""Names under which the time of writing the tables and of critical sharpness are counted."""
+"""Name under which the time of critical sharpness is counted."""
 MOST_SPIKES = 8
 """Steps of a run at which a spike is measured."""
 
@@ -64,7 +63,7 @@ class MeasurementSchedule:
     def end_step(self, training: float, tables: float) -> None:
         """Count a step's time of generation and training, and that of its tables [s]."""
         self.training += training
-        self.spend(TABLES, tables)
+        self.spend("tables", tables)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint stores, as JSON."""

@@ -27,7 +27,6 @@ class RolloutBatch:
     advantage: Tensor  # (N,), or (N, T) where each token has its own; float64
     redrawn_groups: int | None  # by dynamic sampling; None: not known
     stats: TokenStats | None = None  # of the policy at the start of the step, where the advantages needed them
-    generated_tokens: int | None = None  # by the policy, those of redrawn groups included; None: not known
 
     @property
     def idle_share(self) -> float:
@@ -41,16 +40,8 @@ class RolloutBatch:
         return 1 - float(informative_groups(self.rollouts.reward, self.rollouts.group).double().mean())
 
 
-@dataclass(frozen=True)
-class UpdateSummary:
-    """Statistics of an update over the tokens that it uses; the columns of the table `updates` define them. NaN without a token."""
-
-    tokens: int
-    kl_old_k3: float = math.nan
-    ratio_min: float = math.nan
-    ratio_max: float = math.nan
-    clip_fraction_low: float = math.nan
-    clip_fraction_high: float = math.nan
+SUMMARY = ("tokens", "kl_old_k3", "ratio_min", "ratio_max", "clip_fraction_low", "clip_fraction_high")
+"""Columns of the table `updates` that say what its tokens did."""
 
 
 @dataclass
@@ -80,20 +71,15 @@ class UpdateTokens:
         for target, value in ((self.clipped, clipped), (self.kl, kl), (self.ratio, ratio), (self.log_ratio, log_ratio)):
             target[rows] = torch.where(used, value.detach().cpu().to(target.dtype), 0)
 
-    def summary(self) -> UpdateSummary:
-        """What the tokens that take part say of the update."""
+    def summary(self) -> dict[str, float]:
+        """`SUMMARY` over the tokens that take part; NaN without a token."""
         count = int(self.used.sum())
         if count == 0:
-            return UpdateSummary(0)
+            return dict.fromkeys(SUMMARY, math.nan) | {"tokens": 0}
         ratio, x = self.ratio[self.used], self.log_ratio[self.used]  # (tokens,)
-        return UpdateSummary(
-            tokens=count,
-            kl_old_k3=float((torch.expm1(x) - x).mean()),
-            ratio_min=float(ratio.min()),
-            ratio_max=float(ratio.max()),
-            clip_fraction_low=int((self.clipped < 0).sum()) / count,
-            clip_fraction_high=int((self.clipped > 0).sum()) / count,
-        )
+        low, high = (int((sign * self.clipped > 0).sum()) / count for sign in (-1, 1))
+        kl = float((torch.expm1(x) - x).mean())
+        return dict(zip(SUMMARY, (count, kl, float(ratio.min()), float(ratio.max()), low, high), strict=True))
 
     def tensors(self) -> list[Tensor]:
         """All fields in their order."""
@@ -131,23 +117,13 @@ class StepTokens:
     def unused(cls, stats: TokenStats) -> StepTokens:
         """Tokens with these statistics (N, T) that no update has used yet."""
         shape, real = stats.logp.shape, stats.logp.dtype
-
-        def zeros(kind: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=kind)
-
+        kinds = dict.fromkeys(("weight", "advantage", "loss_coef", "ratio"), real) | {"clipped": torch.int8}
+        kinds |= dict.fromkeys(("uses", "uses_low", "uses_high"), torch.int32) | {"kl": torch.float64}
         return cls(
             stats=stats,
-            weight=zeros(real),
             correction=torch.ones(shape, dtype=real),
-            advantage=zeros(real),
-            loss_coef=zeros(real),
-            ratio=zeros(real),
-            clipped=zeros(torch.int8),
             update=torch.full(shape, -1, dtype=torch.int32),
-            uses=zeros(torch.int32),
-            uses_low=zeros(torch.int32),
-            uses_high=zeros(torch.int32),
-            kl=zeros(torch.float64),
+            **{name: torch.zeros(shape, dtype=kind) for name, kind in kinds.items()},
             **{name: torch.full(shape, math.nan, dtype=real) for name in OPTIONAL},
         )
 
@@ -194,7 +170,7 @@ class UpdateResult:
     problem: str = ""  # what is not finite; empty if all is
     broken: bool = False  # the model's weights are not finite
     lr: float = math.nan
-    summary: UpdateSummary | None = None  # of its tokens; None if its gradient could not be computed
+    summary: dict[str, float] | None = None  # of its tokens; None if its gradient could not be computed
     entropy: float | None = None  # mean over its tokens [nats]; None without an entropy bonus
     rotation: UpdateRotation | None = None  # where it was measured
     layers: tuple[dict[str, float], dict[str, float]] | None = None  # norms of gradient and update by layer and kind
@@ -220,9 +196,6 @@ class PendingUpdate:
     first_use: Tensor  # (n, T) bool, on the CPU: loss tokens that this update is the first of the step to use
     loss_coef: Tensor  # (n, T), ∂L/∂log π_t
     grad_norm: float
-    clip_factors: (
-        float | list[float]
-    )  # what clipping multiplies each parameter's gradient by if the method does not reshape it
 
 
 def loss_mask(rollouts: Rollouts, method: Method) -> Tensor:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from sharpscope.errors import CheckError
 from sharpscope.policy.sharding import ModelView
 from sharpscope.probes import Estimate, ProbeSet, Radius, columns, probe_set_batches, problems, prompt_columns, run
@@ -27,7 +25,6 @@ class SurfaceProbes:
     """Probes the loss surface at scheduled steps.
 
     Attributes:
-        vectors: (k, P) top eigenvectors of the newest probed training loss whose curvature converged, or None.
         radius: radius of the perturbations, found at the first probe and kept in run.json; None before.
         refused: whether the probed loss differed from the policy's own; the surface is then left out of the run.
     """
@@ -42,7 +39,6 @@ class SurfaceProbes:
         self.config, self.view, self.drawer = config, view, drawer
         self.spec = config.probes
         self.schedule = MeasurementSchedule(config) if schedule is None else schedule
-        self.vectors: Tensor | None = None
         self.probe_set: ProbeSet | None = None
         self.radius: Radius | None = None
         self.refused = False
@@ -105,9 +101,6 @@ class SurfaceProbes:
                 estimates += measured.estimates
                 if measured.radius is not None and math.isfinite(measured.radius.rho):
                     self.radius = measured.radius
-                train = measured.batch.name == self.probe_set.name("train")
-                if train and measured.curvature is not None and measured.curvature.converged:
-                    self.vectors = measured.curvature.vectors
         except CheckError as problem:
             self.refused = True
             events.append(refusal(step, "the loss surface", problem))

@@ -9,8 +9,8 @@ import socket
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from itertools import chain, count
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from sharpscope.errors import UserError
@@ -20,19 +20,10 @@ RUN_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = "lock.json"
 TRACES = "traces"
-STATUSES = ("running", "finished", "interrupted", "failed")
-REQUIRED_INFO = ("method", "task", "seed", "config")
 ASIDE = ".tmp"
 STARTING = f".start{ASIDE}"
 """Marks a folder as a run's from its creation until run.json exists."""
 _START_FILES = (CONFIG_FILE, "tokenizer", LOCK_FILE, TRACES)
-_INFO_TYPES: dict[type, tuple[str, ...]] = {
-    str: ("name", "method", "task", "status", "started", "finished"),
-    int: ("seed", "steps_done"),
-    dict: ("config", "calibration", "versions", "probe_radius"),
-    list: ("notes",),
-}
-"""Type -> keys of run.json with this type. Their values may also be missing or null."""
 
 
 def now() -> str:
@@ -40,26 +31,11 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def sync_folder(path: Path) -> None:
-    """Flush a file's content, or a folder's entries, to the disk. A flushed rename survives a power loss."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def sync_tree(folder: Path) -> None:
-    """Flush `folder` and every file and folder below it to the disk."""
-    for path in [*folder.rglob("*"), folder]:
-        sync_folder(path)
-
-
 def publish(temporary: Path, final: Path) -> None:
-    """Rename a complete file to its final name: fsync the file, rename, fsync the folder."""
-    sync_folder(temporary)
+    """Flush a complete file to the disk and rename it to its final name."""
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
     temporary.replace(final)
-    sync_folder(final.parent)
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
@@ -89,10 +65,8 @@ def output_folder(out: str | Path) -> Path:
 
 def free_name(path: str | Path) -> Path:
     """`path` if it is free for a new run, otherwise the first of path-2, path-3, … that is."""
-    folder, number = Path(path), 2
-    while folder.exists() and not (folder.is_dir() and never_began(folder)):
-        folder, number = Path(f"{path}-{number}"), number + 1
-    return folder
+    names = chain([Path(path)], (Path(f"{path}-{number}") for number in count(2)))
+    return next(name for name in names if not name.exists() or (name.is_dir() and never_began(name)))
 
 
 def check_free(path: str | Path) -> None:
@@ -112,12 +86,8 @@ def check_free(path: str | Path) -> None:
 
 def set_aside(folder: Path) -> Path:
     """Rename the folder of an attempt that is not continued; readers skip the new name, which starts with a dot."""
-    number = 1
-    while (target := folder.with_name(f".{folder.name}.aborted-{number}")).exists():
-        number += 1
-    folder.rename(target)
-    sync_folder(target.parent)
-    return target
+    names = (folder.with_name(f".{folder.name}.aborted-{number}") for number in count(1))
+    return folder.rename(next(name for name in names if not name.exists()))
 
 
 def create_run_dir(path: str | Path) -> Path:
@@ -134,7 +104,6 @@ def create_run_dir(path: str | Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / STARTING).touch()
         (folder / TRACES).mkdir(exist_ok=True)
-        sync_folder(folder.parent)
     except FileExistsError as error:
         raise UserError(f"out: {folder} is a file; choose another --out") from error
     except OSError as error:
@@ -164,16 +133,12 @@ def create_run_info(run_dir: str | Path, info: Mapping[str, Any]) -> dict[str, A
 
     Args:
         run_dir: folder of the run.
-        info: content; schema_version, name, status and start time are added.
+        info: content, with method, task, seed and config; schema_version, name, status and start time are added.
 
     Raises:
-        ValueError: `info` lacks method, task, seed or config.
         FileExistsError: run.json exists.
     """
     path = Path(run_dir) / RUN_FILE
-    missing = [key for key in REQUIRED_INFO if key not in info]
-    if missing:
-        raise ValueError(f"run.json needs {', '.join(missing)}")
     if path.exists():
         raise FileExistsError(f"{path} exists")
     content = {
@@ -188,33 +153,27 @@ def create_run_info(run_dir: str | Path, info: Mapping[str, Any]) -> dict[str, A
         "notes": [],
         **info,
     }
-    _write_info(path, content)
+    write_atomic(path, _info_text(content))
     (path.parent / STARTING).unlink(missing_ok=True)
     return content
 
 
 def update_run_info(run_dir: str | Path, **changes: Any) -> dict[str, Any]:
-    """Replace some keys of run.json atomically and return its new content.
-
-    Raises:
-        ValueError: the status is not one of STATUSES.
-    """
+    """Replace some keys of run.json atomically and return its new content."""
     content = {**read_run_info(run_dir), **changes}
-    _write_info(Path(run_dir) / RUN_FILE, content)
+    write_atomic(Path(run_dir) / RUN_FILE, _info_text(content))
     return content
 
 
-def _write_info(path: Path, info: Mapping[str, Any]) -> None:
-    if info["status"] not in STATUSES:
-        raise ValueError(f"status {info['status']!r} is not one of {', '.join(STATUSES)}")
-    write_atomic(path, json.dumps(info, indent=2, default=str) + "\n")
+def _info_text(info: Mapping[str, Any]) -> str:
+    return json.dumps(info, indent=2, default=str) + "\n"
 
 
 def read_run_info(run_dir: str | Path) -> dict[str, Any]:
     """Read run.json.
 
     Raises:
-        UserError: the file is missing, or is not a JSON object with the expected types.
+        UserError: the file is missing, or is not a JSON object with a dictionary `config`.
     """
     path = Path(run_dir) / RUN_FILE
     try:
@@ -230,16 +189,13 @@ def parse_run_info(content: str | bytes, path: Path) -> dict[str, Any]:
     """Parse the content of run.json; `path` is for the error message.
 
     Raises:
-        UserError: the content is not a JSON object with the expected types.
+        UserError: the content is not a JSON object with a dictionary `config`.
     """
     try:
         info = json.loads(content)
-        problem = "" if isinstance(info, dict) else "not a JSON object"
+        problem = "" if isinstance(info, dict) and isinstance(info.get("config"), dict | None) else "not a run's"
     except ValueError as error:
-        info, problem = None, str(error)
-    for type_, keys in _INFO_TYPES.items() if not problem else ():
-        wrong = [key for key in keys if not isinstance(info.get(key), type_ | None)]
-        problem = f"{wrong[0]} is a {type(info[wrong[0]]).__name__}" if wrong else problem
+        info, problem = {}, str(error)
     if problem:
         raise UserError(f"run: {path} is damaged ({problem}); restore it or exclude this run")
     return dict(info)
@@ -277,7 +233,6 @@ class RunLock:
 
     def __init__(self, run_dir: str | Path) -> None:
         self.path = Path(run_dir) / LOCK_FILE
-        self._handle: int | None = None
 
     def acquire(self, attempts: int = 20) -> RunLock:
         """Acquire the lock; a reader may hold it for an instant, so there are several attempts.
@@ -286,38 +241,32 @@ class RunLock:
             UserError: another process holds the lock, or the folder is not writable.
         """
         for _ in range(attempts):
-            handle = -1
             try:
-                handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._file = self.path.open("a+b")
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # Unless the owner before removed the file between our open and our lock.
-                if self.path.exists() and os.path.samestat(os.fstat(handle), self.path.stat()):
-                    os.ftruncate(handle, 0)
-                    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {now()}".encode(), 0)
-                    self._handle, handle = handle, -1
+                if self.path.exists() and os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):
+                    self._file.truncate(0)
+                    self._file.write(f"process {os.getpid()} on {socket.gethostname()} since {now()}".encode())
+                    self._file.flush()
                     return self
+                self._file.close()
             except BlockingIOError:
+                self._file.close()
                 time.sleep(0.02)
             except OSError as error:
                 raise UserError(
                     f"run: {self.path} cannot be written ({error.strerror}); free some space or make the folder writable"
                 ) from error
-            finally:
-                if handle >= 0:
-                    os.close(handle)
         raise UserError(f"run: {held_text(self.path.parent)}")
 
     def release(self) -> None:
-        """Release the lock and remove its file, if held."""
-        if self._handle is not None:
-            self.path.unlink(missing_ok=True)
-            os.close(self._handle)
-            self._handle = None
+        """Remove the lock file and release the lock."""
+        self.path.unlink(missing_ok=True)
+        self._file.close()
 
     def __enter__(self) -> RunLock:
         return self.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()

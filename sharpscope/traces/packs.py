@@ -16,8 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sharpscope.errors import UserError
-from sharpscope.traces.files import RUN_FILE, parse_run_info
-from sharpscope.traces.parts import RUN, DamagedPartError, PartFile, open_part, parquet_options
+from sharpscope.traces.parts import RUN, parquet_options
 from sharpscope.traces.schema import TABLES, arrow_schema
 
 if TYPE_CHECKING:
@@ -27,55 +26,27 @@ PACK_FILE = "runs.parquet"
 _RUNS = pa.schema([(RUN, pa.string()), ("info", pa.string()), ("config", pa.string())])
 
 
-class Pack:
-    """A packed data set: the texts of its runs and the footers of its files."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        try:
-            rows = pq.read_table(folder / PACK_FILE, schema=_RUNS, partitioning=None).to_pylist()
-            files = {table: folder / f"{table}.parquet" for table in TABLES}
-            self._parts = {table: open_part(file) if file.exists() else {} for table, file in files.items()}
-        except (pa.ArrowException, OSError, DamagedPartError) as error:
-            raise UserError(f"{folder}: a file cannot be read ({error}); restore it") from error
-        self._texts = {row[RUN]: row for row in rows}
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the runs, in order."""
-        return list(self._texts)
-
-    def config_text(self, run: str) -> str | None:
-        """Content of a run's config.yaml; None if it had none."""
-        text = self._texts[run]["config"]
-        return None if text is None else str(text)
-
-    def info(self, run: str) -> dict[str, Any]:
-        """Content of a run's run.json."""
-        return parse_run_info(self._texts[run]["info"], self.folder / run / RUN_FILE)
-
-    def parts(self, table: str, run: str) -> list[PartFile]:
-        """Rows of a run in a table's file, as a list of one part; empty if it has no rows."""
-        return [self._parts[table][run]] if run in self._parts[table] else []
-
-
 def is_pack(folder: Path) -> bool:
     """Whether a folder is a packed data set."""
     return (folder / PACK_FILE).is_file()
 
 
-def open_pack(folder: Path) -> Pack:
-    """Open the packed data set in a folder. The footers of recently opened ones are cached.
+def packed_runs(folder: Path) -> dict[str, dict[str, Any]]:
+    """Texts of run.json (`info`) and config.yaml (`config`, may be None) of the runs in a packed data set, by name.
 
     Raises:
-        UserError: a file cannot be read.
+        UserError: the file cannot be read.
     """
-    return _open_pack(folder, (folder / PACK_FILE).stat().st_mtime_ns)
+    return _packed_runs(folder, (folder / PACK_FILE).stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=8)
-def _open_pack(folder: Path, _modified: int) -> Pack:
-    return Pack(folder)
+def _packed_runs(folder: Path, _modified: int) -> dict[str, dict[str, Any]]:
+    try:
+        rows = pq.read_table(folder / PACK_FILE, schema=_RUNS, partitioning=None).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{folder / PACK_FILE}: cannot be read ({error}); restore it") from error
+    return {row[RUN]: row for row in rows}
 
 
 def pack_runs(runs: Mapping[str, Run], out: Path) -> list[Path]:
@@ -103,17 +74,18 @@ def pack_runs(runs: Mapping[str, Run], out: Path) -> list[Path]:
     ]
     pq.write_table(pa.Table.from_pylist(texts, _RUNS), out / PACK_FILE, compression="zstd")
     for table in TABLES:
+        tables = {name: rows for name, run in runs.items() if len(rows := run.arrow(table))}
+        damaged = next((name for name, run in runs.items() if run.damaged), None)
+        if damaged is not None:
+            raise UserError(
+                f"run: {damaged} has damaged parts ({', '.join(runs[damaged].damaged)}); restore or exclude it"
+            )
+        if not tables:
+            continue
         schema = pa.schema([pa.field(RUN, pa.string()), *arrow_schema(table)], metadata=arrow_schema(table).metadata)
-        path, count = out / f"{table}.parquet", 0
-        with pq.ParquetWriter(path, schema, **parquet_options(schema) | {"compression_level": 19}) as writer:
-            for name, run in runs.items():
-                rows = run.arrow(table)
-                if run.damaged:
-                    raise UserError(f"run: {name} has damaged parts ({', '.join(run.damaged)}); restore or exclude it")
-                if len(rows):
-                    labeled = rows.add_column(0, schema.field(RUN), pa.array([name] * len(rows), pa.string()))
-                    writer.write_table(labeled.cast(schema), row_group_size=len(rows))
-                    count += len(rows)
-        if not count:
-            path.unlink()
+        options = parquet_options(schema) | {"compression_level": 19}
+        with pq.ParquetWriter(out / f"{table}.parquet", schema, **options) as writer:
+            for name, rows in tables.items():
+                labeled = rows.add_column(0, schema.field(RUN), pa.array([name] * len(rows), pa.string()))
+                writer.write_table(labeled.cast(schema), row_group_size=len(rows))
     return sorted(out.iterdir())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -16,9 +16,9 @@ import pandas as pd
 import pyarrow as pa
 
 from sharpscope.errors import UserError, nearest
-from sharpscope.traces.files import CONFIG_FILE, RUN_FILE, TRACES, has_writer, read_run_info
-from sharpscope.traces.packs import Pack, is_pack, open_pack
-from sharpscope.traces.parts import DamagedPartError, PartFile, open_part
+from sharpscope.traces.files import CONFIG_FILE, RUN_FILE, TRACES, has_writer, parse_run_info, read_run_info
+from sharpscope.traces.packs import is_pack, packed_runs
+from sharpscope.traces.parts import DamagedPartError, read_part
 from sharpscope.traces.schema import READABLE_VERSIONS, TABLES, arrow_schema
 from sharpscope.traces.token_text import token_texts
 from sharpscope.traces.writer import TraceWriter
@@ -57,13 +57,35 @@ class Reduction:
 
 def write_reductions(run_dir: str | Path, rows: Sequence[Reduction]) -> None:
     """Write the table `reductions` of a run. Values are stored as JSON; arrays are float64 and round-trip exactly."""
-    columns = {name: [getattr(row, name) for row in rows] for name in ("name", "step", "tokens")}
-    values = [json.dumps(row.values, default=_to_json, separators=(",", ":")) for row in rows]
     with TraceWriter(run_dir, groups=False) as writer:
-        writer.append("reductions", columns | {"values": values})
+        for row in rows:
+            values = json.dumps(row.values, default=_to_json, separators=(",", ":"))
+            writer.append("reductions", asdict(row) | {"values": values})
 
 
-class Run:
+class _Tables:
+    """Attribute access to the tables that are read as data frames."""
+
+    steps: pd.DataFrame
+    updates: pd.DataFrame
+    rollouts: pd.DataFrame
+    uses: pd.DataFrame
+    probes: pd.DataFrame
+    probe_prompts: pd.DataFrame
+    eval: pd.DataFrame
+    events: pd.DataFrame
+    forks: pd.DataFrame
+
+    def __getattr__(self, name: str) -> pd.DataFrame:
+        if name not in TABLES or name in ("tokens", "reductions"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return self._frame(name)
+
+    def _frame(self, table: str) -> pd.DataFrame:
+        raise NotImplementedError
+
+
+class Run(_Tables):
     """One recorded run. Data frames are read at first access and cached, except `tokens`, which is read at each call.
 
     A run may be written or resumed while it is read: each read lists its files again; those known are not opened again.
@@ -76,21 +98,13 @@ class Run:
         steps, updates, rollouts, uses, probes, probe_prompts, eval, events, forks: the tables.
     """
 
-    steps: pd.DataFrame
-    updates: pd.DataFrame
-    rollouts: pd.DataFrame
-    uses: pd.DataFrame
-    probes: pd.DataFrame
-    probe_prompts: pd.DataFrame
-    eval: pd.DataFrame
-    events: pd.DataFrame
-    forks: pd.DataFrame
-
-    def __init__(self, path: str | Path, pack: Pack | None = None) -> None:
-        self.path = Path(path)
-        self._pack = pack
-        self._key = "" if pack is None else self.path.relative_to(pack.folder).as_posix()
-        self.info = read_run_info(self.path) if pack is None else pack.info(self._key)
+    def __init__(self, path: str | Path, pack: Path | None = None) -> None:
+        self.path, self._pack = Path(path), pack
+        self._key = "" if pack is None else self.path.relative_to(pack).as_posix()
+        if pack is None:
+            self.info = read_run_info(self.path)
+        else:
+            self.info = parse_run_info(packed_runs(pack)[self._key]["info"], self.path / RUN_FILE)
         version = self.info.get("schema_version")
         if version not in READABLE_VERSIONS:
             raise UserError(
@@ -98,7 +112,6 @@ class Run:
                 "use the sharpscope version in its run.json under versions"
             )
         self.damaged: dict[str, str] = {}
-        self._opened: dict[tuple[str, int, int], list[PartFile]] = {}  # path, time and size of a file -> its part
 
     name = property(lambda self: str(self.info.get("name", self.path.name)), doc="Name of the run.")
     method = property(lambda self: str(self.info.get("method")), doc="Name of the training method.")
@@ -110,18 +123,15 @@ class Run:
         doc="Of a reduced run: number of `tokens` it had, number `sampled` that were kept and their `rule`; or None.",
     )
 
-    def __getattr__(self, name: str) -> pd.DataFrame:
-        if name not in _FRAMES:
-            raise AttributeError(f"Run has no attribute {name!r}")
-        frame = _pandas(self.arrow(name))
-        setattr(self, name, frame)
-        return frame
+    def _frame(self, table: str) -> pd.DataFrame:
+        setattr(self, table, _pandas(self.arrow(table)))
+        return self.__dict__[table]
 
     @property
     def config_text(self) -> str | None:
         """Content of config.yaml, which reproduces the run; None if there is none."""
         if self._pack is not None:
-            return self._pack.config_text(self._key)
+            return packed_runs(self._pack)[self._key]["config"]
         file = self.path / CONFIG_FILE
         return file.read_text("utf-8") if file.is_file() else None
 
@@ -172,8 +182,9 @@ class Run:
     ) -> pa.Table:
         """A table in Arrow format, which distinguishes null (not recorded) from NaN (recorded)."""
         names, schema = _columns(table, columns), arrow_schema(table)
-        empty = pa.schema([schema.field(name) for name in names], schema.metadata).empty_table()
-        return pa.concat_tables([empty, *self._tables(table, _steps(steps), names)])
+        wanted = pa.schema([schema.field(name) for name in names], schema.metadata)
+        rows = [part.cast(wanted) for part in self._tables(table, _steps(steps), names)]
+        return pa.concat_tables([wanted.empty_table(), *rows])
 
     @cached_property
     def reductions(self) -> list[Reduction] | None:
@@ -210,16 +221,13 @@ class Run:
         return import_module(_NOTEBOOK).show_tokens(self, step, height)
 
     def rows(self, table: str) -> int:
-        """Number of rows of a table; reads footers only."""
-        return sum(part.rows for part in self._parts(table))
+        """Number of rows of a table."""
+        return len(self.arrow(table, columns=["step"]))
 
     @property
     def token_steps(self) -> list[int]:
-        """Steps with token rows; reads footers only if every row group holds one step."""
-        groups = {(g.first_step, g.last_step) for part in self._parts("tokens") for g in part.groups}
-        if any(first != last for first, last in groups):
-            return sorted(self.tokens(columns=["step"])["step"].unique().tolist())
-        return sorted({first for first, _ in groups})
+        """Steps with token rows."""
+        return sorted(self.arrow("tokens", columns=["step"])["step"].unique().to_pylist())
 
     def verify(self) -> dict[str, str]:
         """Read and check every page of every part; returns `damaged`."""
@@ -228,56 +236,26 @@ class Run:
         return self.damaged
 
     def _tables(
-        self, table: str, steps: set[int] | None, columns: list[str], required: Collection[str] = ()
+        self, table: str, steps: set[int] | None, columns: list[str], required: Sequence[str] = ()
     ) -> Iterator[pa.Table]:
-        schema = pa.schema([arrow_schema(table).field(name) for name in columns])
-        for part in self._parts(table):
-            if not part.select(steps, required):
+        """Rows of each sound part of a table, in order."""
+        root = self.path if self._pack is None else self._pack
+        pattern = f"{TRACES}/{table}/[!.]*.parquet" if self._pack is None else f"{table}.parquet"
+        for path in sorted(root.glob(pattern)):
+            name = path.relative_to(root).as_posix()
+            if name in self.damaged:
                 continue
             try:
-                try:
-                    rows = part.read(columns, steps, required)
-                except DamagedPartError:  # or a resumed run has removed the part, or replaced it by its first rows
-                    now = next((p for p in self._parts(table) if p.path == part.path), None)
-                    if now is None:
-                        continue
-                    rows = now.read(columns, steps, required)
-            except DamagedPartError as error:
-                self._set_aside(part.path, error)
-                continue
-            if rows.num_rows:
-                yield rows.cast(schema)
-
-    def _parts(self, table: str) -> list[PartFile]:
-        """Current parts of a table, in order, without damaged ones."""
-        if self._pack is not None:
-            return [p for p in self._pack.parts(table, self._key) if p.path.name not in self.damaged]
-        parts: list[PartFile] = []
-        folder = self.path / TRACES / table
-        for path in sorted(folder.glob("*.parquet")):
-            if path.name.startswith(".") or self._relative(path) in self.damaged:
-                continue
-            try:
-                stat = path.stat()
-                key = (str(path), stat.st_mtime_ns, stat.st_size)
-                if key not in self._opened:
-                    self._opened[key] = list(open_part(path).values())
-                parts += self._opened[key]
+                rows = read_part(path, table, columns, steps, required, self._key)
             except FileNotFoundError:
                 continue  # a resumed run removed it: its rows are recorded again
             except DamagedPartError as error:
                 if path.exists():
-                    self._set_aside(path, error)
-        return parts
-
-    def _relative(self, path: Path) -> str:
-        return path.name if self._pack is not None else path.relative_to(self.path).as_posix()
-
-    def _set_aside(self, path: Path, error: DamagedPartError) -> None:
-        name = self._relative(path)
-        if name not in self.damaged:
-            self.damaged[name] = str(error)
-            _warn(f"{self.name}: {name} is set aside: {error}", DamagedPartWarning)
+                    self.damaged[name] = str(error)
+                    _warn(f"{self.name}: {name} is set aside: {error}", DamagedPartWarning)
+                continue
+            if rows.num_rows:
+                yield rows
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, method={self.method!r}, seed={self.seed}, status={self.status!r})"
@@ -286,10 +264,7 @@ class Run:
         return Runs(self.path.parent, {self.name: self}, {})._repr_html_()
 
 
-_FRAMES = set(TABLES) - {"tokens", "reductions"}
-
-
-class Runs(Sequence[Run]):
+class Runs(_Tables, Sequence[Run]):
     """Several runs. Each data frame starts with the columns `run` (folder relative to the root), `method` and `seed`.
 
     Attributes:
@@ -299,20 +274,8 @@ class Runs(Sequence[Run]):
         steps, updates, rollouts, uses, probes, probe_prompts, eval, events, forks: the tables of all runs.
     """
 
-    steps: pd.DataFrame
-    updates: pd.DataFrame
-    rollouts: pd.DataFrame
-    uses: pd.DataFrame
-    probes: pd.DataFrame
-    probe_prompts: pd.DataFrame
-    eval: pd.DataFrame
-    events: pd.DataFrame
-    forks: pd.DataFrame
-
     def __init__(self, root: str | Path, runs: dict[str, Run], skipped: dict[str, str]) -> None:
-        self.root = Path(root)
-        self.by_name = runs
-        self.skipped = skipped
+        self.root, self.by_name, self.skipped = Path(root), runs, skipped
 
     def __getitem__(self, index: Any) -> Any:
         """Run by position, or by its value in the column `run`."""
@@ -321,10 +284,8 @@ class Runs(Sequence[Run]):
     def __len__(self) -> int:
         return len(self.by_name)
 
-    def __getattr__(self, name: str) -> pd.DataFrame:
-        if name not in _FRAMES:
-            raise AttributeError(f"Runs has no attribute {name!r}")
-        return self._concat({label: getattr(run, name) for label, run in self.by_name.items()})
+    def _frame(self, table: str) -> pd.DataFrame:
+        return self._concat({label: getattr(run, table) for label, run in self.by_name.items()})
 
     def tokens(self, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """Table `tokens` of all runs; see `Run.tokens`."""
@@ -379,12 +340,12 @@ def load_run(path: str | Path) -> Run:
         ['logp', 'advantage']
     """
     folder = Path(path)
-    parent = next((p for p in list(folder.parents)[:_DEPTH] if is_pack(p)), None)
-    if folder.exists() or parent is None:
+    pack = next((p for p in list(folder.parents)[:_DEPTH] if is_pack(p)), None)
+    if folder.exists() or pack is None:
         return Run(folder)
-    pack, name = open_pack(parent), folder.relative_to(parent).as_posix()
-    if name not in pack.names:
-        raise UserError(f"run: {parent} has no run {name!r}{nearest(name, pack.names)}")
+    name, names = folder.relative_to(pack).as_posix(), list(packed_runs(pack))
+    if name not in names:
+        raise UserError(f"run: {pack} has no run {name!r}{nearest(name, names)}")
     return Run(folder, pack)
 
 
@@ -433,7 +394,7 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
     if (folder / RUN_FILE).is_file():
         yield folder  # do not search below a run
     elif is_pack(folder):
-        yield from (folder / name for name in open_pack(folder).names)
+        yield from (folder / name for name in packed_runs(folder))
     elif depth:
         for child in sorted(child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")):
             yield from _run_folders(child, depth - 1)

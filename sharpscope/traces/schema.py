@@ -118,41 +118,27 @@ kl_step? float64 [nats]: mean over tokens of the k3 estimate of KL(pi_old || pi)
 entropy_mean float64 [nats]: mean over tokens of the policy's entropy at the start of the step
 grad_norm float64 [L2 norm]: mean over the updates of the gradient norm before clipping
 grad_clipped? float64: fraction of the updates in which the gradient norm was clipped
-update_norm float64 [L2 norm]: mean over the updates of the norm of the parameter
-    change, including weight decay
+update_norm float64 [L2 norm]: mean over the updates of the norm of the parameter change, including weight decay
 clip_fraction_low float64: fraction of token uses, over all updates, clipped at the lower ratio bound; null without an
     update
 clip_fraction_high float64: fraction of token uses, over all updates, clipped at the upper ratio bound; null without
     an update
 weight_mean float64: mean token weight
-weight_std float64: standard deviation (n) of the token weights
-weight_min float64: smallest token weight
-weight_max float64: largest token weight
-weight_saturation_low float64: fraction of token weights at their lower bound; null if unbounded
-weight_saturation_high float64: fraction of token weights at their upper bound; null if unbounded
-weight_ess float64: relative effective sample size of the token weights, (sum w)^2 / (n * sum w^2), in (0, 1]
 weight_mean_gradient float64: mean token weight, tokens counted with m = |c| / w * ||p - e_y||
 weight_saturation_low_gradient float64: fraction of the gradient at the weights' lower bound; null if unbounded,
     tokens counted with m = |c| / w * ||p - e_y||
 weight_saturation_high_gradient float64: fraction of the gradient at the weights' upper bound; null if unbounded,
     tokens counted with m = |c| / w * ||p - e_y||
-gradient_rotation? float64 [degrees]: mean over the updates of the angle between the gradient that the optimizer gets,
-    before clipping, and that of the reference objective on the same rollouts and weights: all token weights 1 and no
-    mask; plain GRPO for methods that differ from it by advantages, ratio, clip or aggregation
-gradient_scale? float64: mean over the updates of the ratio of these gradients' norms
-update_rotation? float64 [degrees]: mean over the updates of the angle between the optimizer's step and the step that
-    it would make from the same state with the reference objective's gradient
-update_scale? float64: mean over the updates of the ratio of these steps' norms
-noise_rotation? float64 [degrees]: mean over the updates of the estimated angle between the reference gradient g and
-    its expectation, arccos(sqrt(max(0, <g_A, g_B>) / (f (1 - f) ||g||^2))) with g = g_A + g_B over two parts of the
-    prompts, shares f and 1 - f; 90 if <g_A, g_B> <= 0, null for one prompt
+gradient_rotation? float64 [degrees]: mean over the updates of their gradient_rotation
+gradient_scale? float64: mean over the updates of their gradient_scale
+update_rotation? float64 [degrees]: mean over the updates of their update_rotation
+update_scale? float64: mean over the updates of their update_scale
+noise_rotation? float64 [degrees]: mean over the updates of their noise_rotation
 zero_std_groups int32 [groups]: number of groups whose rewards are all equal; advantages relative to the group are
     zero in them
 completion_length_mean float64 [tokens]: mean completion length
 truncated_fraction float64: fraction of completions truncated at the length limit
 tokens int64 [tokens]: number of loss tokens in the step
-generated_tokens int64 [tokens]: tokens that the policy generated for the step, those of redrawn groups included; null where
-    another trainer drew them
 redrawn_groups int32 [groups]: groups that dynamic sampling replaced because all answers were correct or all wrong,
     over all attempts; 0 without dynamic sampling; null where another trainer drew the completions
 lr float64 [1 / update]: learning rate of the step's last update; null without an update
@@ -172,11 +158,9 @@ update! int32: index of the update in its step, from 0
 skipped! bool [true / false]: whether the gradient was computed but not applied (a health rule, or a value that is not
     finite)
 loss float64: the minimized loss before the update
-grad_norm float64 [L2 norm]: norm of the gradient that the optimizer gets, before
-    clipping
+grad_norm float64 [L2 norm]: norm of the gradient that the optimizer gets, before clipping
 clip_factor float64: factor in (0, 1] by which gradient clipping scaled the gradient; 0 if skipped
-update_norm float64 [L2 norm]: norm of the parameter change, including weight decay; 0
-    if skipped
+update_norm float64 [L2 norm]: norm of the parameter change, including weight decay; 0 if skipped
 lr float64 [1 / update]: learning rate
 grad_norm_by_layer? json [L2 norm]: grad_norm by layer and kind of parameter: a JSON object such as {"0.attention": …,
     "0.mlp": …, "embedding": …} whose squares sum to grad_norm^2
@@ -263,27 +247,20 @@ ref_logp? float32 [nats]: log-probability under the reference policy; null witho
 logit_grad_norm float32 [L2 norm over logits]: norm of the gradient of -ln pi with respect to the logits, ||p - e_y||
 head_grad_norm float32 [L2 norm over the output layer]: norm of the gradient of ln pi with respect to the output layer
 inclusion_probability? float32: probability that the token's group is in the random sample of its update's groups
-    whose tokens are measured, 1 if all are; its inverse weights sums of score_norm_local, attribution,
-    update_attribution and heldout_influence over tokens; null where they were not measured and in version 1, which
-    measured all groups
-score_norm_local? float32 [L2 norm]: norm of grad ln pi without the terms through other
-    positions
+    with a gradient whose tokens are measured, 1 if all are; its inverse weights sums of score_norm_local, attribution
+    and heldout_influence over the tokens of groups with a gradient; null where they were not measured
+score_norm_local? float32 [L2 norm]: norm of grad ln pi without the terms through other positions
 score_norm_by_layer? json [L2 norm]: score_norm_local by layer, and of the embedding and the output layer: a JSON object
     such as {"0": …, "1": …, "embedding": …}; of the 8 tokens with the largest |c| score_norm_local of a measured update
-score_norm? float32 [L2 norm]: norm of grad ln pi over all trainable parameters; NaN if
-    an unbiased estimate of its square is negative
-score_norm_std_error? float32 [L2 norm]: standard error of score_norm (first order); 0
-    if exact
+score_norm? float32 [L2 norm]: norm of grad ln pi over all trainable parameters
+score_norm_std_error? float32 [L2 norm]: standard error of score_norm (first order); 0 if exact
 draw_probability? float32: probability of computing the exact norm of the token: inclusion_probability for the
     largest local norms of the sample, less for tokens drawn at random from it; its inverse weights a mean of
     score_norm over all tokens
-score_norm_method? string [name]: how score_norm was computed: exact | sketch
 attribution? float32: c <grad ln pi, grad L> / ||grad L||^2: signed fraction of the squared gradient norm, before a
     sharpness method changes the gradient
-update_attribution? float32: the same along D^-1 dtheta: signed fraction of the optimizer's squared update
 heldout_influence? float32 [nats]: c <grad ln pi, grad L_heldout>: first-order decrease of the held-out loss per unit
     of learning rate
-sharp_alignment? float32: fraction of ||c grad ln pi||^2 in the span of the top Hessian eigenvectors
 """,
 )
 
@@ -317,8 +294,7 @@ value float64 [the quantity's]: estimate; null if it could not be computed
 std_error float64 [the quantity's]: standard error of the estimate; null if the method has none
 samples int64: number of random vectors, perturbations or iterations; a trace's interval is Student's t with samples -
     1 degrees of freedom
-rho float64 [L2 norm]: perturbation radius, or node of a spectral density; null
-    otherwise
+rho float64 [L2 norm]: perturbation radius, or node of a spectral density; null otherwise
 converged bool [true / false]: whether the iteration met its tolerance; null if not iterative
 residual float64 [the quantity's]: residual of the iteration; null if not iterative
 seed int64: seed of the estimate's random generator
@@ -370,8 +346,6 @@ pass_std_error? float64: standard error of pass_at_k over the prompts
 truncated? float64: fraction of completions truncated at the length limit
 accuracy_completed? float64: accuracy among the completions that ended before the length limit
 reward_mean float64 [reward]: mean reward over the completions
-heldout_loss float64 [nats / token]: mean -ln pi at the training temperature of the correct answers for this split and
-    level in the run's probe set; null if there are none
 temperature! float64: sampling temperature; 0 is greedy decoding
 """,
 )
@@ -464,9 +438,8 @@ def schema_markdown(tables: list[str] | None = None) -> str:
         "`runs/<name>/traces/<table>/part-*.parquet`. 'or null': the value may be missing. 'with a probe': null",
         "unless a probe or an option records it. Columns in seconds differ between two runs of one config.",
     ]
-    for name in tables or TABLES:
-        table = TABLES[name]
-        lines += ["", f"## {name}", "", f"A row is {table.row}, identified by {', '.join(table.key)}.", ""]
+    for table in (TABLES[name] for name in tables or TABLES):
+        lines += ["", f"## {table.name}", "", f"A row is {table.row}, identified by {', '.join(table.key)}.", ""]
         lines += ["| column | type | unit | recorded | definition |", "|---|---|---|---|---|"]
         for column in table.columns:
             when = "with a probe" if column.probe else "or null" if column.nullable else ""

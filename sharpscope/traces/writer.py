@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -99,9 +98,7 @@ class TraceWriter:
     def __enter__(self) -> TraceWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.flush()
 
 
@@ -115,11 +112,18 @@ def _to_arrow(name: str, columns: Mapping[str, Any]) -> pa.Table:
     if missing:
         raise SchemaError(f"{name}: missing {', '.join(missing)}")
     values = {column: _to_numpy(value) for column, value in columns.items()}
-    lengths = {column: len(value) for column, value in values.items() if _is_sequence(value)}
+    lengths = {column: len(value) for column, value in values.items() if isinstance(value, list) or np.ndim(value)}
     if len(set(lengths.values())) > 1:
         raise SchemaError(f"{name}: columns differ in length: {lengths}")
     rows = next(iter(lengths.values()), 1)
-    arrays = [_array(f"{name}.{column.name}", column, values.get(column.name), rows) for column in table.columns]
+    arrays = []
+    for column in table.columns:
+        value, label = values.get(column.name), f"{name}.{column.name}"
+        value = value if column.name in lengths else np.full(rows, value)
+        array = (_texts if column.type in ("string", "json") else _numbers)(label, column, value)
+        if array.null_count and not column.nullable:
+            raise SchemaError(f"{label} may not be null, but {array.null_count} of {rows} rows are")
+        arrays.append(array)
     return pa.Table.from_arrays(arrays, schema=arrow_schema(name))
 
 
@@ -131,35 +135,12 @@ def _to_numpy(value: Any) -> Any:
     return value
 
 
-def _is_sequence(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return value.ndim > 0
-    return hasattr(value, "__len__") and not isinstance(value, str | bytes | Mapping)
-
-
-def _array(label: str, column: Column, value: Any, rows: int) -> pa.Array:
-    arrow_type = ARROW_TYPES[column.type]
-    if value is None:
-        if not column.nullable and rows:
-            raise SchemaError(f"{label} may not be null")
-        return pa.nulls(rows, arrow_type)
-    if not _is_sequence(value):
-        value = [value.item() if isinstance(value, np.generic | np.ndarray) else value] * rows
-    if column.type in ("string", "json"):
-        array = pa.array([_text(label, column.type, item) for item in value], arrow_type)
-    else:
-        array = _numbers(label, column, value, arrow_type)
-    if array.null_count and not column.nullable:
-        raise SchemaError(f"{label} may not be null, but {array.null_count} of {rows} rows are")
-    return array
-
-
-def _numbers(label: str, column: Column, value: Any, arrow_type: pa.DataType) -> pa.Array:
-    dtype = np.dtype(arrow_type.to_pandas_dtype())
-    mask = np.ma.getmaskarray(value) if isinstance(value, np.ma.MaskedArray) else None
-    data = value.data if isinstance(value, np.ma.MaskedArray) else value
-    if not isinstance(data, np.ndarray):
-        items = [item.item() if hasattr(item, "item") else item for item in data]
+def _numbers(label: str, column: Column, value: Any) -> pa.Array:
+    """An array of numbers or booleans; None and masked entries are null."""
+    dtype = np.dtype(ARROW_TYPES[column.type].to_pandas_dtype())
+    mask, data = np.ma.getmaskarray(value) if isinstance(value, np.ma.MaskedArray) else None, np.ma.getdata(value)
+    if not isinstance(value, np.ndarray) or data.dtype == object:
+        items = [item.item() if hasattr(item, "item") else item for item in value]
         mask = np.array([item is None for item in items], dtype=bool)
         # Masked entries get a valid value, so that None does not determine the dtype.
         filler = next((item for item in items if item is not None), dtype.type(0))
@@ -168,21 +149,24 @@ def _numbers(label: str, column: Column, value: Any, arrow_type: pa.DataType) ->
         raise SchemaError(f"{label} has shape {data.shape}; give one value per row")
     if data.dtype.kind not in {"b": "b", "i": "iu", "f": "fiu"}[dtype.kind]:
         raise SchemaError(f"{label} is {column.type}, got {data.dtype}")
-    if column.type.startswith("int") and data.size:
+    if dtype.kind == "i" and data.size and not np.can_cast(data.dtype, dtype):
         bounds = np.iinfo(dtype)
         if data.min() < bounds.min or data.max() > bounds.max:
             raise SchemaError(f"{label} is {column.type}, got values from {data.min()} to {data.max()}")
     with np.errstate(over="ignore"):  # values beyond float32 become infinite
-        return pa.array(data.astype(dtype), arrow_type, mask=mask)
+        return pa.array(data.astype(dtype), ARROW_TYPES[column.type], mask=mask)
 
 
-def _text(label: str, type_: str, item: Any) -> str | None:
-    if item is None:
-        return None
-    if type_ == "json" and isinstance(item, Mapping):
-        numbers = {str(key): float(number) for key, number in item.items()}
-        item = json.dumps({k: v if math.isfinite(v) else None for k, v in numbers.items()}, ensure_ascii=False)
-    if not isinstance(item, str):
-        raise SchemaError(f"{label} is {type_}, got {type(item).__name__}")
+def _texts(label: str, column: Column, value: Any) -> pa.Array:
+    """An array of strings; a mapping in a column of JSON becomes an object of numbers, null where not finite."""
+    items = [_json(item) if column.type == "json" and isinstance(item, Mapping) else item for item in value]
+    wrong = next((item for item in items if not isinstance(item, str | None)), None)
+    if wrong is not None:
+        raise SchemaError(f"{label} is {column.type}, got {type(wrong).__name__}")
     # A lone surrogate (from "\ud800" in a JSON file) cannot be encoded in UTF-8.
-    return item.encode("utf-8", "replace").decode("utf-8")
+    return pa.array([item and item.encode("utf-8", "replace").decode("utf-8") for item in items], pa.string())
+
+
+def _json(numbers: Mapping[str, float]) -> str:
+    known = {str(key): float(number) for key, number in numbers.items()}
+    return json.dumps({k: v if math.isfinite(v) else None for k, v in known.items()}, ensure_ascii=False)

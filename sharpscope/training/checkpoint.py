@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from sharpscope import distributed
 from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.policy import Policy
 from sharpscope.policy.sharding import gathered_copy, is_sharded, shard_state
-from sharpscope.traces.files import sync_folder, sync_tree
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -33,7 +32,6 @@ STATE = "trainer_state.json"
 CHECKSUMS = "checksums.json"
 OPTIMIZER = "optimizer.safetensors"
 PROXIMAL = "proximal.safetensors"
-VECTORS = "eigenvectors.safetensors"
 
 
 @dataclass(frozen=True)
@@ -90,28 +88,21 @@ def newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
         problem = damage(folder)
         if problem is None:
             return folder, problems
-        renamed, number = folder.with_name(f"damaged-{folder.name}"), 1
-        while renamed.exists():
-            number += 1
-            renamed = folder.with_name(f"damaged-{folder.name}-{number}")
-        folder.rename(renamed)
+        names = (folder.with_name(f"damaged-{folder.name}{end}") for end in ("", *(f"-{n}" for n in range(2, 100))))
+        renamed = folder.rename(next(name for name in names if not name.exists()))
         problems.append(f"checkpoint {folder.name} is damaged ({problem}); it is set aside as {renamed.name}")
     return None, problems
 
 
 def save(
-    config: RunConfig,
-    policy: Policy,
-    optimizer: torch.optim.AdamW,
-    progress: Progress,
-    proximal: nn.Module | None,
-    vectors: Tensor | None,
+    config: RunConfig, policy: Policy, optimizer: torch.optim.AdamW, progress: Progress, proximal: nn.Module | None
 ) -> None:
     """Write a checkpoint with unsharded weights and optimizer state, and remove those that are not kept.
 
     Every process must call it.
 
     Raises:
+        NonFiniteError: a parameter is not finite, so a run could not continue from it.
         OSError: in every process, if the first one cannot write.
     """
     model = policy.model
@@ -120,7 +111,7 @@ def save(
         model, optimizer = gathered.model, gathered.optimizer
 
     def write() -> None:
-        save_checkpoint(config.run_dir, model, policy.tokenizer, optimizer, progress, proximal, vectors)
+        save_checkpoint(config.run_dir, model, policy.tokenizer, optimizer, progress, proximal)
         prune(config.run_dir, config.checkpoint.keep_last)
 
     distributed.rank_zero_call(write)
@@ -146,22 +137,10 @@ def save_checkpoint(
     optimizer: torch.optim.AdamW,
     progress: Progress,
     proximal: nn.Module | None = None,
-    vectors: torch.Tensor | None = None,
-) -> Path:
-    """Write a checkpoint, complete or not at all; `AutoModelForCausalLM.from_pretrained` loads it too.
+) -> None:
+    """Write a checkpoint of unsharded weights, complete or not at all; `AutoModelForCausalLM.from_pretrained` loads it too.
 
-    Args:
-        run_dir: folder of the run.
-        model: unsharded, with its tokenizer and optimizer.
-        tokenizer: saved beside the model.
-        optimizer: over the model's trainable parameters.
-        progress: state of the run.
-        proximal: the averaged policy of the decoupled objective, if the method has one.
-        vectors: (k, P), the newest top Hessian eigenvectors, on which later token gradients are projected.
-
-    Raises:
-        NonFiniteError: a parameter is not finite, so a run could not continue from it.
-        OSError: the disk is full or cannot be written.
+    `proximal` is the averaged policy of the decoupled objective, if the method has one.
     """
     bad = next((name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())), None)
     if bad is not None:
@@ -171,21 +150,23 @@ def save_checkpoint(
     final = checkpoint_dir(run_dir, progress.step)
     temporary = final.with_name(f".{final.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # what a crash left
+    moments = {
+        f"{name}::{key}": torch.as_tensor(value).detach().contiguous()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
     try:
         temporary.mkdir(parents=True)
         model.save_pretrained(temporary, safe_serialization=True)  # type: ignore[operator]
         tokenizer.save_pretrained(temporary)
-        save_file(_optimizer_tensors(model, optimizer), temporary / OPTIMIZER)
+        save_file(moments, temporary / OPTIMIZER)
         if proximal is not None:
             weights = {name: p.detach().contiguous() for name, p in proximal.named_parameters()}
             save_file(weights, temporary / PROXIMAL)
-        if vectors is not None:
-            save_file({"vectors": vectors.detach().cpu().contiguous()}, temporary / VECTORS)
         (temporary / STATE).write_text(json.dumps(vars(progress), indent=1), encoding="utf-8")
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
         sums = {path.relative_to(temporary).as_posix(): _checksum(path) for path in files}
         (temporary / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
-        sync_tree(temporary)
     except Exception as error:  # a full disk raises OSError, SafetensorError or a tokenizer's plain Exception
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError):
@@ -194,8 +175,6 @@ def save_checkpoint(
     if final.exists():
         shutil.rmtree(final)
     temporary.rename(final)
-    sync_folder(final.parent)
-    return final
 
 
 def load_checkpoint(
@@ -207,7 +186,14 @@ def load_checkpoint(
         tensors = load_file(folder / OPTIMIZER)
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"checkpoint '{folder}' cannot be read ({error}); choose an earlier one") from None
-    _restore_optimizer(model, optimizer, tensors)
+    parameters = dict(model.named_parameters())
+    for key, value in tensors.items():
+        name, entry = key.rsplit("::", 1)
+        if name not in parameters:
+            raise UserError(f"checkpoint: the optimizer's state names '{name}', which the model does not have")
+        parameter = parameters[name]
+        # AdamW keeps its step count on the CPU
+        optimizer.state[parameter][entry] = value if entry == "step" else value.to(parameter.device)
     if proximal is not None:
         weights = load_file(folder / PROXIMAL)
         with torch.no_grad():
@@ -217,19 +203,11 @@ def load_checkpoint(
     return Progress(**state)
 
 
-def load_vectors(folder: Path) -> torch.Tensor | None:
-    """The eigenvectors (k, P) that a checkpoint holds, or None."""
-    path = folder / VECTORS
-    return load_file(path)["vectors"] if path.exists() else None
-
-
-def prune(run_dir: Path, keep_last: int) -> list[Path]:
-    """Remove all but the newest checkpoints of a run; returns those removed."""
-    removed = checkpoints(run_dir)[:-keep_last]
-    for path in removed:
+def prune(run_dir: Path, keep_last: int) -> None:
+    """Remove all but the newest checkpoints of a run."""
+    for path in checkpoints(run_dir)[:-keep_last]:
         (path / STATE).unlink(missing_ok=True)  # first: what a crash leaves of it must not look like a checkpoint
         shutil.rmtree(path)
-    return removed
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -250,22 +228,3 @@ def _checksum(path: Path) -> list[int]:
         while block := file.read(1 << 20):
             total, crc = total + len(block), zlib.crc32(block, crc)
     return [total, crc]
-
-
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{name}::{key}"] = torch.as_tensor(value).detach().contiguous()
-    return tensors
-
-
-def _restore_optimizer(model: nn.Module, optimizer: torch.optim.AdamW, tensors: dict[str, torch.Tensor]) -> None:
-    parameters = dict(model.named_parameters())
-    for key, value in tensors.items():
-        name, entry = key.rsplit("::", 1)
-        if name not in parameters:
-            raise UserError(f"checkpoint: the optimizer's state names '{name}', which the model does not have")
-        parameter = parameters[name]
-        # AdamW keeps its step count on the CPU
-        optimizer.state[parameter][entry] = value if entry == "step" else value.to(parameter.device)

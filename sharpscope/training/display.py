@@ -1,18 +1,29 @@
-"""Progress of a training run on a terminal or as lines of text; nothing in tests, sweeps and pipes."""
+"""Progress of a training run: a bar on a terminal, and lines of text; nothing in tests and sweeps."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from sharpscope.rules import Event
+
+LINE_EVERY = 60.0
+"""Every tenth step is printed, and a step that ends this long after the last line [s]."""
+_SHOWN = (
+    ("reward", "reward_mean", "{:+.3f}"),
+    ("accuracy", "accuracy", "{:.1%}"),
+    ("grad norm", "grad_norm", "{:.3g}"),
+    ("entropy [nats]", "entropy_mean", "{:.3f}"),
+    ("weight mean", "weight_mean", "{:.3f}"),
+    ("length [tokens]", "completion_length_mean", "{:.1f}"),
+)
 
 
 class Display:
@@ -37,22 +48,8 @@ class Display:
         """The run ended, for whatever reason."""
 
 
-_SHOWN = (
-    ("reward", "reward_mean", "{:+.3f}"),
-    ("accuracy", "accuracy", "{:.1%}"),
-    ("grad norm", "grad_norm", "{:.3g}"),
-    ("entropy [nats]", "entropy_mean", "{:.3f}"),
-    ("weight mean", "weight_mean", "{:.3f}"),
-    ("length [tokens]", "completion_length_mean", "{:.1f}"),
-)
-
-
-LINE_EVERY = 60.0
-"""Without a terminal, every tenth step is printed, and a step that ends this long after the last line [s]."""
-
-
 class RichDisplay(Display):
-    """A live panel on a terminal; elsewhere lines: every tenth step, slow steps, and evaluations."""
+    """Lines of text: every tenth step, slow steps, evaluations and events; on a terminal below them a bar and the present activity."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
@@ -63,108 +60,60 @@ class RichDisplay(Display):
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
+            TextColumn("[dim]{task.fields[status]}"),
             console=self.console,
+            disable=not self.console.is_terminal,
         )
-        self._live: Live | None = None
-        self._rows: list[Mapping[str, Any]] = []
-        self._evaluations: list[str] = []
-        self._status = ""
-        self._fired: dict[str, int] = {}
-        self._steps = self._done = 0
-        self._began = self._printed = time.monotonic()
+        self._fired: Counter[str] = Counter()
 
     def start(self, title: str, steps: int, done: int) -> None:
-        """Start the panel; a resumed run says from which step."""
+        """Start the bar; a resumed run says from which step."""
         self._steps, self._done, self._began = steps, done, time.monotonic()
-        self._task = self._progress.add_task(escape(title), total=steps, completed=done)
+        self._task = self._progress.add_task(escape(title), total=steps, completed=done, status="")
+        self._progress.start()
         if done:
             self._print(f"continuing after step {done} of {steps}")
-        if self.console.is_terminal:
-            self._live = Live(self._render(), console=self.console, refresh_per_second=4)
-            self._live.start()
+        self._printed = self._began
 
     def status(self, text: str) -> None:
         """Show the present activity."""
-        self._status = text
-        self._refresh()
+        self._progress.update(self._task, status=escape(text))
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Add a step to the table."""
-        self._rows = [*self._rows[-4:], row]
-        self._progress.update(self._task, completed=int(row["step"]))
-        self._refresh()
+        """Move the bar, and print every tenth step and slow ones."""
         step, now = int(row["step"]), time.monotonic()
-        if self._live is None and (step % 10 == 0 or step == 1 or now - self._printed >= LINE_EVERY):
-            values = "  ".join(f"{name} {_format(row.get(key), form)}" for name, key, form in _SHOWN)
+        self._progress.update(self._task, completed=step)
+        if step % 10 == 0 or step == 1 or now - self._printed >= LINE_EVERY:
+            values = "  ".join(
+                f"{name} {'–' if row.get(key) is None else form.format(row[key])}" for name, key, form in _SHOWN
+            )
             left = (now - self._began) / max(step - self._done, 1) * (self._steps - step)
-            self._print(f"step {step} of {self._steps}: {values}  left {minutes(left)}")
+            self._print(f"step {step} of {self._steps}: {values}  left {timedelta(seconds=round(left))}")
 
     def evaluation(self, rows: list[dict[str, Any]]) -> None:
-        """Show the newest evaluation."""
+        """Print an evaluation."""
         from sharpscope.analysis.statistics import accuracy_interval  # scipy is slow to import
 
-        self._evaluations = [
+        texts = [
             f"{row['split']} level {row['level']}, T={row['temperature']:g}: {row['accuracy']:.1%} "
             + accuracy_interval(row["accuracy"], row["std_error"], row["n"], row["k"]).percent()
             for row in rows
         ]
-        self._refresh()
-        if self._live is None and rows:
-            self._print(
-                f"step {rows[0]['step']}, accuracy [95 % interval over prompts, %]: " + "; ".join(self._evaluations)
-            )
+        self._print(f"step {rows[0]['step']}, accuracy [95 % interval over prompts, %]: " + "; ".join(texts))
 
     def event(self, event: Event) -> None:
-        """Print a health event above the panel; a rule that fires again is only counted (all are in the events table)."""
-        self._fired[event.rule] = self._fired.get(event.rule, 0) + 1
-        if self._fired[event.rule] > 1:
-            return
-        color = {"error": "red", "warning": "yellow"}.get(event.severity, "cyan")
-        self.console.print(
-            f"[{color}]step {event.step}: {escape(event.rule)}[/] {event.value:.3g}: {escape(event.message)}"
-        )
+        """Print a health event; a rule that fires again is not printed (all are in the events table)."""
+        self._fired[event.rule] += 1
+        if self._fired[event.rule] == 1:
+            color = {"error": "red", "warning": "yellow"}.get(event.severity, "cyan")
+            self.console.print(
+                f"[{color}]step {event.step}: {escape(event.rule)}[/] {event.value:.3g}: {escape(event.message)}"
+            )
 
     def stop(self) -> None:
-        """Leave the last state on the screen."""
-        if self._live is not None:
-            self._refresh()
-            self._live.stop()
-            self._live = None
+        """End the bar."""
+        self._progress.stop()
 
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
         self._printed = time.monotonic()
-
-    def _refresh(self) -> None:
-        if self._live is not None:
-            self._live.update(self._render())
-
-    def _render(self) -> Table:
-        steps = Table(box=None, pad_edge=False, header_style="dim")
-        steps.add_column("step", justify="right")
-        for name, _, _ in _SHOWN:
-            steps.add_column(name, justify="right")
-        for row in self._rows:
-            steps.add_row(str(row["step"]), *(_format(row.get(key), form) for _, key, form in _SHOWN))
-        grid = Table.grid()
-        grid.add_row(self._progress)
-        grid.add_row(steps)
-        repeated = [f"{rule} × {count}" for rule, count in self._fired.items() if count > 1]
-        if repeated:
-            grid.add_row("[yellow]events[/]  " + escape("  ·  ".join(repeated)))
-        if self._evaluations:
-            grid.add_row("accuracy  " + escape("  ·  ".join(self._evaluations)))
-        grid.add_row(f"[dim]{escape(self._status)}[/]")
-        return grid
-
-
-def minutes(seconds: float) -> str:
-    """`45 s`, `12 min` or `3 h 05 min`."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    whole = round(seconds / 60)
-    return f"{whole} min" if whole < 120 else f"{whole // 60} h {whole % 60:02d} min"
-
-
-def _format(value: Any, form: str) -> str:
-    return "–" if value is None else form.format(value)

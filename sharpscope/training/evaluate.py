@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from sharpscope.policy import Policy, SamplingSpec, check_revision, draw_scored,
 from sharpscope.recording import environment
 from sharpscope.recording.rows import evaluation_row, prompt_pass_at_k, standard_error
 from sharpscope.seeds import derive
-from sharpscope.tasks import Example, Task, make_task, task_choice
+from sharpscope.tasks import Example, Reward, Task, make_task, task_choice
 from sharpscope.tasks.dataset import DatasetTask
 from sharpscope.training.checkpoint import checkpoints, step_of
 
@@ -24,22 +23,6 @@ EVERY_ROW = "all"
 """Split of all rows of a data set, held out or not."""
 DEFAULT_SPLITS = ("heldout", "unseen")
 BATCH_COMPLETIONS = 256
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One row of the eval table before it is measured: examples of one split and level, at one temperature."""
-
-    split: str
-    level: str
-    temperature: float
-    samples: int  # completions per example
-    examples: list[Example]
-
-    @property
-    def name(self) -> str:
-        """The name that seeds its draws."""
-        return "/".join(map(str, [self.split, self.level, self.temperature]))
 
 
 def evaluate(
@@ -68,44 +51,42 @@ def evaluate(
         on_progress: called with a line of text on what is measured.
         pass_at: further columns `pass_at_<k>` and `pass_at_<k>_std_error`, unbiased, for each k from 1 to `samples`.
     """
-    report = on_progress or (lambda text: None)
-    rows = []
-    for cell in _cells(task, splits, prompts, temperatures, samples):
-        name, number = f"{cell.split}, level {cell.level}, temperature {cell.temperature:g}", len(cell.examples)
-        report(f"{name}: {number} prompts")
-        correct, cut = np.zeros((0, cell.samples), dtype=bool), np.zeros((0, cell.samples), dtype=bool)
-        rewards: list[float] = []
-        greedy = {"top_p": 1.0, "top_k": 0} if cell.temperature == 0 else {}
-        sampling = spec.model_copy(update={"temperature": cell.temperature, **greedy})
-        size = max(1, BATCH_COMPLETIONS // cell.samples)
-        for first in range(0, number, size):
-            examples = cell.examples[first : first + size]
-            draws = derive(seed, f"evaluation:{cell.name}")
-            drawn, scored = draw_scored(policy, task, examples, cell.samples, sampling, draws, first)
-            shape = (len(examples), cell.samples)
-            correct = np.concatenate([correct, np.array([one.correct for one in scored], dtype=bool).reshape(shape)])
-            cut = np.concatenate([cut, drawn.truncated.cpu().numpy().reshape(shape)])
-            rewards += [one.total for one in scored]
-            if len(correct) < number:
-                report(f"{name}: {len(correct)} of {number} prompts done")
-        row = evaluation_row(step, task.name, cell.split, cell.level, correct, rewards, cell.temperature, cut)
-        for k in pass_at:
-            values = prompt_pass_at_k(correct, min(k, cell.samples))
-            row |= {f"pass_at_{k}": float(values.mean()), f"pass_at_{k}_std_error": standard_error(values)}
-        rows.append(row)
+    report, rows = on_progress or (lambda text: None), []
+    for split, level, of_level in _levels(task, splits):
+        for temperature in map(float, temperatures):
+            examples, k = of_level[:prompts], 1 if temperature == 0 else samples
+            name, number = f"{split}, level {level}, temperature {temperature:g}", len(examples)
+            report(f"{name}: {number} prompts")
+            limits = {"top_p": 1.0, "top_k": 0} if temperature == 0 else {}
+            sampling = spec.model_copy(update={"temperature": temperature, **limits})
+            draws = derive(seed, f"evaluation:{split}/{level}/{temperature}")
+            rewards: list[Reward] = []
+            cut: list[bool] = []
+            size = max(1, BATCH_COMPLETIONS // k)
+            for first in range(0, number, size):
+                drawn, scored = draw_scored(policy, task, examples[first : first + size], k, sampling, draws, first)
+                rewards += scored
+                cut += drawn.truncated.tolist()
+                if first + size < number:
+                    report(f"{name}: {first + size} of {number} prompts done")
+            correct = np.array([one.correct for one in rewards], dtype=bool).reshape(number, k)
+            totals, truncated = [one.total for one in rewards], np.array(cut, dtype=bool).reshape(number, k)
+            row = evaluation_row(step, task.name, split, level, correct, totals, temperature, truncated)
+            for asked in pass_at:
+                values = prompt_pass_at_k(correct, min(asked, k))
+                row |= {f"pass_at_{asked}": float(values.mean()), f"pass_at_{asked}_std_error": standard_error(values)}
+            rows.append(row)
     return rows
 
 
-def _cells(
-    task: Task, splits: Sequence[str], prompts: int, temperatures: Sequence[float], samples: int
-) -> Iterator[Cell]:
+def _levels(task: Task, splits: Sequence[str]) -> Iterator[tuple[str, str, list[Example]]]:
+    """Split, level and examples, level by level."""
     for split in splits:
         by_level: dict[str, list[Example]] = {}
         for example in _examples_of(task, split):
             by_level.setdefault(str(example.meta.get("level", "all")), []).append(example)
         for level, examples in sorted(by_level.items()):
-            for temperature in temperatures:
-                yield Cell(split, level, float(temperature), 1 if temperature == 0 else samples, examples[:prompts])
+            yield split, level, examples
 
 
 def _examples_of(task: Task, split: str) -> list[Example]:

@@ -97,11 +97,9 @@ class Learner:
 
     def reference_logp(self, rollouts: Rollouts) -> Tensor:
         """(N, T) log-probabilities [nats] under the reference policy, without gradient. Every process must call it."""
-        model = self.reference
-        if model is None:
-            raise ValueError("this run has no reference policy")
-        with without_adapters(model) if model is self.scorer.model else nullcontext():
-            return self.scorer.log_probabilities(rollouts, model=model)
+        assert self.reference is not None
+        with without_adapters(self.reference) if self.reference is self.scorer.model else nullcontext():
+            return self.scorer.log_probabilities(rollouts, model=self.reference)
 
     def learn(
         self,
@@ -130,7 +128,7 @@ class Learner:
             before_first_update: asked once, after the first gradient. If it returns False, the tokens of that gradient are
                 recorded, and weights and optimizer stay as they are.
             before_step: observes each update whose loss and gradient are finite.
-            before_optimizer: observes each update between clipping and the optimizer's step.
+            before_optimizer: observes the first update between clipping and the optimizer's step.
             rotations: whether to compare each update with the reference objective's; costs a forward and a backward pass each.
             without: (N, T) bool, tokens whose coefficients ∂L/∂log π are set to 0; None: none.
         """
@@ -155,29 +153,23 @@ class Learner:
                 if before_step is not None and gradient.finite:
                     # Before the gradient is reshaped: the tokens' coefficients are those of the loss's own gradient.
                     first_use = tokens.update[rows] == index
-                    clip = self.clipping(method, [p.grad for p in self.parameters], gradient.norm, progress)
-                    before_step(
-                        PendingUpdate(index, rows, first_use, gradient.tokens.coef, gradient.norm, clip.factors)
-                    )
+                    before_step(PendingUpdate(index, rows, first_use, gradient.tokens.coef, gradient.norm))
                 updates.append(work.apply(gradient))
         except NonFiniteError as error:  # a token weight
             self.optimizer.zero_grad(set_to_none=True)
             updates.append(UpdateResult(math.nan, math.nan, math.nan, 0.0, 0.0, skipped=True, problem=str(error)))
         made = any(not update.skipped for update in updates) and not any(update.broken for update in updates)
-        kl = self._kl_step(rollouts, method, stats) if made else None
+        kl = self._kl_step(rollouts, mask, stats) if made else None
         return StepResult(updates, tokens, warnings, method.correction is not None, kl)
 
-    def _kl_step(self, rollouts: Rollouts, method: Method, stats: TokenStats) -> float | None:
-        """KL(π_old‖π) [nats / token] on a part of the step's completions; `stats` are π_old's."""
-        count = len(rollouts)
-        rows = torch.arange(0, count, max(1, min(count // KL_FEWEST, KL_PART)))
-        used = loss_mask(rollouts, method)[rows].bool().cpu()
-        if not bool(used.any()):
+    def _kl_step(self, rollouts: Rollouts, mask: Tensor, stats: TokenStats) -> float | None:
+        """KL(π_old‖π) [nats / token] on a part of the step's completions; `stats` are π_old's, `mask` (N, T) the loss tokens."""
+        rows = torch.arange(0, len(rollouts), max(1, min(len(rollouts) // KL_FEWEST, KL_PART)))
+        if not bool(mask[rows].any()):
             return None
-        part = rollouts.rows(rows)
-        logp = self.scorer.log_probabilities(part).double().cpu()
-        old = stats.logp[rows].double().cpu()[:, : logp.shape[1]]
-        return float(k3(old, logp)[used[:, : logp.shape[1]]].mean())
+        logp = self.scorer.log_probabilities(rollouts.rows(rows)).double().cpu()
+        width = logp.shape[1]
+        return float(k3(stats.logp[rows].double().cpu()[:, :width], logp)[mask[rows][:, :width]].mean())
 
     def compare(
         self,
@@ -235,9 +227,8 @@ class Learner:
             UserError: The output layer is not trained, or sharded.
         """
         weight = output_head(self.scorer.model).weight
-        group = next(
-            (group for group in self.optimizer.param_groups if any(p is weight for p in group["params"])), None
-        )
+        trained = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        group = trained.get(id(weight))
         if group is None or self.scorer.sharded:
             why = "is sharded" if self.scorer.sharded else "is not trained"
             raise UserError(

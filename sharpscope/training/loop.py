@@ -28,15 +28,15 @@ from sharpscope.recording.health import (
     rotation_event,
     temperature_gap,
 )
-from sharpscope.recording.observers import Observations, Observers, StepObserver
-from sharpscope.recording.probe_sets import Drawer, check_probe_set, solution_losses
-from sharpscope.recording.rows import plain_norm, rollout_columns, steps_row, token_columns, update_columns
+from sharpscope.recording.observers import Observers, StepObserver
+from sharpscope.recording.probe_sets import Drawer, check_probe_set
+from sharpscope.recording.rows import rollout_columns, steps_row, token_columns, update_columns
 from sharpscope.recording.step import RolloutBatch, StepResult, step_tensors
 from sharpscope.rules import Event, judge
 from sharpscope.tasks import Task, make_task
 from sharpscope.traces import RunLock, create_run_dir, read_run_info
 from sharpscope.traces.files import RUN_FILE
-from sharpscope.training.checkpoint import Progress, fingerprint, load_vectors, newest_valid, restore, save, step_of
+from sharpscope.training.checkpoint import Progress, fingerprint, newest_valid, restore, save, step_of
 from sharpscope.training.display import Display
 from sharpscope.training.evaluate import check_splits, evaluate
 from sharpscope.training.rollouts import DataOrder, draw_rollouts
@@ -48,7 +48,6 @@ from sharpscope.training.setup import (
     reference_policy,
     set_learning_rate,
 )
-from sharpscope.training.updates import AppliedUpdate
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -124,20 +123,6 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
             if not resume and distributed.is_rank_zero():
                 run_folder.discard_unused(folder)
             raise
-
-
-class _Clock:
-    """Wall time by part of a step [s]."""
-
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str, plus: float = 0.0) -> None:
-        """Assign the time since the last lap and `plus` seconds to `name`."""
-        present = time.perf_counter()
-        self.laps[name] = present - self._last + plus
-        self._last = present
 
 
 class _Run:
@@ -257,24 +242,24 @@ class _Run:
         lr = learning_rate(config.optimizer, step, config.steps)
         set_learning_rate(self.optimizer, lr)
         self.display.status(f"step {step}: drawing completions")
-        clock = _Clock()
-        batch = self._draw(step)
-        clock.lap("generation_s")
+        started = time.perf_counter()
+        batch = draw_rollouts(
+            self.policy,
+            self.task,
+            self.order,
+            self.method,
+            config.rollout,
+            config.seed,
+            step,
+            self.learner.scorer.statistics,
+            reference_logp=None if self.reference is None else self.learner.reference_logp,
+        )
+        drawn = time.perf_counter()
         method = self._calibrated(step, batch, progress)
         self.display.status(f"step {step}: learning")
-        health = StepHealth(
-            config.health,
-            step,
-            batch,
-            method,
-            progress,
-            self.policy.device,
-            vocabulary=self.policy.head.weight.shape[0],
-            earlier=self.rows,
-            lr=lr,
-            checkpoint=self._last_checkpoint(step),
-        )
+        health = self._health(step, batch, method, progress, lr)
         observer = self.observers.for_step(step, batch.rollouts, self.recent)
+
         result = self.learner.learn(
             batch.rollouts,
             batch.advantage,
@@ -284,27 +269,33 @@ class _Run:
             stats=batch.stats,
             before_first_update=health.allows_updates,
             before_step=observer,
-            before_optimizer=lambda update: self._before_optimizer(observer, update),
+            before_optimizer=lambda loss_fn, factor: observer.critical(
+                self.policy.model, self.optimizer, loss_fn, clip_factor=factor
+            ),
             rotations=schedule.due("rotation", step) and not is_reference(method),
         )
-        observed = observer.result()
         rotating = sum(u.rotation.seconds for u in result.updates if u.rotation is not None)
         if rotating:
             schedule.spend("rotation", rotating)
-        probing = observed.seconds + rotating
-        clock.lap("training_s", -probing)
+        probing = observer.seconds + rotating
+        learned = time.perf_counter()
         row = steps_row(step, batch, result, method, progress, lr)
         health.after_updates(row)
         self.rows = [*self.rows, health.values]
-        self._report([*health.events, *observed.events, *self._result_events(step, row, result, method, progress)])
-        norm = plain_norm(result)
-        if norm:
-            self.recent = [*self.recent[-49:], math.log(norm)]
-        self._record(step, batch, result, observed)
-        clock.lap("recording_s", probing)
-        schedule.end_step(clock.laps["generation_s"] + clock.laps["training_s"], clock.laps["recording_s"] - probing)
+        self._report([*health.events, *observer.events, *self._result_events(step, row, result, method, progress)])
+        norms = [update.plain_norm for update in result.updates if not update.skipped]
+        if any(norms):
+            self.recent = [*self.recent[-49:], math.log(math.fsum(norms) / len(norms))]
+        self._record(step, batch, result, observer)
+        tables = time.perf_counter() - learned
+        schedule.end_step(learned - started - probing, tables)
+        times = {
+            "generation_s": drawn - started,
+            "training_s": learned - drawn - probing,
+            "recording_s": tables + probing,
+        }
         self.writer.append("updates", update_columns(step, result.updates))
-        self.writer.append("steps", row | clock.laps)
+        self.writer.append("steps", row | times)
         self.writer.flush()
         run_folder.note(config.run_dir, steps_done=step)
         self.display.step(row)
@@ -313,17 +304,20 @@ class _Run:
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
-    def _draw(self, step: int) -> RolloutBatch:
-        return draw_rollouts(
-            self.policy,
-            self.task,
-            self.order,
-            self.method,
-            self.config.rollout,
-            self.config.seed,
+    def _health(self, step: int, batch: RolloutBatch, method: Method, progress: float, lr: float) -> StepHealth:
+        """The health rules of a step."""
+        every = self.config.checkpoint.every
+        return StepHealth(
+            self.config.health,
             step,
-            self.learner.scorer.statistics,
-            reference_logp=None if self.reference is None else self.learner.reference_logp,
+            batch,
+            method,
+            progress,
+            self.policy.device,
+            vocabulary=self.policy.head.weight.shape[0],
+            earlier=self.rows,
+            lr=lr,
+            checkpoint=f"step-{(step - 1) // every * every:06d}" if every and step > every else None,
         )
 
     def _after_step(self, step: int) -> None:
@@ -335,11 +329,6 @@ class _Run:
         if config.checkpoint.every and step % config.checkpoint.every == 0 and step < config.steps:
             self.writer.flush()
             self._save(step)
-
-    def _before_optimizer(self, observer: StepObserver, update: AppliedUpdate) -> None:
-        """Measure the critical sharpness of a step's first update."""
-        if update.index == 0:
-            observer.critical(self.policy.model, self.optimizer, update.loss_fn, clip_factor=update.clip_factor)
 
     def _calibrated(self, step: int, batch: RolloutBatch, progress: float) -> Method:
         """The method of a step: constants of its token weight are fixed on the first rollouts, and run.json keeps them.
@@ -359,11 +348,6 @@ class _Run:
         self.method = self.method.model_copy(update={"weight": calibrate(self.method.weight, tensors)})
         run_folder.note(self.config.run_dir, calibration=self.method.weight.model_dump(mode="json"))
         return self.method
-
-    def _last_checkpoint(self, step: int) -> str | None:
-        """Name of the newest checkpoint that is scheduled before a step."""
-        every = self.config.checkpoint.every
-        return f"step-{(step - 1) // every * every:06d}" if every and step > every else None
 
     def _result_events(
         self, step: int, row: Mapping[str, Any], result: StepResult, method: Method, progress: float
@@ -405,18 +389,18 @@ class _Run:
             self._report(events)
             self.observers.schedule.spend("surface", time.perf_counter() - started)
 
-    def _record(self, step: int, batch: RolloutBatch, result: StepResult, observed: Observations) -> None:
+    def _record(self, step: int, batch: RolloutBatch, result: StepResult, observer: StepObserver) -> None:
         """Write the scheduled rows of a step."""
         spec = self.config.recording
         if spec.rollouts_every and step % spec.rollouts_every == 0:
             self.writer.append("rollouts", rollout_columns(step, batch))
-        if observed.columns or (spec.tokens_every and step % spec.tokens_every == 0):
+        if observer.columns or (spec.tokens_every and step % spec.tokens_every == 0):
             temperature = self.config.rollout.temperature
-            head, layers = self.policy.head, observed.by_layer
-            columns = token_columns(step, batch, result, observed.columns, head, temperature, layers)
+            head, layers = self.policy.head, observer.by_layer
+            columns = token_columns(step, batch, result, observer.columns, head, temperature, layers)
             self.writer.append("tokens", columns)
-        if observed.rows:
-            self.writer.append("probes", observed.rows)
+        if observer.rows:
+            self.writer.append("probes", observer.rows)
 
     def _evaluate(self, step: int) -> None:
         """Evaluate the policy and write the rows."""
@@ -436,14 +420,6 @@ class _Run:
             on_progress=lambda text: self.display.status(f"step {step}: evaluating {text}"),
         )
         if rows:
-            losses = solution_losses(
-                self.policy,
-                self.observers.probe_set,
-                spec.splits,
-                self.config.rollout.temperature,
-                self.config.update.microbatch_tokens,
-            )
-            rows = [row | {"heldout_loss": losses.get((row["split"], row["level"]))} for row in rows]
             self.writer.append("eval", {name: [row[name] for row in rows] for name in rows[0]})
             self.display.evaluation(rows)
             self._report(judge(step, {"temperature_gap": temperature_gap(rows)}, self.config.health.limits))
@@ -463,11 +439,10 @@ class _Run:
             vars(self.learner.state),
             self.observers.state(),
         )
-        save(self.config, self.policy, self.optimizer, progress, self.proximal, self.observers.surface.vectors)
+        save(self.config, self.policy, self.optimizer, progress, self.proximal)
 
     def _restore(self, checkpoint: Path) -> int:
         progress = restore(checkpoint, self.policy, self.optimizer, self.proximal)
-        self.observers.surface.vectors = load_vectors(checkpoint)
         self.order.cursor = progress.cursor
         self.recent, self.rows = list(progress.recent_log_grad_norms), list(progress.rows)
         self.shown = set(progress.said)

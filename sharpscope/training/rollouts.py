@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from sharpscope.config.method import DecoupledAdvantage, Sampling
+from sharpscope.config.method import DecoupledAdvantage
 from sharpscope.objective import Method, estimate_advantages, kl_reward, overlong_penalty
 from sharpscope.policy import Policy, Rollouts, RolloutSpec, TokenStats, draw_scored, join_rollouts
 from sharpscope.recording.step import RolloutBatch
@@ -68,7 +68,7 @@ def draw_rollouts(
     draw = draw or draw_group
     examples = order.take(spec.prompts_per_step)
     rollouts, rewards = draw(policy, task, examples, spec, derive(seed, "rollouts", step))
-    redrawn, generated = 0, int(rollouts.completion_mask.sum())
+    redrawn = 0
     sampling = method.sampling
     if sampling.dynamic:
         for attempt in range(1, sampling.max_redraws + 1):
@@ -78,23 +78,22 @@ def draw_rollouts(
             redrawn += len(flat)
             fresh = order.take(len(flat))
             new, new_rewards = draw(policy, task, fresh, spec, derive(seed, "rollouts", step, attempt))
-            generated += int(new.completion_mask.sum())
-            rollouts, rewards, examples = _replace_groups(rollouts, rewards, examples, flat, new, new_rewards, fresh)
+            rollouts, rewards = _replace_groups(rollouts, rewards, flat, new, new_rewards, len(examples))
+            drawn = dict(zip(flat, fresh, strict=True))
+            examples = [drawn.get(group, example) for group, example in enumerate(examples)]
     if sampling.overlong is not None:
-        rollouts, rewards = _penalized(rollouts, rewards, sampling, spec.max_new_tokens)
-    stats = None
+        penalty = overlong_penalty(sampling, rollouts.lengths.cpu(), spec.max_new_tokens)
+        rollouts, rewards = _with_part(rollouts, rewards, "overlong", penalty)
+    stats = token_reward = None
     if method.needs_statistics:
-        if statistics is None:
-            raise ValueError(f"method.advantage.kind={method.advantage.kind} needs the statistics of the tokens")
+        assert statistics is not None, f"{method.advantage.kind} needs the statistics of the tokens"
         stats = statistics(rollouts)
-    token_reward = None
     if method.kl_in_reward:
-        if reference_logp is None or stats is None:
-            raise ValueError("method.kl.place=reward needs the log-probabilities of the reference policy")
+        assert reference_logp is not None and stats is not None, "method.kl.place=reward needs the reference policy"
         token_reward = kl_reward(method, stats.logp, reference_logp(rollouts), rollouts.completion_mask.bool())
         rollouts, rewards = _with_part(rollouts, rewards, "kl", token_reward.sum(1).cpu())
     advantage = step_advantages(method, rollouts, rewards, stats, token_reward)
-    return RolloutBatch(examples, rollouts, rewards, advantage, redrawn, stats, generated)
+    return RolloutBatch(examples, rollouts, rewards, advantage, redrawn, stats)
 
 
 def step_advantages(
@@ -145,13 +144,12 @@ def finite_group_rows(group: Tensor, values: Tensor) -> Tensor:
 def _undecided(rewards: list[Reward], groups: int) -> list[int]:
     """Indices of the groups whose answers are all correct or all wrong, or that have a reward that is not finite."""
     size = len(rewards) // groups
-    undecided = []
-    for group in range(groups):
-        members = rewards[group * size : (group + 1) * size]
-        correct = sum(reward.correct for reward in members)
-        if correct in (0, size) or not all(math.isfinite(reward.total) for reward in members):
-            undecided.append(group)
-    return undecided
+    members = [rewards[group * size : (group + 1) * size] for group in range(groups)]
+    return [
+        group
+        for group, own in enumerate(members)
+        if len({one.correct for one in own}) == 1 or not all(math.isfinite(one.total) for one in own)
+    ]
 
 
 def draw_group(
@@ -161,13 +159,6 @@ def draw_group(
     completions, rewards = draw_scored(policy, task, examples, spec.group_size, spec, seed)
     total = torch.tensor([reward.total for reward in rewards], dtype=torch.float32)
     return completions.with_reward(total), rewards
-
-
-def _penalized(
-    rollouts: Rollouts, rewards: list[Reward], sampling: Sampling, limit: int
-) -> tuple[Rollouts, list[Reward]]:
-    """Rollouts and rewards with DAPO's penalty on overlong completions, which is also the reward's part `overlong`."""
-    return _with_part(rollouts, rewards, "overlong", overlong_penalty(sampling, rollouts.lengths.cpu(), limit))
 
 
 def _with_part(rollouts: Rollouts, rewards: list[Reward], name: str, part: Tensor) -> tuple[Rollouts, list[Reward]]:
@@ -180,22 +171,13 @@ def _with_part(rollouts: Rollouts, rewards: list[Reward], name: str, part: Tenso
 
 
 def _replace_groups(
-    old: Rollouts,
-    old_rewards: list[Reward],
-    old_examples: list[Example],
-    flat: list[int],
-    new: Rollouts,
-    new_rewards: list[Reward],
-    new_examples: list[Example],
-) -> tuple[Rollouts, list[Reward], list[Example]]:
-    """`old` with the groups `flat` replaced by the groups of `new`, in order."""
-    groups, size = len(old_examples), len(old_rewards) // len(old_examples)
-    source = list(range(groups))
+    old: Rollouts, old_rewards: list[Reward], flat: list[int], new: Rollouts, new_rewards: list[Reward], groups: int
+) -> tuple[Rollouts, list[Reward]]:
+    """`old` of `groups` groups with the groups `flat` replaced by those of `new`, in order."""
+    size, source = len(old_rewards) // groups, list(range(groups))
     for position, group in enumerate(flat):
         source[group] = groups + position
     rows = torch.tensor([group * size + member for group in source for member in range(size)])
-    picked = join_rollouts(old, new).rows(rows)
+    picked, rewards = join_rollouts(old, new).rows(rows), old_rewards + new_rewards
     labels = torch.arange(groups, device=picked.group.device).repeat_interleave(size)
-    rewards = old_rewards + new_rewards
-    examples = old_examples + new_examples
-    return replace(picked, group=labels), [rewards[row] for row in rows.tolist()], [examples[g] for g in source]
+    return replace(picked, group=labels), [rewards[row] for row in rows.tolist()]

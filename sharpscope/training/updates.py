@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -48,26 +48,12 @@ Gradient = list[Tensor | None]
 """`.grad` of the trainable parameters."""
 
 
-@dataclass(frozen=True)
-class AppliedUpdate:
-    """An update between clipping and the optimizer's step.
+BeforeOptimizer = Callable[[Callable[[], Tensor], float | None], None]
+"""Sees a step's first update between clipping and the optimizer's step; changes nothing.
 
-    Attributes:
-        index: within the step, from 0.
-        loss: at the present weights.
-        clip_factor: what clipping has multiplied the gradient by; None if a sharpness method has reshaped it.
-        loss_fn: the loss at the present weights by prompt, (k,) with mean L, with π_old, advantages and token weights as they are;
-            every process must call it.
-    """
-
-    index: int
-    loss: float
-    clip_factor: float | None
-    loss_fn: Callable[[], Tensor]
-
-
-BeforeOptimizer = Callable[[AppliedUpdate], None]
-"""Sees an update that the optimizer is about to make; changes nothing."""
+It gets a function for the loss at the present weights by prompt, (k,) with mean L, with π_old, advantages and token weights as they
+are, which every process must call, and what clipping has multiplied the gradient by; None if a method has reshaped it.
+"""
 
 NO_GRADIENT = "the gradient is not finite"
 BROKEN = "an update made model weights that are not finite, and no later update can repair them"
@@ -91,7 +77,7 @@ class _Gradient:
 
     @property
     def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.norm)
+        return math.isfinite(self.loss + self.norm)
 
 
 @dataclass(frozen=True)
@@ -127,15 +113,25 @@ class Updates:
     def skip(self, gradient: _Gradient, norm: float) -> UpdateResult:
         """Leave the update out."""
         self.learner.optimizer.zero_grad(set_to_none=True)
-        problem = _problem(gradient.loss, norm)
-        layers = (gradient.norms.layers, dict.fromkeys(gradient.norms.layers, 0.0))
-        made = UpdateResult(gradient.loss, norm, gradient.norm, 0.0, 0.0, skipped=True, problem=problem, layers=layers)
-        return self._described(made, gradient)
+        problem = "" if math.isfinite(norm) else NO_GRADIENT
+        problem = problem if math.isfinite(gradient.loss) else "the loss is not finite"
+        nothing = Norms(0.0, dict.fromkeys(gradient.norms.layers, 0.0))
+        return self._result(gradient, replace(gradient.norms, total=norm), nothing, 0.0, skipped=True, problem=problem)
 
-    def _described(self, made: UpdateResult, gradient: _Gradient) -> UpdateResult:
-        """`made` with its learning rate and what its tokens say."""
-        lr = float(self.learner.optimizer.param_groups[0]["lr"])
-        return replace(made, lr=lr, summary=gradient.tokens.summary(), entropy=gradient.entropy)
+    def _result(self, gradient: _Gradient, norms: Norms, moved: Norms, clip_factor: float, **rest: Any) -> UpdateResult:
+        """An update with the norms of the gradient that the optimizer gets and of its step."""
+        return UpdateResult(
+            gradient.loss,
+            norms.total,
+            gradient.norm,
+            moved.total,
+            clip_factor,
+            lr=float(self.learner.optimizer.param_groups[0]["lr"]),
+            summary=gradient.tokens.summary(),
+            entropy=gradient.entropy,
+            layers=(norms.layers, moved.layers),
+            **rest,
+        )
 
     def reshape(self, gradient: _Gradient) -> Norms:
         """Let the method's sharpness control replace the gradient in `.grad`; returns its norms."""
@@ -153,41 +149,37 @@ class Updates:
             return self.skip(gradient, norm)
         clip = learner.clipping(self.method, [p.grad for p in learner.parameters], norm, self.progress)
         rotation = self.rotation(gradient.rows, norm) if self.rotations else None
-        _scale_gradients(learner.parameters, clip.factors)
+        for parameter, factor in zip(learner.parameters, clip.factors, strict=True):
+            if parameter.grad is not None and factor != 1.0:
+                parameter.grad.mul_(factor)
         learner.state.norms = clip.averages
-        if self.before_optimizer is not None:
+        if self.before_optimizer is not None and gradient.index == 0:
             plain = clip.share if self.method.sharpness is None and self.method.module_clip is None else None
-            loss_fn = partial(self._loss, gradient.rows, gradient.pass_index)
-            self.before_optimizer(AppliedUpdate(gradient.index, gradient.loss, plain, loss_fn))
+            self.before_optimizer(partial(self._loss, gradient.rows, gradient.pass_index), plain)
         learner.optimizer.step()
         moved = update_norms(learner.optimizer, learner.groups)
-        size = moved.total
         self._move_proximal()
         self.tokens.count(gradient.rows, gradient.tokens)
         learner.optimizer.zero_grad(set_to_none=True)
-        broken = not math.isfinite(size)
-        made = UpdateResult(
-            gradient.loss,
-            norm,
-            gradient.norm,
-            size,
-            clip.share,
-            skipped=False,
-            problem=BROKEN if broken else "",
-            broken=broken,
-            rotation=rotation,
-            layers=(norms.layers, moved.layers),
-        )
-        described = self._described(made, gradient)
         if gradient.entropy is not None:
             learner.state.count(self.method.entropy, gradient.entropy)
-        return described
+        broken = not math.isfinite(moved.total)
+        text = BROKEN if broken else ""
+        return self._result(
+            gradient, norms, moved, clip.share, skipped=False, problem=text, broken=broken, rotation=rotation
+        )
 
     def _moving(self, rows: Tensor) -> Tensor:
         """(n,) bool on the CPU: whether the loss of `rows` (n,) has a gradient, or is 0 at all weights."""
         if self.method.entropy is not None or (self.method.kl.coef > 0 and not self.method.kl_in_reward):
             return torch.ones(len(rows), dtype=torch.bool)
         return ((self.plan.advantage[rows] != 0) | (self.plan.penalty[rows] != 0)).any(1).cpu()
+
+    def _normalizer(self, rows: Tensor) -> tuple[Tensor, int]:
+        """(n, T) factors of the terms of an update's loss, and the number of its tokens."""
+        method, group, mask = self.method, self.rollouts.group[rows], loss_mask(self.rollouts, self.method)[rows]
+        options = {"keep": self.plan.keep[rows], "group": group, "dtype": self.tokens.stats.logp.dtype}
+        return token_normalizer(method, mask, self.learner.max_new_tokens, **options), int(mask.sum())
 
     @torch.no_grad()
     def _loss(self, rows: Tensor, pass_index: int) -> Tensor:
@@ -196,11 +188,7 @@ class Updates:
         Rows without advantage and penalty, whose part is 0 at all weights unless the loss has further terms, are not run.
         """
         learner, rollouts, scorer = self.learner, self.rollouts, self.learner.scorer
-        mask, dtype = loss_mask(rollouts, self.method)[rows], self.tokens.stats.logp.dtype
-        keep = self.plan.keep[rows]
-        normalizer = token_normalizer(
-            self.method, mask, learner.max_new_tokens, keep=keep, group=rollouts.group[rows], dtype=dtype
-        )
+        normalizer, tokens = self._normalizer(rows)
         position = {int(row): index for index, row in enumerate(rows)}
         prompts = rollouts.group[rows].unique().cpu()
         total = torch.zeros(len(prompts), dtype=torch.float64)
@@ -228,7 +216,6 @@ class Updates:
                     pass_index=pass_index,
                 ).loss
                 if scored.entropy is not None:
-                    tokens = int(mask.sum())
                     loss -= entropy_bonus(self._entropy_coef, plan, scored.entropy[of], tokens, pass_index=pass_index)
                 total[index] += float(loss) * len(prompts)
         for _ in range(scorer.idle_passes(batches)):
@@ -244,7 +231,9 @@ class Updates:
         """
         learner, proximal = self.learner, self.method.proximal
         if learner.proximal is not None and isinstance(proximal, EwmaProximal):
-            decay, done = proximal.decay, _updates_done(learner.optimizer)
+            # AdamW's own count includes updates before a checkpoint.
+            done = max((int(state["step"]) for state in learner.optimizer.state.values() if "step" in state), default=0)
+            decay = proximal.decay
             with torch.no_grad():
                 for average, new in zip(learner.proximal.parameters(), learner.scorer.model.parameters(), strict=True):
                     average.lerp_(new.detach(), (1 - decay) / (1 - decay ** (done + 1)))
@@ -262,14 +251,9 @@ class Updates:
         """
         learner, rollouts, scorer = self.learner, self.rollouts, self.learner.scorer
         learner.optimizer.zero_grad(set_to_none=True)
-        dtype = self.tokens.stats.logp.dtype
-        mask = loss_mask(rollouts, self.method)[rows]
-        keep = self.plan.keep[rows]
-        normalizer = token_normalizer(
-            self.method, mask, learner.max_new_tokens, keep=keep, group=rollouts.group[rows], dtype=dtype
-        )  # (n, T)
+        normalizer, loss_tokens = self._normalizer(rows)
         position = {int(row): i for i, row in enumerate(rows)}
-        tokens = UpdateTokens.zeros(mask.shape, dtype)
+        tokens = UpdateTokens.zeros(normalizer.shape, self.tokens.stats.logp.dtype)
         total, entropy = 0.0, 0.0
         part = rows if part is None else part
         groups = rollouts.group.cpu()[part]
@@ -283,9 +267,7 @@ class Updates:
         for number, micro in enumerate([*batches, *without_gradient]):
             local = torch.tensor([position[int(row)] for row in micro])
             with torch.set_grad_enabled(number < len(batches)):
-                loss, nats = self._microbatch(
-                    micro, local, normalizer[local], pass_index, index, tokens, loss_tokens=int(mask.sum())
-                )
+                loss, nats = self._microbatch(micro, local, normalizer[local], pass_index, index, tokens, loss_tokens)
             total, entropy = total + loss, entropy + nats
         for _ in range(idle):
             self._idle_microbatch()
@@ -496,19 +478,3 @@ def _added(gradients: Sequence[Gradient]) -> Gradient:
         present = [part for part in parts if part is not None]
         sums.append(present[0] if len(present) == 1 else sum(present[1:], present[0]) if present else None)
     return sums
-
-
-def _problem(loss: float, norm: float) -> str:
-    """What is not finite; empty if all is."""
-    return "the loss is not finite" if not math.isfinite(loss) else "" if math.isfinite(norm) else NO_GRADIENT
-
-
-def _scale_gradients(parameters: Sequence[nn.Parameter], factors: Sequence[float]) -> None:
-    for parameter, factor in zip(parameters, factors, strict=True):
-        if parameter.grad is not None and factor != 1.0:
-            parameter.grad.mul_(factor)
-
-
-def _updates_done(optimizer: torch.optim.AdamW) -> int:
-    """Updates that the optimizer has made, including those before a checkpoint, by AdamW's own count."""
-    return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)

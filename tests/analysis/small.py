@@ -50,7 +50,7 @@ def write_small(
                 writer.append("probes", row | place | {"value": 100.0 * step, "prompt_std_error": 10.0})
             if step in (1, STEPS):
                 row = {"step": step, "task": INFO["task"], "split": "heldout", "n": 40, "k": 1, "std_error": 0.07}
-                row |= {"pass_at_k": 0.5, "reward_mean": 0.0, "heldout_loss": None}
+                row |= {"pass_at_k": 0.5, "reward_mean": 0.0}
                 for heat in (0.0, 1.0):
                     for level, accuracy in (("2", 0.2), ("3", 0.4)):
                         value = accuracy + 0.05 * step + 0.1 * (heat == 0)

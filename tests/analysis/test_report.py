@@ -102,7 +102,7 @@ def test_no_accuracy_is_certain(tmp_path: Path):
     """0 of 40 prompts: the upper end is z²/(n + z²) = 8.8 %, also where each prompt has 16 completions."""
     folder = new_run(tmp_path / "a")
     row = {"step": 1, "task": "knights_knaves", "split": "heldout", "level": "3", "n": 40, "k": 16, "accuracy": 0.0}
-    row |= {"std_error": 0.0, "pass_at_k": 0.0, "reward_mean": 0.0, "heldout_loss": None, "temperature": 1.0}
+    row |= {"std_error": 0.0, "pass_at_k": 0.0, "reward_mean": 0.0, "temperature": 1.0}
     with TraceWriter(folder) as writer:
         writer.append("steps", rows("steps", 1, 1))
         writer.append("eval", row)

@@ -119,8 +119,6 @@ def test_ablations_get_names_of_their_own():
         (["method=[1]"], "method = [1]"),
         (["evaluation.temperatures=[]"], "must be one or more temperatures"),
         (["optimizer.warmup_steps=5", "steps=5"], "optimizer.warmup_steps = 5 must be less than steps = 5"),
-        (["method=grpo-sam", "recording.update_attribution=true"], "set recording.update_attribution to false"),
-        (["method=grpo-gnp", "recording.update_attribution=true"], "recording.update_attribution = true"),
         (["method=capo", "policy.lora={r: 4}"], "method.tokens.kind = curvature"),
         (["method=grpo", "method.tokens.kind=bins"], "include or exclude"),
         (["method=wapo", "method.correction.kind=truncate"], "ratio.to=sampler needs correction=null"),

@@ -67,8 +67,6 @@ def _runs() -> Iterator[tuple[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         for method in METHODS:
             values = SMALL | {"method": method, "out": f"{folder}/{method}"}
-            if method in ("grpo-sam",):
-                values["recording.update_attribution"] = False
             if method == "dapo":
                 values["method.kl.coef"] = 0.0
             run = load_run(train(build_config(values=values)).run_dir)

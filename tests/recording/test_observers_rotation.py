@@ -13,6 +13,7 @@ import sharpscope
 from sharpscope.config.method import LoptiPasses
 from sharpscope.objective import Method, group_advantages, named_method, reference_method
 from sharpscope.recording.health import rotation_event
+from sharpscope.recording.norms import clip_factor
 from sharpscope.training import train
 from tests.models import keep_double_precision
 from tests.training.test_learner import learn, learner_of, method_of, world  # noqa: F401 - a fixture
@@ -100,7 +101,7 @@ def test_rotations_are_those_of_explicit_vectors(world, name, changes):  # noqa:
 
     def before(*_):
         rows = rows_of[-1][0].tolist()
-        own = torch.cat([p.grad.flatten() for p in model.parameters()]).numpy() / rows_of[-1][1][0]  # unclipped
+        own = torch.cat([p.grad.flatten() for p in model.parameters()]).numpy() / rows_of[-1][1]  # unclipped
         groups = sorted({int(rollouts.group[row]) for row in rows})
         halves = [
             plain_gradient(
@@ -128,7 +129,7 @@ def test_rotations_are_those_of_explicit_vectors(world, name, changes):  # noqa:
         learner,
         drawn,
         name,
-        before_step=lambda update: rows_of.append((update.rows, update.clip_factors)),
+        before_step=lambda update: rows_of.append((update.rows, clip_factor(update.grad_norm, learner.max_grad_norm))),
         rotations=True,
     )
     assert len(learned.updates) == len(wanted) > 0

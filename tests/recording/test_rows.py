@@ -21,8 +21,7 @@ from sharpscope.recording.surface import SurfaceProbes
 from sharpscope.tasks import make_task
 from sharpscope.traces import TraceWriter
 from sharpscope.training import train
-from tests.traces.rows import new_run, rows
-from tests.traces.test_files import damage_part
+from tests.traces.rows import damage_part, new_run, rows
 from tests.training.test_learner import learn, learner_of, method_of, world  # noqa: F401 - a fixture
 
 
@@ -86,7 +85,7 @@ def test_a_part_that_a_resume_sets_aside_is_told_once(tmp_path):
     (part,) = (run / "traces/tokens").iterdir()
     damage_part(part, "logit")
     (told,) = wind_back(run, 1)
-    assert told.startswith(f"traces/tokens/damaged-{part.name} is set aside: its pages cannot be read")
+    assert told.startswith(f"traces/tokens/.damaged-{part.name} is set aside: its pages cannot be read")
     assert wind_back(run, 1) == []
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from sharpscope.traces import TABLES, TraceWriter, create_run_dir, create_run_info
 
@@ -48,3 +50,13 @@ def two_parts(path):
         writer.append("tokens", rows("tokens", step, 20))
         writer.flush()
     return run, sorted((run / "traces/tokens").iterdir())
+
+
+def damage_part(part: Path, column: str, group: int = -1) -> None:
+    """Flip one bit in the last page of a column of a row group, so that only readers of that column notice."""
+    metadata = pq.read_metadata(part)
+    place = metadata.row_group(group % metadata.num_row_groups).column(metadata.schema.names.index(column))
+    start = place.dictionary_page_offset if place.has_dictionary_page else place.data_page_offset
+    content = bytearray(part.read_bytes())
+    content[start + place.total_compressed_size - 1] ^= 1
+    part.write_bytes(content)

@@ -235,7 +235,6 @@ def _step(writer: TraceWriter, world: World, step: int, record_tokens: bool, pro
             "head_grad_norm": stats["logit_grad_norm"] * 2,
         }
         writer.append("tokens", rows | (_probed_tokens(world, rows) if probed else {}))
-    bounded = "sg" in world.method
     writer.append(
         "updates",
         {
@@ -272,18 +271,11 @@ def _step(writer: TraceWriter, world: World, step: int, record_tokens: bool, pro
             "clip_fraction_low": 0.01,
             "clip_fraction_high": 0.02 * rng.random(),
             "weight_mean": weight.mean(),
-            "weight_std": weight.std(),
-            "weight_min": weight.min(),
-            "weight_max": weight.max(),
-            "weight_saturation_low": np.mean(weight <= 1.0) if bounded else None,
-            "weight_saturation_high": np.mean(weight >= 1.4) if bounded else None,
-            "weight_ess": weight.sum() ** 2 / (weight.size * (weight**2).sum()),
             **{f"weight_{name}_gradient": None for name in ("mean", "saturation_low", "saturation_high")},
             "zero_std_groups": int((spread == 0).sum()),
             "completion_length_mean": float(length),
             "truncated_fraction": 0.0,
             "tokens": n * length,
-            "generated_tokens": n * length,
             "redrawn_groups": 0,
             "lr": 1e-4,
             "generation_s": 0.5,
@@ -304,11 +296,8 @@ def _probed_tokens(world: World, rows: dict[str, Any]) -> dict[str, Any]:
         "score_norm_local": score * 0.95,
         "score_norm": score,
         "score_norm_std_error": np.zeros_like(score),
-        "score_norm_method": "exact",
         "attribution": push / totals[rows["update"]],
-        "update_attribution": push / push.sum() * 0.8,
         "heldout_influence": influence,
-        "sharp_alignment": rng.random(rest.size),
     }
 
 
@@ -340,7 +329,6 @@ def _eval_row(writer: TraceWriter, step: int, split: str, level: str, n: int, hi
             "std_error": np.sqrt(share * (1 - share) / (n - 1)),
             "pass_at_k": share,
             "reward_mean": 3 * share - (1 - share),
-            "heldout_loss": None,
             "temperature": temperature,
         },
     )

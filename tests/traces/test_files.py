@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -38,9 +37,8 @@ from sharpscope.traces import (
     update_run_info,
     write_reductions,
 )
-from sharpscope.traces import files as files_module
 from sharpscope.traces.rules import impossible, mismatch
-from tests.traces.rows import new_run, rows, two_parts
+from tests.traces.rows import damage_part, new_run, rows, two_parts
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,18 +141,6 @@ def test_a_folder_of_ones_own_is_no_start_that_was_killed(tmp_path, name):
     assert [p for p in (tmp_path / "mine").rglob("*") if p.is_file()] == [path] and path.read_text() == "# my own"
 
 
-def test_run_json_is_old_or_new_when_the_write_fails(tmp_path, monkeypatch):
-    run = new_run(tmp_path / "a")
-
-    def fail(aside, final):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(files_module, "publish", fail)
-    with pytest.raises(KeyboardInterrupt):
-        update_run_info(run, status="finished")
-    assert load_run(run).info["status"] == "running" and not list(run.glob(".*.tmp"))
-
-
 HELD = """
 import sys
 from sharpscope.traces import RunLock
@@ -202,10 +188,7 @@ def test_a_cut_part_is_named_and_set_aside(tmp_path, share):
 
 def test_a_damaged_page_sets_the_whole_part_aside_for_all_columns(tmp_path):
     run, (first, _) = two_parts(tmp_path / "a")
-    place = pq.read_metadata(first).row_group(0).column(4)  # token_id
-    content = bytearray(first.read_bytes())
-    content[place.dictionary_page_offset + place.total_compressed_size - 1] ^= 255
-    first.write_bytes(content)
+    damage_part(first, "token_id")
     loaded = load_run(run)
     assert set(loaded.tokens(columns=["step"])["step"]) == {1, 2}  # its page is sound, and nobody has looked further
     with pytest.warns(DamagedPartWarning):
@@ -237,16 +220,6 @@ def test_rewind_removes_what_lies_after_a_step_and_can_be_repeated(tmp_path):
     assert not load_run(run).verify()
 
 
-def damage_part(part: Path, column: str) -> None:
-    """Flip one bit in the last page of a column, so that only readers of that column notice."""
-    metadata = pq.read_metadata(part)
-    place = metadata.row_group(metadata.num_row_groups - 1).column(metadata.schema.names.index(column))
-    start = place.dictionary_page_offset if place.has_dictionary_page else place.data_page_offset
-    content = bytearray(part.read_bytes())
-    content[start + place.total_compressed_size - 1] ^= 1
-    part.write_bytes(content)
-
-
 @pytest.mark.parametrize("together", [False, True], ids=["a part a step", "a part on both sides"])
 def test_a_damaged_part_does_not_give_rows_twice_after_a_rewind(tmp_path, together):
     run = new_run(tmp_path / "a")
@@ -269,10 +242,9 @@ def test_a_damaged_part_does_not_give_rows_twice_after_a_rewind(tmp_path, togeth
         warnings.simplefilter("ignore", DamagedPartWarning)
         counts = loaded.tokens(columns=columns).groupby("step").size().to_dict()
     if together:  # what it held of steps 4 and 5 is lost, and said to be
-        name = f"traces/tokens/damaged-{last.name}"
+        name = f"traces/tokens/.damaged-{last.name}"
         assert counts == dict.fromkeys((1, 2, 3, 6, 7), 3)
-        assert list(rewound) == list(loaded.damaged) == list(loaded.verify()) == [name]
-        assert "its pages cannot be read" in rewound[name] and "a resume found it" in loaded.damaged[name]
+        assert list(rewound) == [name] and "its pages cannot be read" in rewound[name] and not loaded.verify()
     else:
         assert counts == dict.fromkeys(range(1, 8), 3) and not loaded.verify() and not rewound
 
@@ -333,11 +305,6 @@ def test_a_pack_gives_the_runs_that_went_in(packed):
     assert list(load_runs(packed).by_name)[:2] == ["pack/deep/grpo-sg-s0", "pack/grpo-s0"]
 
 
-def test_commands_read_a_packed_run(packed):
-    result = CliRunner().invoke(app, ["show", str(packed / "pack" / "grpo-s0")])
-    assert result.exit_code == 0 and "grpo" in result.output
-
-
 def test_mistakes_are_named(packed, tmp_path):
     (tmp_path / "empty").mkdir()
     for to in ("packed", "reduced"):
@@ -367,10 +334,9 @@ def test_damage_is_told(packed, tmp_path):
     run = load_run(tmp_path / "pack" / "deep" / "grpo-sg-s0")
     with pytest.warns(sharpscope.traces.DamagedPartWarning, match=r"steps.parquet is set aside"):
         assert run.steps.empty
-    shutil.copytree(packed / "pack", tmp_path / "cut")
-    (tmp_path / "cut" / "steps.parquet").write_bytes(content[:-20])
-    with pytest.raises(UserError, match=r"cut: a file cannot be read \(truncated.*; restore it"):
-        load_runs(tmp_path / "cut")
+    (tmp_path / "pack" / "runs.parquet").write_bytes(b"rubbish")
+    with pytest.raises(UserError, match=r"runs.parquet: cannot be read .*; restore it"):
+        load_runs(tmp_path / "pack")
 
 
 # -- Rules on the sampler's log-probabilities by value
@@ -413,10 +379,3 @@ TRAINER = -np.linspace(0.2, 2, 20)
 )
 def test_what_cannot_be(sampler, share, why):
     assert impossible(TRAINER, sampler) == (share, why)
-
-
-def test_what_may_be():
-    assert impossible(np.full(20, -0.01), np.zeros(20)) == (0.0, "")  # nearly certain tokens round to 0
-    assert impossible(np.full(20, -1.0), np.full(20, -1.0)) == (0.0, "")  # the trainer's are one value too
-    assert impossible(TRAINER[:5], np.full(5, -1.0)) == (0.0, "")  # too few to tell
-    assert impossible(np.array([]), np.array([])) == (0.0, "")

@@ -17,8 +17,6 @@ from sharpscope.traces import (
     TraceWriter,
     create_run_info,
     load_run,
-    schema_markdown,
-    timing_columns,
     update_run_info,
 )
 from tests.traces.rows import INFO, new_run, rows, token_rows
@@ -56,16 +54,6 @@ def test_null_is_not_recorded_and_nan_is_recorded(tmp_path):
     assert table["update"].to_pylist() == [None, 1, 1, 2]
 
 
-def test_probe_columns_may_be_left_out_and_are_there_as_nulls(tmp_path):
-    run = new_run(tmp_path / "a")
-    kept = {c.name for c in TABLES["tokens"].columns if not c.probe}
-    with TraceWriter(run) as writer:
-        writer.append("tokens", {name: value for name, value in token_rows().items() if name in kept})
-    frame = load_run(run).tokens()
-    assert list(frame) == [*TABLES["tokens"].names, "text"]
-    assert frame[[c.name for c in TABLES["tokens"].columns if c.probe]].isna().all().all()
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -97,10 +85,10 @@ def test_scalars_fill_all_rows_and_alone_make_one(tmp_path):
     }
     with TraceWriter(run) as writer:
         assert writer.append("events", event) == 1
-        assert writer.append("tokens", token_rows(score_norm_method="exact", weight=torch.tensor(1.5))) == 4
+        assert writer.append("tokens", token_rows(score_norm_by_layer="{}", weight=torch.tensor(1.5))) == 4
     assert load_run(run).events.iloc[0]["message"] == "m"
-    frame = load_run(run).tokens(columns=["score_norm_method", "weight"])
-    assert frame["score_norm_method"].tolist() == ["exact"] * 4 and frame["weight"].tolist() == [1.5] * 4
+    frame = load_run(run).tokens(columns=["score_norm_by_layer", "weight"])
+    assert frame["score_norm_by_layer"].tolist() == ["{}"] * 4 and frame["weight"].tolist() == [1.5] * 4
 
 
 @pytest.mark.parametrize(
@@ -146,31 +134,14 @@ def test_text_without_utf8_and_parts_that_are_not_finite_survive(tmp_path):
     assert json.loads(frame["reward_parts"][0]) == {"a": None}
 
 
-def test_numbering_goes_on_and_nothing_is_overwritten(tmp_path):
-    run = new_run(tmp_path / "a")
-    for step in (1, 2, 3):
-        with TraceWriter(run) as writer:
-            writer.append("steps", rows("steps", step, 1))
-    assert [p.name[:11] for p in sorted((run / "traces/steps").iterdir())] == [
-        "part-000000",
-        "part-000001",
-        "part-000002",
-    ]
-    assert load_run(run).steps["step"].tolist() == [1, 2, 3]
-
-
 def test_run_info_is_whole_and_checked(tmp_path):
     run = new_run(tmp_path / "a")
     update_run_info(run, status="finished", steps_done=3)
     info = load_run(run).info
     assert info["status"] == "finished" and info["steps_done"] == 3 and info["schema_version"] == SCHEMA_VERSION
     assert load_run(run).config == INFO["config"]
-    with pytest.raises(ValueError, match="status"):
-        update_run_info(run, status="done")
     with pytest.raises(FileExistsError):
         create_run_info(run, INFO)
-    with pytest.raises(ValueError, match="needs seed"):
-        create_run_info(tmp_path, {k: v for k, v in INFO.items() if k != "seed"})
 
 
 def test_a_token_row_costs_at_most_64_bytes(tmp_path):
@@ -184,28 +155,3 @@ def test_a_token_row_costs_at_most_64_bytes(tmp_path):
         writer.append("tokens", {name: value for name, value in columns.items() if name not in probes})
     (path,) = (run / "traces/tokens").iterdir()
     assert path.stat().st_size / count <= 64
-
-
-def test_metadata_of_every_field_holds_unit_and_definition(tmp_path):
-    run = new_run(tmp_path / "a")
-    with TraceWriter(run) as writer:
-        for table in TABLES:
-            writer.append(table, rows(table, 1))
-    for table in TABLES.values():
-        (path,) = (run / "traces" / table.name).glob("part-*.parquet")
-        schema = pq.read_schema(path)
-        assert schema.metadata[b"sharpscope.schema_version"] == str(SCHEMA_VERSION).encode()
-        for column in table.columns:
-            metadata = schema.field(column.name).metadata
-            assert metadata == {b"unit": column.unit.encode(), b"definition": column.definition.encode()}
-            assert schema.field(column.name).nullable == column.nullable
-
-
-def test_schema_text_has_every_column():
-    text = schema_markdown()
-    for table in TABLES.values():
-        assert f"## {table.name}\n" in text
-        for column in table.columns:
-            assert f"| {column.name} | {column.type} | " in text and column.unit and column.definition
-    assert "## eval" not in schema_markdown(["steps"])
-    assert timing_columns("steps") == ["generation_s", "training_s", "recording_s"]

@@ -25,7 +25,6 @@ from sharpscope.config.training import OptimizerSpec
 from sharpscope.errors import UserError
 from sharpscope.objective import Method, named_method, policy_loss
 from sharpscope.policy import load_policy
-from sharpscope.policy.rollouts import join_rollouts
 from sharpscope.policy.scoring import Scorer
 from sharpscope.policy.token_stats import flat_proxy
 from sharpscope.recording.norms import Norms
@@ -117,29 +116,6 @@ def test_gradient_does_not_depend_on_microbatches_or_shared_prompts(world, metho
         torch.testing.assert_close(again.tokens.loss_coef, learned.tokens.loss_coef, rtol=1e-5, atol=1e-7)
 
 
-def test_gradient_does_not_depend_on_padding(world):
-    policy, drawn = world
-    rollouts = drawn.rollouts
-    one = rollouts.rows(torch.arange(len(rollouts)))
-    # joined with itself and cut again, the rows are as they were; widened by a long empty row they are padded
-    wide = join_rollouts(one, one).rows(torch.arange(len(rollouts)))
-    pad = torch.nn.functional.pad
-    wide = type(rollouts)(
-        **{
-            **{name: getattr(wide, name) for name in ("group", "truncated", "texts", "reward", "sampler_logp")},
-            "input_ids": pad(wide.input_ids, (3, 5)),
-            "attention_mask": pad(wide.attention_mask, (3, 5)),
-            "completion_ids": pad(wide.completion_ids, (0, 5)),
-            "completion_mask": pad(wide.completion_mask, (0, 5)),
-            "behavior_logp": pad(wide.behavior_logp, (0, 5)),
-        }
-    )
-    reference, _ = gradient(policy, drawn, "grpo-sg")
-    padded = type(drawn)(drawn.examples, wide, drawn.rewards, drawn.advantage, 0)
-    other, _ = gradient(policy, padded, "grpo-sg")
-    torch.testing.assert_close(other[0], reference[0], rtol=1e-6, atol=1e-8)
-
-
 def test_gradient_is_the_sum_of_loss_coef_times_score(world):
     """∇L = Σ_t c_t ∇log π_t, by a loop over tokens without any of the training's machinery."""
     policy, drawn = world
@@ -159,37 +135,6 @@ def test_gradient_is_the_sum_of_loss_coef_times_score(world):
     torch.testing.assert_close(found[0], total, rtol=1e-4, atol=1e-6 * float(total.abs().max()))
 
 
-def test_a_float64_run_computes_in_float64_from_the_rewards_on(world):
-    """Advantages in Python floats, and coefficients −A/(n·length) at ratio 1; float32 would be wrong by 1e-8."""
-    policy, drawn = world
-    rollouts, seen = drawn.rollouts, []
-    learned = learn(learner_of(policy), drawn, before_step=lambda update: seen.append(update.loss_coef))
-    for row, label in enumerate(rollouts.group.tolist()):
-        mine = [r for r, g in zip(rollouts.reward.tolist(), rollouts.group.tolist(), strict=True) if g == label]
-        mean = math.fsum(mine) / len(mine)
-        std = math.sqrt(math.fsum((r - mean) ** 2 for r in mine) / (len(mine) - 1))
-        advantage = (float(rollouts.reward[row]) - mean) / (std + 1e-4)
-        length = int(rollouts.lengths[row])
-        wanted = -advantage / (len(rollouts) * length)
-        assert float(drawn.advantage[row]) == pytest.approx(advantage, abs=1e-14)
-        for found in (seen[0], learned.tokens.loss_coef):
-            assert found[row, :length].tolist() == pytest.approx([wanted] * length, abs=1e-15)
-        assert learned.tokens.advantage[row, :length].tolist() == pytest.approx([advantage] * length, abs=1e-14)
-    assert drawn.advantage.abs().max() > 0
-
-
-def test_the_first_update_is_on_policy(world):
-    policy, drawn = world
-    _, learned = gradient(policy, drawn, "grpo-sg")
-    mask = drawn.rollouts.completion_mask.bool()
-    torch.testing.assert_close(
-        learned.tokens.ratio[mask], torch.ones(int(mask.sum())), rtol=0, atol=1e-12, check_dtype=False
-    )
-    assert not learned.tokens.clipped.any()
-    gap = (learned.tokens.stats.logp - drawn.rollouts.behavior_logp)[mask].abs().max()
-    assert float(gap) < 1e-5
-
-
 def test_mini_batches_and_lopti_use_every_token_once(world):
     policy, drawn = world
     mask = drawn.rollouts.completion_mask.bool()
@@ -205,26 +150,6 @@ def test_mini_batches_and_lopti_use_every_token_once(world):
     _, learned = gradient(policy, drawn, "lopti")
     rare = learned.tokens.stats.logp.exp() < named_method("lopti").passes.eta
     assert torch.equal(learned.tokens.update[mask] == 0, rare[mask])
-
-
-@pytest.mark.parametrize("name", ["grpo", "dapo"])
-@pytest.mark.parametrize("changes", [{}, {"mini_batches": 2}], ids=["one", "two updates"])
-def test_truncated_completions_can_be_masked(world, name, changes):
-    """They have no gradient and keep their place in the groups: the others' gradient, over all completions or their tokens."""
-    policy, drawn = world
-    rows = torch.arange(len(drawn.rollouts))
-    cut = rows % 3 == 1
-    masked = replace(drawn, rollouts=replace(drawn.rollouts, truncated=cut))
-    method = named_method(name).model_copy(update={"truncated": "mask"})
-    found, learned = gradient(policy, masked, method, **changes)
-    if not changes:
-        rest = replace(drawn, rollouts=drawn.rollouts.rows(~cut), advantage=drawn.advantage[~cut])
-        alone, _ = gradient(policy, rest, name)
-        scale = float((~cut).double().mean()) if name == "grpo" else 1.0
-        torch.testing.assert_close(found[0], scale * alone[0], rtol=1e-4, atol=1e-6 * float(alone[0].abs().max()))
-    assert not learned.tokens.loss_coef[cut].any()
-    assert (learned.tokens.update[cut] == -1).all()
-    assert (learned.tokens.update[drawn.rollouts.completion_mask.bool() & ~cut[:, None]] >= 0).all()
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2])
@@ -377,20 +302,13 @@ def test_groups_without_an_advantage_have_no_backward_pass_and_change_nothing(wo
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-13)
     for one, other in zip(learned.updates, all_learned.updates, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-9, abs=1e-13)
-        assert vars(one.summary) == pytest.approx(vars(other.summary), rel=1e-9, abs=1e-13, nan_ok=True)
+        assert one.summary == pytest.approx(other.summary, rel=1e-9, abs=1e-13, nan_ok=True)
     one, other = learned.tokens, all_learned.tokens
     for mine, theirs in (
         *zip(one.tensors(), other.tensors(), strict=True),
         *((one.uses, other.uses), (one.uses_low, other.uses_low), (one.uses_high, other.uses_high), (one.kl, other.kl)),
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-13, equal_nan=True)
-
-
-def test_an_update_without_any_advantage_still_has_a_gradient_of_zeros(world):
-    """AdamW's momentum moves the weights also then; a gradient of None would leave them."""
-    policy, drawn = world
-    found, _ = gradient(policy, replace(drawn, advantage=torch.zeros_like(drawn.advantage)))
-    assert len(found) == 1 and float(found[0].abs().max()) == 0.0
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gmpo", "entropy"])
@@ -401,11 +319,11 @@ def test_the_loss_by_prompt_has_the_updates_loss_as_mean(world, name):
         method = method.model_copy(update={"entropy": FixedEntropyBonus(coef=0.1)})
     found = []
 
-    def before(update):
+    def before(loss_fn, _):
         with torch.no_grad():
             for parameter in policy.model.parameters():
                 parameter.mul_(1.01)  # the ratios are no longer 1
-        found.append(update.loss_fn())
+        found.append(loss_fn())
 
     before_weights = copy.deepcopy(policy.model.state_dict())
     learn(learner_of(policy, microbatch_tokens=40), drawn, method, before_optimizer=before)
@@ -415,11 +333,11 @@ def test_the_loss_by_prompt_has_the_updates_loss_as_mean(world, name):
     policy.model.load_state_dict(before_weights)
     whole = []
 
-    def of_whole(update):
+    def of_whole(loss_fn, _):
         with torch.no_grad():
             for parameter in policy.model.parameters():
                 parameter.mul_(1.01)
-        whole.append(float(update.loss_fn().mean()))
+        whole.append(float(loss_fn().mean()))
 
     learn(learner_of(policy), drawn, method, before_optimizer=of_whole)
     assert float(values.mean()) == pytest.approx(whole[0], rel=1e-9)
@@ -737,16 +655,12 @@ def test_the_clip_by_module_bounds_a_spike_where_it_is(world):
     spiked = [p for p in observed.parameters if "down_proj" in names[id(p)]]
     hooks = [p.register_hook(lambda g: 10.0 * g) for p in spiked]
     before, after = {}, {}
-    original = updates_module._scale_gradients
 
-    def watched(parameters, factors):
-        before.update({id(p): p.grad.clone() for p in parameters})
-        original(parameters, factors)
-        after.update({id(p): p.grad.clone() for p in parameters})
+    def watch(into):
+        into.update({id(p): p.grad.clone() for p in observed.parameters})
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(updates_module, "_scale_gradients", watched)
-        second = learn(observed, drawn, method)
+    hooks.append(observed.optimizer.register_step_pre_hook(lambda *_: watch(after)))
+    second = learn(observed, drawn, method, before_step=lambda _: watch(before))
     for hook in hooks:
         hook.remove()
     groups = {}

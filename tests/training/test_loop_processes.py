@@ -30,7 +30,6 @@ RECORDED = {
     "probes.prompts": 2,
     "probes.heldout_prompts": 2,
     "rollout.prompts_per_step": 5,
-    "recording.update_attribution": True,
     "evaluation.prompts": 3,
     "evaluation.temperatures": [1.0],
 }
@@ -47,7 +46,7 @@ CASES = {
     "covariance": {"method": "clip-cov", "method.tokens.share": 0.1},
     "flat": {"task.factory": "tests.toy_task:half_flat", "update.mini_batches": 2},  # groups without a backward pass
     "dynamic": {"method": "dapo", "task.factory": "tests.toy_task:half_flat"},
-    "sam": {"method": "grpo-sam", "recording.update_attribution": False},
+    "sam": {"method": "grpo-sam"},
     "token_baseline": {"method": "otb", "update.mini_batches": 2},
     "probed": {
         "probes.every": 1,

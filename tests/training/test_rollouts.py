@@ -9,17 +9,14 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import sharpscope
 from sharpscope.policy import SamplingSpec, draw_completions, load_policy
 from sharpscope.policy.scoring import Scorer
-from sharpscope.probes import ProbeSet
-from sharpscope.recording.rows import clipped_weight_share, completion_advantage, pass_at_k
+from sharpscope.recording.rows import clipped_weight_share, completion_advantage, prompt_pass_at_k
 from sharpscope.seeds import derive
 from sharpscope.tasks import make_task
 from sharpscope.training import train
-from sharpscope.training.checkpoint import checkpoints
 from sharpscope.training.evaluate import evaluate
 from sharpscope.training.rollouts import DataOrder, draw_rollouts
 from tests.oracles import objective as oracle
@@ -77,19 +74,6 @@ def test_groups_with_a_reward_that_is_not_finite_are_left_out_of_the_steps_stati
         rows = oracle.whitened(as_oracle(batch, keep), baseline=False)
         found, wanted = torch.stack([found[k] for k in rows]), list(rows.values())
     assert found.tolist() == pytest.approx(wanted, abs=1e-9) and np.std(wanted) > 0.1
-
-
-def test_the_parts_of_the_reward_reach_gdpo(toy_config):
-    batch = drawn(toy_config(method="gdpo", task__factory="tests.toy_task:two_parts"))
-    assert {len(reward.parts) for reward in batch.rewards} == {1, 2}
-    wanted = oracle.decoupled(as_oracle(batch), {"answer": 1.0, "format": 1.0})
-    assert batch.advantage.tolist() == pytest.approx(wanted, abs=1e-9) and np.std(wanted) > 0.1
-
-
-def test_maxrl_goes_by_correctness(toy_config):
-    batch = drawn(toy_config(method="maxrl"))
-    wanted = oracle.mean_scaled(as_oracle(batch), [float(reward.correct) for reward in batch.rewards])
-    assert batch.advantage.tolist() == pytest.approx(wanted, abs=1e-9) and np.std(wanted) > 0.1
 
 
 def test_groups_without_a_gradient_are_those_whose_advantages_are_zero(toy_config):
@@ -201,23 +185,7 @@ def test_a_run_with_a_divergence_in_the_reward(toy_config):
     parts = run.rollouts["reward_parts"].map(json.loads).map(lambda part: part["kl"])
     first = run.rollouts["step"] == 1
     assert np.abs(parts[first]).max() < 1e-5 < np.abs(parts[~first]).max()
-    assert (run.steps["kl"].iloc[1] > 0) and run.steps["generated_tokens"].tolist() == run.steps["tokens"].tolist()
-
-
-def test_tokens_of_redrawn_groups_are_counted(toy_config):
-    config = toy_config(
-        method="dapo", method__sampling__max_redraws=2, task__factory="tests.toy_task:wrong_but_rewarded"
-    )
-    batch, once = (
-        drawn(config),
-        drawn(
-            config.model_copy(
-                update={"method": config.method.model_copy(update={"sampling": type(config.method.sampling)()})}
-            )
-        ),
-    )
-    assert once.generated_tokens == int(once.rollouts.completion_mask.sum())
-    assert batch.generated_tokens > once.generated_tokens + int(batch.rollouts.completion_mask.sum())
+    assert run.steps["kl"].iloc[1] > 0
 
 
 # -- pass@k against enumeration, and the standard error with prompts as clusters
@@ -230,7 +198,7 @@ def test_pass_at_k_is_the_mean_over_all_subsets(k):
     correct = np.array([[1, 0, 0, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 1, 0, 0, 0]], dtype=bool)
     subsets = list(itertools.combinations(range(5), k))
     expected = np.mean([[row[list(subset)].any() for subset in subsets] for row in correct])
-    assert pass_at_k(correct, k) == pytest.approx(expected)
+    assert prompt_pass_at_k(correct, k).mean() == pytest.approx(expected)
 
 
 def test_rows_against_counting_by_hand(toy_config):
@@ -303,40 +271,3 @@ def test_batches_change_no_draw(world, size, monkeypatch):
     whole = evaluate(policy, task, spec=spec, **SETTINGS)
     monkeypatch.setattr(evaluation, "BATCH_COMPLETIONS", size)
     assert evaluate(policy, task, spec=spec, **SETTINGS) == whole
-
-
-def test_the_heldout_loss_is_the_mean_nll_of_the_stored_solutions(toy_config):
-    """Of each level of the held-out split, at every temperature, before training and after; against a loop over solutions."""
-    config = toy_config(
-        recording__heldout_influence_every=1,
-        probes__prompts=2,
-        probes__heldout_prompts=8,
-        steps=1,
-        rollout__max_new_tokens=120,
-        rollout__temperature=0.9,
-        update__microbatch_tokens=64,
-        evaluation__splits=["heldout", "train"],
-    )
-    train(config)
-    run = sharpscope.load_run(config.run_dir)
-    items = [item for item in ProbeSet.load(config.run_dir / "probe_set.parquet").items if item.solution]
-    assert items
-    for step, folder in ((0, config.policy.model), (1, checkpoints(config.run_dir)[-1])):
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        rows = run.eval[run.eval["step"] == step]
-        assert len(rows)
-        for row in rows.itertuples():
-            total, count = 0.0, 0
-            for item in items:
-                if (item.split, str(item.example.meta["level"])) == (row.split, row.level):
-                    ids = torch.tensor([[*item.prompt_ids, *item.solution]])
-                    with torch.no_grad():
-                        logp = torch.log_softmax(model(input_ids=ids).logits[0, :-1] / 0.9, dim=-1)
-                    first = len(item.prompt_ids) - 1
-                    total -= float(logp.gather(1, ids[0, 1:, None])[first:].sum())
-                    count += len(item.solution)
-            if count:
-                assert row.heldout_loss == pytest.approx(total / count, rel=1e-5)
-            else:
-                assert np.isnan(row.heldout_loss)
-    assert run.eval["heldout_loss"].notna().any()

@@ -41,7 +41,6 @@ COLUMNS = {
     "score": "score_norm_local",
     "exact": "score_norm",
     "influence": "heldout_influence",
-    "update": "update_attribution",
     "ratio": "ratio",
     "clipped": "clipped",
     "polarity": "polarity",

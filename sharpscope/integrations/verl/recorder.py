@@ -50,7 +50,7 @@ from sharpscope.recording.norms import (
 )
 from sharpscope.recording.observers import critical_rows
 from sharpscope.recording.rows import update_columns
-from sharpscope.recording.step import UpdateResult, UpdateSummary, UpdateTokens
+from sharpscope.recording.step import UpdateResult, UpdateTokens
 from sharpscope.rules import Event
 from sharpscope.traces import RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
 from sharpscope.traces.files import now
@@ -529,7 +529,7 @@ class VerlRecorder(Guard):
         self.lock.__exit__(None, None, None)
 
 
-def _summary(log_ratio: np.ndarray) -> UpdateSummary:
+def _summary(log_ratio: np.ndarray) -> dict[str, float]:
     """Statistics of the ratios of an update's tokens over all processes."""
     change = torch.from_numpy(log_ratio)
     tokens = UpdateTokens.zeros(change.shape, torch.float64)

@@ -20,7 +20,6 @@ const Tokens = (() => {
     ["weight", "token weight", "the method's factor; 1 where not given"],
     ["score", "score norm", "‖∇ ln π‖ over all parameters, without terms through other positions"],
     ["exact", "score norm, exact", "‖∇ ln π‖ over all parameters"],
-    ["update", "share of the update", "signed part of the optimizer's squared step"],
     ["influence", "held-out influence [nats]", "first-order fall of the held-out loss per unit of learning rate"],
   ];
 
