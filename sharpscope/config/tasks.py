@@ -89,18 +89,6 @@ class MathSpec(Spec):
         return self
 
 
-class GymSpec(Spec):
-    """A data set of reasoning-gym with its scorer."""
-
-    kind: Literal["gym"] = "gym"
-    name: str = Field("", description="name of the data set in reasoning-gym")
-    options: dict[str, Any] = Field({}, description="options of the data set, with reasoning-gym's names")
-    train_size: int = Field(900, ge=1, le=1_000_000, description="training questions")
-    heldout_size: int = Field(200, ge=0, le=1_000_000, description="held-out questions; 0: none")
-    template: Template = Field("{prompt}\n", description="prompt template; the question replaces {prompt}")
-    seed: int = Field(0, ge=0, description="seed of the questions (not of training)")
-
-
 class ColumnsSpec(Spec):
     """Column names of a data set; a dot selects a nested column (`reward_model.ground_truth`)."""
 
@@ -205,7 +193,5 @@ class ToolQaSpec(Spec):
         return self
 
 
-TaskSpec = Annotated[
-    KnightsKnavesSpec | MathSpec | ToolQaSpec | GymSpec | DatasetSpec | CustomSpec, Field(discriminator="kind")
-]
+TaskSpec = Annotated[KnightsKnavesSpec | MathSpec | ToolQaSpec | DatasetSpec | CustomSpec, Field(discriminator="kind")]
 """Configuration of any task; the field `kind` selects the model."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from sharpscope.config import Spec
-from sharpscope.config.tasks import CustomSpec, DatasetSpec, GymSpec, KnightsKnavesSpec, MathSpec, ToolQaSpec
+from sharpscope.config.tasks import CustomSpec, DatasetSpec, KnightsKnavesSpec, MathSpec, ToolQaSpec
 from sharpscope.errors import UserError, nearest
 from sharpscope.tasks.base import Example, InteractiveTask, Reward, Task, respond_all
 from sharpscope.tasks.custom import register_task, registered_tasks
@@ -20,7 +20,6 @@ _FACTORIES: dict[type[Spec], str] = {
     KnightsKnavesSpec: "knights_knaves:KnightsKnaves",
     MathSpec: "math_task:MathTask",
     ToolQaSpec: "tool_qa:ToolQa",
-    GymSpec: "gym:GymTask",
     DatasetSpec: "dataset:DatasetTask",
     CustomSpec: "custom:make_custom",
 }
@@ -44,15 +43,13 @@ def task_choice(text: str) -> Mapping[str, Any]:
     """Convert the short form of a task on the command line to configuration fields.
 
     Args:
-        text: a kind (`knights_knaves`), `gym:NAME`, the name of a registered task, or an import path `module:function`.
+        text: a kind (`knights_knaves`), the name of a registered task, or an import path `module:function`.
 
     Raises:
         UserError: `text` is none of these.
     """
     if text in task_specs and text != "custom":
         return {"kind": text}
-    if text.startswith("gym:"):
-        return {"kind": "gym", "name": text[len("gym:") :]}
     if ":" in text or text in registered_tasks():
         return {"kind": "custom", "factory": text}
     raise UserError(f"task = '{text}': unknown{nearest(text, {*task_specs, *registered_tasks()} - {'custom'})}")

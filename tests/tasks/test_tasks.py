@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharpscope.errors import UserError
-from sharpscope.tasks import DatasetSpec, GymSpec, KnightsKnavesSpec, MathSpec, ToolQaSpec, make_task
+from sharpscope.tasks import DatasetSpec, KnightsKnavesSpec, MathSpec, ToolQaSpec, make_task
 
 pytest.importorskip("bm25s", reason="needs the optional library bm25s")
 SIZES = {"train_size": 15, "heldout_size": 8}
@@ -21,8 +21,6 @@ SPECS = {
         families=("arithmetic", "linear", "modular"), levels=(1, 2), unseen_levels=(3,), **UNSEEN, seed=seed
     ),
     "tool_qa": lambda seed: ToolQaSpec(hops=(1, 2), unseen_hops=(3,), **UNSEEN, seed=seed),
-    "gym:chain_sum": lambda seed: GymSpec(name="chain_sum", **SIZES, seed=seed),
-    "gym:simple_equations": lambda seed: GymSpec(name="simple_equations", **SIZES, seed=seed),
 }
 
 
@@ -30,8 +28,6 @@ SPECS = {
 @settings(max_examples=3, deadline=None)
 @given(seeds=st.tuples(st.integers(0, 2**40), st.integers(0, 2**40)))
 def test_generated_splits_share_nothing_and_no_other_seed_trains_on_what_is_held_out(name, seeds):
-    if name.startswith("gym:"):
-        pytest.importorskip("reasoning_gym", reason="needs the optional library reasoning-gym")
     first, second = (make_task(SPECS[name](seed)).splits() for seed in seeds)
     for splits in (first, second):
         prompts = {split: [example.prompt for example in examples] for split, examples in splits.items()}
