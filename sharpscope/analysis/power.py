@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -13,14 +13,12 @@ from sharpscope.analysis.claims.base import PairedClaim, Verdict, clusters_neede
 from sharpscope.analysis.claims.registry import CLAIMS, judge
 from sharpscope.analysis.measures import GREEDY, SAMPLED, answer_noise, last_evaluation
 from sharpscope.analysis.study import Study
-from sharpscope.config import ClaimsSpec, RunConfig, method_label
+from sharpscope.config import ClaimsSpec
 
 TARGET = 0.8
 RECOMMENDED = 8
 """Pairs below which the normal model of power is worst: sign flips of six pairs need near unanimity."""
 MOST = 1_000
-FEWEST_SAMPLES = 8
-"""Completions per probe prompt that sharpness of the expected failure needs."""
 NOTE = (
     "n: pairs of runs with one seed, or the claim's own unit. SD: its 90 % interval in brackets; at least: from the sampling of answers "
     "alone. Power here: chance of supported with the effect at the margin / of refuted without an effect, by Student's t. n for 80 % of "
@@ -162,34 +160,3 @@ def answers_of_pair(study: Study) -> tuple[float, str] | None:
 def power_table(powers: Sequence[Power]) -> pd.DataFrame:
     """One row per claim."""
     return pd.DataFrame([power.row() for power in powers])
-
-
-def planned(configs: Mapping[str, RunConfig], terms: ClaimsSpec) -> list[str]:
-    """What runs with these configurations (by name) cannot decide, one line each."""
-    seeds: dict[str, set[int]] = {}
-    for config in configs.values():
-        seeds.setdefault(method_label(config.method), set()).add(config.seed)
-    listed = ", ".join(f"{method} ({len(own)})" for method, own in sorted(seeds.items()))
-    lines = [f"planned: {len(configs)} runs of {listed}"]
-    for field, method in (("baseline", terms.baseline), ("treatment", terms.treatment)):
-        if method not in seeds:
-            lines.append(f"no run of the {field} {method}: no claim that compares methods can be tested")
-    pairs = len(seeds.get(terms.baseline, set()) & seeds.get(terms.treatment, set()))
-    fewest = clusters_needed(terms.level)
-    advice = f"too few for a verdict, {fewest} is the least; " if pairs < fewest else ""
-    advice = f": {advice}{RECOMMENDED} or more are advised" if pairs < RECOMMENDED else ""
-    if pairs:
-        lines.append(f"{pairs} pairs of {terms.treatment} and {terms.baseline}{advice}")
-    config = next(iter(configs.values()))
-    if not config.evaluation.every or 0 not in config.evaluation.temperatures:
-        lines.append("C7, C10, C14: no greedy evaluation; set evaluation.temperatures to [0, 1] and evaluation.every")
-    probes = config.probes
-    if "expected_failure" not in probes.functionals:
-        lines.append("C4, C6: no sharpness of expected_failure; add it to probes.functionals")
-    elif probes.samples < FEWEST_SAMPLES:
-        lines.append(
-            f"C4, C6: {probes.samples} completions per probe prompt; set probes.samples to {FEWEST_SAMPLES} or more"
-        )
-    if "expected_failure" in probes.functionals and probes.rho == "auto":
-        lines.append("C4, C6: probes.rho is auto, so that runs share no radius; `study declare` names one to set")
-    return lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -33,13 +33,18 @@ from sharpscope.quiet import silence
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
-PANELS = {
-    "Start here": ("demo", "run", "show"),
-    "Understand runs": ("tokens", "analyze", "diagnose"),
-    "Measure a model or a method": ("probe", "rotate", "fork", "eval"),
-    "Study": ("study",),
-    "Exchange": ("import", "export"),
-    "Look up": ("methods", "config"),
+PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
+    "Start here": {"demo": running.demo, "run": running.run, "show": inspecting.show},
+    "Understand runs": {"tokens": inspecting.tokens, "analyze": inspecting.analyze, "diagnose": diagnosing.diagnose},
+    "Measure a model or a method": {
+        "probe": probing.probe,
+        "rotate": rotating.rotate,
+        "fork": forking.fork,
+        "eval": evaluating.evaluate,
+    },
+    "Study": {"study": studying.study},
+    "Exchange": {"import": importing.import_, "export": exporting.export},
+    "Look up": {"methods": describe.methods, "config": describe.config},
 }
 """Sections of --help, and the order of their commands."""
 
@@ -69,7 +74,7 @@ class _Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         order = [name for names in PANELS.values() for name in names]
-        return sorted(super().list_commands(ctx), key=lambda name: order.index(name) if name in order else len(order))
+        return sorted(super().list_commands(ctx), key=order.index)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
@@ -87,26 +92,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (
-    running,
-    evaluating,
-    inspecting,
-    diagnosing,
-    studying,
-    describe,
-    exporting,
-    importing,
-    probing,
-    rotating,
-    forking,
-):
-    module.register(app)
-_panel_of = {name: panel for panel, names in PANELS.items() for name in names}
-for command in app.registered_commands:
-    command.rich_help_panel = _panel_of.get(str(command.name), "Other")
-for group in app.registered_groups:
-    shown = group.typer_instance.info.name if group.typer_instance else None
-    group.rich_help_panel = _panel_of.get(str(group.name), _panel_of.get(str(shown), "Other"))
+for panel, commands in PANELS.items():
+    for name, command in commands.items():
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, rich_help_panel=panel)
+        else:
+            app.command(name, rich_help_panel=panel)(command)
 
 _options = {"debug": False}
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sharpscope.errors import UserError
+from sharpscope.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from sharpscope.analysis.sections import Section
 
 
 def printable(text: str) -> str:
@@ -33,16 +35,24 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def check_empty(out: Path) -> None:
-    """Check that an output folder does not exist or is empty.
+def print_sections(sections: Sequence[Section]) -> None:
+    """Print sections as text."""
+    from rich.console import Console
+
+    from sharpscope.analysis.sections import to_terminal
+
+    Console().print(to_terminal(sections))
+
+
+def check_names(option: str, given: Iterable[str], valid: Iterable[str]) -> None:
+    """Refuse names that are not valid.
 
     Raises:
-        UserError: it holds something, or is a file.
+        UserError: the first of them, with the closest valid name.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        from sharpscope.traces import free_name
-
-        raise UserError(f"--out {out}: is not empty; nothing is overwritten, use --out {free_name(out)}")
+    for name in given:
+        if name not in valid:
+            raise UserError(f"{option} {name}: unknown{nearest(name, valid)}")
 
 
 @contextmanager

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sharpscope.cli.console import check_names
+
 if TYPE_CHECKING:
     from sharpscope.config import SettingInfo
 
@@ -39,12 +41,6 @@ BASIC = (
     "checkpoint.every",
 )
 """Settings that `sharpscope config` lists."""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    app.command("methods")(methods)
-    app.command("config")(config)
 
 
 def methods(
@@ -103,7 +99,7 @@ def methods(
 def config(
     topic: Annotated[
         str | None,
-        typer.Argument(help="tasks; columns (of traces); a part such as method.weight; or a YAML file."),
+        typer.Argument(help="tasks; columns (of traces); fork; a part such as method.weight; or a YAML file."),
     ] = None,
     table: Annotated[list[str] | None, typer.Argument(help="With columns: tables; default: all.")] = None,
     every: Annotated[bool, typer.Option("--all", help="List all settings.")] = False,
@@ -127,15 +123,13 @@ def config(
 
       sharpscope config --yaml --method grpo-sg > mine.yaml
     """
-    from sharpscope.config import RunConfig, build_config, settings_of, to_yaml
+    from sharpscope.config import ForkSpec, RunConfig, build_config, settings_of, to_yaml
     from sharpscope.errors import UserError, nearest
 
     if topic == "columns":
         from sharpscope.traces import TABLES, schema_markdown
 
-        for name in table or []:
-            if name not in TABLES:
-                raise UserError(f"table '{name}': unknown{nearest(name, TABLES)}")
+        check_names("config columns", table or [], TABLES)
         typer.echo(schema_markdown(table or None), nl=False)
         return
     if yaml or method or task or set_:
@@ -144,14 +138,14 @@ def config(
         values = command_values(method=method, task=task)
         typer.echo(to_yaml(build_config(None if topic is None else Path(topic), set_ or (), values)), nl=False)
         return
-    rows = list(settings_of(RunConfig))
+    rows = list(settings_of(ForkSpec, "fork.") if topic == "fork" else settings_of(RunConfig))
     if topic is None:
         chosen = rows if every else [row for row in rows if row.path in BASIC]
     else:
         part = "task" if topic == "tasks" else topic
         chosen = [row for row in rows if row.path == part or row.path.startswith(f"{part}.")]
         if not chosen:
-            tops = {"tasks", "columns"} | {row.path for row in rows}
+            tops = {"tasks", "columns", "fork"} | {row.path for row in rows}
             raise UserError(f"config {topic}: no such setting or topic{nearest(topic, tops)}")
     _print(chosen)
     if topic is None and not every:

@@ -8,14 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sharpscope.cli.console import print_json, printable
+from sharpscope.cli.options import Json
 
 if TYPE_CHECKING:
     from sharpscope.diagnose.report import Diagnosis
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("diagnose")(diagnose)
 
 
 def diagnose(
@@ -36,7 +32,7 @@ def diagnose(
             min=2, help="Completions per prompt; estimates groups without an advantage where they are not logged."
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Say what went wrong in a training run, when it began, and what to do next, from the log that exists.
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sharpscope.cli.console import check_empty
-from sharpscope.cli.running import SET_HELP
+from sharpscope.cli.console import print_sections
+from sharpscope.cli.options import Set
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("eval")(evaluate)
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def evaluate(
@@ -45,7 +43,7 @@ def evaluate(
     ] = None,
     k: Annotated[list[int] | None, typer.Option("-k", min=1, help="k of the unbiased pass@k. Repeatable.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
-    set_: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None,
+    set_: Set = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results (eval.csv).")] = None,
 ) -> None:
     """Evaluate a policy on a task by split, level and temperature, with 95 % intervals over prompts.
@@ -60,9 +58,12 @@ def evaluate(
 
       sharpscope eval runs/first --split heldout --temperature 1 --samples 16 -k 1 -k 8
     """
-    if out is not None:
-        check_empty(out)
+    from sharpscope.analysis.sections import Section
+    from sharpscope.traces import check_free
     from sharpscope.training import evaluate_model
+
+    if out is not None:
+        check_free(out)
 
     rows = evaluate_model(
         str(model),
@@ -76,7 +77,7 @@ def evaluate(
         overrides=set_ or (),
         on_progress=lambda text: typer.echo(f"  {text}", err=True),
     )
-    _print(rows)
+    print_sections([Section(str(rows[0]["task"]), _table(rows))])
     if out is not None:
         import pandas as pd
 
@@ -85,23 +86,19 @@ def evaluate(
         typer.echo(f"Written: {out}/eval.csv")
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+def _table(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """The results with their 95 % intervals, in percent."""
+    import pandas as pd
 
     pass_at = sorted(int(name.removeprefix("pass_at_")) for name in rows[0] if re.fullmatch(r"pass_at_\d+", name))
-    repeated = any(row["k"] > 1 for row in rows)
-    columns = ["split", "level", "T", "prompts", "n", "avg@n [95 %]", *(f"pass@{k} [95 %]" for k in pass_at)]
-    columns += (["pass@n"] if repeated else []) + ["reward"]
-    table = Table(*map(escape, columns), title=escape(str(rows[0]["task"])))
+    shown = []
     for row in rows:
-        cells = [row["split"], row["level"], f"{row['temperature']:g}", str(row["n"]), str(row["k"])]
-        cells += [_with_interval(row, "accuracy")]
-        cells += [_with_interval(row, f"pass_at_{k}") if k <= row["k"] else "" for k in pass_at]
-        cells += [f"{row['pass_at_k']:.2%}"] if repeated else []
-        table.add_row(*map(escape, cells), f"{row['reward_mean']:+.3f}")
-    Console().print(table)
+        cells = {name: row[name] for name in ("split", "level")} | {"T": f"{row['temperature']:g}"}
+        cells |= {"prompts": row["n"], "n": row["k"], "avg@n [95 %]": _with_interval(row, "accuracy")}
+        cells |= {f"pass@{k} [95 %]": _with_interval(row, f"pass_at_{k}") if k <= row["k"] else "" for k in pass_at}
+        cells |= {"pass@n": f"{row['pass_at_k']:.2%}"} if any(other["k"] > 1 for other in rows) else {}
+        shown.append(cells | {"reward": f"{row['reward_mean']:+.3f}"})
+    return pd.DataFrame(shown)
 
 
 def _with_interval(row: dict[str, Any], name: str) -> str:

@@ -8,15 +8,11 @@ from typing import Annotated
 import typer
 
 from sharpscope.cli.console import printable, progress
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("export")(export)
+from sharpscope.cli.options import Runs
 
 
 def export(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs.")],
+    runs: Runs,
     to: Annotated[str, typer.Option(help="tensorboard | wandb (each needs its extra) | packed | reduced.")],
     out: Annotated[Path, typer.Option(help="Folder that is written.")] = Path("logs"),
     project: Annotated[str, typer.Option(help="Project of the logger (not for TensorBoard).")] = "sharpscope",

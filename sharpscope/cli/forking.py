@@ -8,77 +8,57 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from sharpscope.cli.console import print_sections
+from sharpscope.cli.options import METHODS, Task, Threads, TokenWeights, split
+
 if TYPE_CHECKING:
     from sharpscope.traces import Run
 
 T = TypeVar("T")
 
-Model = Annotated[
-    str | None,
-    typer.Option(
-        help="In place of a run: embedded:NAME, a model folder, or a hub id; AdamW is warmed up (--set fork.warm_up). With "
-        "--without-tokens: the checkpoint of a run that another trainer made."
-    ),
-]
-Checkpoints = Annotated[
-    list[str] | None,
-    typer.Option(help="step-000050 or 50; 0 is the run's initial policy. Repeatable. Default: the last one."),
-]
-Methods = Annotated[
-    str | None,
-    typer.Option(
-        help="Comma-separated arms, [name=]method[+field=value…]: grpo,grpo-sg,strong=grpo-sg+weight.U=4. The first is the "
-        "reference. Default: grpo, grpo-sg and its controls -reverse and -shuffled."
-    ),
-]
-Weights = Annotated[
-    str | None,
-    typer.Option(
-        "--token-weights",
-        help="Token weights in place of those of the arms: module:function, or paper or calibrated (presets).",
-    ),
-]
-Outcomes = Annotated[
-    str | None,
-    typer.Option(help="Comma-separated: failure, entropy (the default), sharpness."),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="Field of the run's configuration, such as optimizer.lr=1e-3, or of the fork, such as fork.prompts=128. "
-        "Repeatable. `sharpscope fork --explain` lists the fields of the fork.",
-    ),
-]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("fork")(fork)
-
 
 def fork(
     run: Annotated[Path | None, typer.Argument(help="Folder of a run, whose checkpoints are the states.")] = None,
-    model: Model = None,
-    task: Annotated[str | None, typer.Option(help="Kind of a task, with --model. Default: that of the policy.")] = None,
-    checkpoint: Checkpoints = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="In place of a run: embedded:NAME, a model folder, or a hub id; AdamW is warmed up (--set fork.warm_up). With "
+            "--without-tokens: the checkpoint of a run that another trainer made."
+        ),
+    ] = None,
+    task: Task = None,
+    checkpoint: Annotated[
+        list[str] | None,
+        typer.Option(help="step-000050 or 50; 0 is the run's initial policy. Repeatable. Default: the last one."),
+    ] = None,
     step: Annotated[int | None, typer.Option(min=1, help="Step that --without-tokens makes again.")] = None,
     without_tokens: Annotated[
         str | None, typer.Option(help="top:K makes --step with and without the K tokens that lead its gradient.")
     ] = None,
-    methods: Methods = None,
-    token_weights: Weights = None,
-    batches: Annotated[int | None, typer.Option(min=1, help="Batches of rollouts per state. Default: 30.")] = None,
-    outcomes: Outcomes = None,
-    set_: Settings = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads. Default: those of the configuration.")
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{METHODS} The first is the reference. Default: grpo, grpo-sg and its reverse and shuffled controls."
+        ),
     ] = None,
+    token_weights: TokenWeights = None,
+    batches: Annotated[int | None, typer.Option(min=1, help="Batches of rollouts per state. Default: 30.")] = None,
+    outcomes: Annotated[
+        str | None, typer.Option(help="Comma-separated: failure, entropy (the default), sharpness.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Field of the run's configuration, such as optimizer.lr=1e-3, or of the fork, such as fork.prompts=128 (`sharpscope "
+            "config fork` lists these). Repeatable.",
+        ),
+    ] = None,
+    threads: Threads = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder of a run for the rows. Default: the run's own, or forks/MODEL with --model."),
     ] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="List the fields of --set fork.… and exit.")] = False,
 ) -> None:
     """Compare single updates from the same state: of several methods, or of one step with and without its leading tokens.
 
@@ -91,43 +71,31 @@ def fork(
 
       sharpscope fork runs/first --step 40 --without-tokens top:12
     """
-    from sharpscope.config import ForkSpec, parse_overrides, settings_of
+    from sharpscope.config import parse_overrides
     from sharpscope.errors import UserError
 
-    if explain:
-        rows = settings_of(ForkSpec, "fork.")
-        typer.echo("\n".join(f"{row.path} = {row.default}  [{row.values}]  {row.description}" for row in rows))
-        return
     fork_settings = [text for text in set_ or [] if text.startswith("fork.")]
-    settings: dict[str, Any] = parse_overrides(fork_settings).get("fork", {})
-    common = {"overrides": [text for text in set_ or [] if text not in fork_settings], "threads": threads}
-    listed = {"methods": methods, "outcomes": outcomes}
-    given: dict[str, Any] = {
-        name: [part.strip() for part in text.split(",")] for name, text in listed.items() if text is not None
-    }
+    given: dict[str, Any] = parse_overrides(fork_settings).get("fork", {})
+    given |= {name: split(text) for name, text in (("methods", methods), ("outcomes", outcomes)) if text is not None}
     given |= {} if batches is None else {"batches": batches}
+    given |= {"overrides": [text for text in set_ or [] if text not in fork_settings], "threads": threads}
+    given |= {"model": model, "task": task}
     if without_tokens is None and step is None:
-        arms = {
-            "model": model,
-            "task": task,
-            "checkpoint": checkpoint or (),
-            "token_weights": token_weights,
-            "out": out,
-        }
-        _methods(run, **arms, **common, **settings, **given)
+        _methods(run, checkpoint=checkpoint or (), token_weights=token_weights, out=out, **given)
         return
     if run is None or step is None or without_tokens is None:
         raise UserError(
             "--without-tokens: needs a run's folder and --step, as in fork RUN --step 40 --without-tokens top:12"
         )
-    other = {**given, "checkpoint": checkpoint, "token-weights": token_weights, "out": out}
+    other = {"methods": methods, "outcomes": outcomes, "batches": batches, "checkpoint": checkpoint}
+    other |= {"token-weights": token_weights, "out": out}
     wrong = next((name for name, value in other.items() if value), None)
     if wrong is not None:
         raise UserError(f"--{wrong}: does not go with --without-tokens, which makes one step of the run as it was")
     kind, _, count = without_tokens.partition(":")
     if kind != "top" or not count.isdecimal() or not int(count):
         raise UserError(f"--without-tokens {without_tokens}: give the number of leading tokens, as in top:12")
-    _without(run, step, int(count), model=model, task=task, **common, **settings)
+    _without(run, step, int(count), **given)
 
 
 def _finished(work: Callable[[], T]) -> T:
@@ -145,27 +113,21 @@ def _tell(text: str) -> None:
 
 def _methods(run: Path | None, **given: Any) -> None:
     """Make the updates of several methods; print the differences in the first outcome, a table for each state and comparison."""
-    from rich.console import Console
-
     from sharpscope.analysis.forks import fork_differences, fork_sections
-    from sharpscope.analysis.sections import to_terminal
     from sharpscope.forks import fork as run_fork
 
     forked: Run = _finished(lambda: run_fork(run, on_progress=_tell, **given))
     rows = forked.forks
     differences = fork_differences(rows[rows["fork"] == rows["fork"].iloc[-1]])
-    Console().print(to_terminal(fork_sections(differences, most=1)))
+    print_sections(fork_sections(differences, most=1))
     typer.echo(f"Written: {forked.path}/traces/forks\nview:    sharpscope analyze {forked.path}")
 
 
 def _without(run: Path, step: int, top: int, **given: Any) -> None:
     """Make a step with and without its leading tokens, and print what each does."""
-    from rich.console import Console
-
-    from sharpscope.analysis.sections import to_terminal
     from sharpscope.analysis.without import without_sections
     from sharpscope.forks.without import without_tokens
 
     forked, name = _finished(lambda: without_tokens(run, step, top, on_progress=_tell, **given))
-    Console().print(to_terminal(without_sections(forked, name)))
+    print_sections(without_sections(forked, name))
     typer.echo(f"Written: {forked.path}/traces/forks (fork {name})")

@@ -8,11 +8,6 @@ from typing import Annotated
 import typer
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("import")(import_)
-
-
 def import_(
     kind: Annotated[
         str,

@@ -7,28 +7,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sharpscope.cli.console import print_json, progress
+from sharpscope.cli.console import print_json, print_sections, progress
+from sharpscope.cli.options import Json, Runs
 
 if TYPE_CHECKING:
     from sharpscope.analysis.sections import Section
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    app.command("show")(show)
-    app.command("tokens")(tokens)
-    app.command("analyze")(analyze)
-
-
 def show(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs.")],
+    runs: Runs,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until the run ends (one run).")] = False,
-    every: Annotated[float, typer.Option(min=0.1, help="Refresh interval of --watch in seconds.")] = 2.0,
     card: Annotated[
         Path | None,
         typer.Option(help="Write a picture of the run to share: headline, three tokens, one curve (.png, .svg)."),
     ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    json: Json = False,
 ) -> None:
     """Show a run: which tokens moved the model, curves, accuracy, sharpness and events. Of several, their differences.
 
@@ -51,12 +44,12 @@ def show(
         typer.echo(f"Written: {write_card(load_run(runs[0]), card)}")
         return
     if not watch:
-        _print(analysis.path_sections(runs), json_)
+        _print(analysis.path_sections(runs), json)
         return
     from rich.console import Console
 
     try:
-        analysis.watch(runs[0], Console(), every=every)
+        analysis.watch(runs[0], Console())
     except KeyboardInterrupt:
         typer.echo("stopped watching; the run continues")
 
@@ -77,13 +70,7 @@ def tokens(
     spikes: Annotated[
         bool, typer.Option("--spikes", help="Find steps with an unusually large gradient and show what is behind them.")
     ] = False,
-    z: Annotated[
-        float,
-        typer.Option(
-            help="Threshold of --spikes: robust standard deviations of the log gradient norm above its median."
-        ),
-    ] = 4.0,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    json: Json = False,
 ) -> None:
     """List the tokens that hold the largest shares of a step's gradient, or that are largest in another column.
 
@@ -102,25 +89,25 @@ def tokens(
         raise UserError("--spikes: finds the steps itself and shows shares; leave out --step and --by")
     loaded = load_run(run)
     found = (
-        analysis.spike_sections(loaded, z, top or 8) if spikes else analysis.token_sections(loaded, step, by, top or 20)
+        analysis.spike_sections(loaded, top=top or 8)
+        if spikes
+        else analysis.token_sections(loaded, step, by, top or 20)
     )
-    _print(found, json_)
+    _print(found, json)
 
 
 def _print(sections: list[Section], as_json: bool) -> None:
     """Sections as text, or as JSON."""
-    from sharpscope.analysis.sections import to_records, to_terminal
+    from sharpscope.analysis.sections import to_records
 
     if as_json:
         print_json(to_records(sections))
-        return
-    from rich.console import Console
-
-    Console().print(to_terminal(sections))
+    else:
+        print_sections(sections)
 
 
 def analyze(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs.")],
+    runs: Runs,
     out: Annotated[Path | None, typer.Option(help="Output folder. Default: `report` beside the runs.")] = None,
     claims: Annotated[bool, typer.Option("--claims", help="Test the published claims on these runs too.")] = False,
     figures: Annotated[bool, typer.Option("--figures", help="Write figures for papers too (PNG and SVG).")] = False,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sharpscope.cli.console import print_json, printable
+from sharpscope.cli.console import print_json, print_sections, printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,6 +26,7 @@ def report(found: Found, out: Path, recorded: pd.DataFrame | None, json: bool = 
     import pandas as pd
 
     from sharpscope import analysis
+    from sharpscope.analysis.sections import Section
     from sharpscope.probes import frame, problems
 
     tables: list[pd.DataFrame] = []
@@ -47,7 +48,7 @@ def report(found: Found, out: Path, recorded: pd.DataFrame | None, json: bool = 
             print_json({"sentences": said, "rows": rows, "written": str(out)})
         else:
             typer.echo("\n".join(map(printable, said)))
-            _show(estimates)
+            print_sections([Section("", _table(estimates))])
         last = estimates[estimates["checkpoint"] == estimates["checkpoint"].iloc[-1]]
         save_pictures(analysis.probe_pictures(estimates if estimates["step"].nunique() > 1 else last), out)
     typer.echo(f"written to {out}/: {', '.join(sorted(path.name for path in out.iterdir()))}", err=json)
@@ -139,37 +140,26 @@ def _rises(values: dict[str, dict[str, Any]]) -> Iterator[str]:
         yield f"{kind.upper()} sharpness at radius {row['rho']:.3g}: {row['value']:.3g}{sure}{bound}"
 
 
-def _show(estimates: pd.DataFrame) -> None:
-    """Print the values, a column for each checkpoint."""
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Column, Table
-    from rich.text import Text
+def _table(estimates: pd.DataFrame) -> pd.DataFrame:
+    """The values, a column for each checkpoint; of one checkpoint with their errors."""
+    import pandas as pd
 
-    from sharpscope.analysis.figures import split_of
+    from sharpscope.analysis.frames import split_of
 
-    labels = list(dict.fromkeys(estimates["checkpoint"]))
-    several = len(labels) > 1
-    columns = [printable(label) for label in labels] if several else ["value", "± s.e.", "± prompts", "saturation"]
-    table = Table(Column("quantity", no_wrap=True), "rho", *columns, "conv.", box=SIMPLE, padding=(0, 1, 0, 0))
-
-    def number(value: Any, digits: int = 4) -> str:
-        return "–" if value is None or math.isnan(value) else f"{value:.{digits}g}"
-
-    for (name, functional), rows in estimates.groupby(["probe_set", "functional"], sort=False):
-        table.add_section()
-        table.add_row(Text(f"{functional or 'gradient'}, {split_of(str(name))}", style="bold"))
-        for quantity, same in rows.groupby("quantity", sort=False):
-            first, by_label = same.iloc[0], same.set_index("checkpoint")
-            if several:
-                cells = [number(by_label["value"].get(label)) for label in labels]
-            else:
-                errors = [number(first[name], 2) for name in ("std_error", "prompt_std_error", "saturation")]
-                cells = [number(first["value"]), *errors]
-            good = {True: "yes", False: "NO"}.get(bool(same["converged"].ne(False).all()), "–")
-            direct = same["converged"].isna().all()
-            table.add_row(Text(str(quantity)), number(first["rho"], 3), *cells, "–" if direct else good)
-    Console().print(table)
+    several = estimates["checkpoint"].nunique() > 1
+    rows = []
+    for (name, functional, quantity), same in estimates.groupby(["probe_set", "functional", "quantity"], sort=False):
+        first = same.iloc[0]
+        row = {"loss": functional or "gradient", "prompts": split_of(str(name)), "quantity": quantity}
+        row |= {"rho": first["rho"]}
+        if several:
+            row |= dict(zip(same["checkpoint"], same["value"], strict=True))
+        else:
+            row |= {"value": first["value"], "± s.e.": first["std_error"], "± prompts": first["prompt_std_error"]}
+            row |= {"saturation": first["saturation"]}
+        good = "yes" if same["converged"].ne(False).all() else "NO"
+        rows.append(row | {"conv.": "–" if same["converged"].isna().all() else good})
+    return pd.DataFrame(rows)
 
 
 def save_pictures(pictures: Iterable[tuple[str, Figure]], out: Path) -> None:

@@ -8,23 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from sharpscope.cli.console import check_empty
+from sharpscope.cli.console import check_names
+from sharpscope.cli.options import Json, Threads, split
 from sharpscope.cli.probe_output import Found, report, save_pictures
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from sharpscope.config.probes import ProbesSpec
     from sharpscope.policy import Policy
     from sharpscope.probes import DataRow
 
 PARTS = ("curvature", "perturbation", "tokens")
 WHOLE = 128  # prompts on which curvature is computed by default
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    app.command("probe")(probe)
 
 
 Models = Annotated[
@@ -88,13 +82,11 @@ def probe(
     ] = False,
     set_: Settings = None,
     seed: Annotated[int, typer.Option(help="Seed of every random vector.")] = 0,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads. Default: those of the run or the machine.")
-    ] = None,
+    threads: Threads = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for tables and figures. Default: probe, or RUN-probe beside the run.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the loss surface's numbers as JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Probe a model: curvature, sharpness under perturbations and score norms of tokens.
 
@@ -106,93 +98,78 @@ def probe(
       sharpscope probe checkpoints/step-100 --rollouts dumped/step_100.jsonl --method grpo --out runs/replayed
     """
     from sharpscope.config import parse_overrides
+    from sharpscope.config.probes import Backend, ObjectiveName
     from sharpscope.errors import UserError
+    from sharpscope.traces import load_run
 
+    check_names("--functional", functional or [], get_args(ObjectiveName))
+    check_names("--backend", [backend], get_args(Backend))
     values = parse_overrides(set_ or []) | ({"functionals": functional} if functional else {})
-    surface = data is not None or functional or probes or all_checkpoints
+    spec = _spec(values)
+    afterwards = {"steps": steps, "force": force, "method": method, "temperature": temperature}
     if tokens is None and rollouts is None:
-        wrong = {"steps": steps, "force": force, "method": method, "temperature": temperature}
-        extra = next((name for name, value in wrong.items() if value), None)
-        if extra is not None:
-            raise UserError(f"--{extra}: goes with --tokens or --rollouts")
-        _surface(run, model, data, probes, functional, all_checkpoints, backend, values, seed, threads, out, json)
+        _check(run, model, data, all_checkpoints, afterwards)
+        parts, out = _parts(run, probes), _free(out, "probe" if run is None else f"{run}-probe")
+        options = {"curvature": "curvature" in parts, "perturbation": "perturbation" in parts, "backend": backend}
+        if run is not None:
+            found = _checkpoints(run, spec, seed, all_checkpoints, threads, options, fixed="rho" in values)
+        else:
+            # The default of the spec needs rewards, which a file of texts need not have.
+            spec = spec if "functionals" in values else spec.model_copy(update={"functionals": ("nll",)})
+            found = _models(model or [], data, spec, seed, parts, out, threads, options)
+        report(found, out, None if run is None else load_run(run).probes, json)
         return
     models = [*(model or []), *([str(run)] if rollouts is not None and run is not None else [])]
-    if (
-        len(models) != 1
-        or surface
-        or (tokens is None) == (rollouts is None)
-        or (tokens is not None and run is not None)
-    ):
+    surface = data is not None or functional or probes or all_checkpoints
+    if len(models) != 1 or surface or (tokens is not None and (run or rollouts) is not None):
         raise UserError(
             "--tokens and --rollouts: go with one checkpoint, --method, --steps, --set, --force, --threads and --out alone"
         )
-    _afterwards(tokens, rollouts, models[0], method, temperature, steps, _spec(values), threads, out, force)
+    out = _free(out, "runs/replayed" if tokens is None else f"{tokens}-probed")
+    _afterwards(tokens, rollouts, models[0], spec, threads, out, **afterwards)
 
 
-def _surface(
-    run: Path | None,
-    model: list[str] | None,
-    data: Path | None,
-    probes: str | None,
-    functional: list[str] | None,
-    all_checkpoints: bool,
-    backend: str,
-    values: dict[str, Any],
-    seed: int,
-    threads: int | None,
-    out: Path | None,
-    json: bool,
+def _check(
+    run: Path | None, model: list[str] | None, data: Path | None, all_checkpoints: bool, afterwards: dict[str, Any]
 ) -> None:
-    """Probe the loss surface of a run's checkpoints, or of models on texts."""
-    from sharpscope.config.probes import Backend, ObjectiveName
-    from sharpscope.errors import UserError, nearest
-    from sharpscope.traces import free_name
+    """Refuse options of the loss surface that do not go together.
 
-    parts = _parts(run, probes)
-    for option, given, valid in (
-        ("--functional", functional or [], get_args(ObjectiveName)),
-        ("--backend", [backend], get_args(Backend)),
-    ):
-        for name in given:
-            if name not in valid:
-                raise UserError(f"{option} {name}: unknown{nearest(name, valid)}")
-    spec = _spec(values)
-    if (run is None) == (not model):
-        raise UserError("probe: give a run's folder, or --model with --data")
-    if run is not None and data is not None:
-        raise UserError("--data: goes with --model; a run is probed on its own probe set")
-    if run is None and all_checkpoints:
-        raise UserError("--all-checkpoints: goes with a run's folder, not with --model")
-    if not spec.functionals:
-        raise UserError(f"--set functionals=[]: names nothing; choose from {', '.join(get_args(ObjectiveName))}")
-    if run is None and data is None:
-        raise UserError("probe --model: needs --data, a JSONL or Parquet file of prompts and completions")
+    Raises:
+        UserError: names them.
+    """
+    from sharpscope.errors import UserError
+
+    extra = next((name for name, value in afterwards.items() if value), None)
+    problems = {
+        f"--{extra}: goes with --tokens or --rollouts": extra is not None,
+        "probe: give a run's folder, or --model with --data": (run is None) == (not model),
+        "--data: goes with --model; a run is probed on its own probe set": run is not None and data is not None,
+        "--all-checkpoints: goes with a run's folder, not with --model": run is None and all_checkpoints,
+        "probe --model: needs --data, a JSONL or Parquet file of prompts and completions": run is None and data is None,
+    }
+    for text, wrong in problems.items():
+        if wrong:
+            raise UserError(text)
+
+
+def _free(out: Path | None, default: str) -> Path:
+    """The folder that is written; the default is a free one."""
+    from sharpscope.traces import check_free, free_name
+
     if out is None:
-        out = free_name("probe" if run is None else f"{run}-probe")
-    check_empty(out)
-    options: dict[str, Any] = {"curvature": "curvature" in parts, "perturbation": "perturbation" in parts}
-    options["backend"] = backend
-    if run is not None:
-        found = _checkpoints(run, spec, seed, all_checkpoints, threads, options, fixed="rho" in values)
-    else:
-        assert model is not None and data is not None
-        # The default of the spec needs rewards, which a file of texts need not have.
-        names: list[str] = [*spec.functionals] if "functionals" in values else ["nll"]
-        found = _models(model, data, spec, seed, names, parts, out, threads, options)
-    report(found, out, _recorded(run), json)
+        return free_name(default)
+    check_free(out)
+    return out
 
 
 def _parts(run: Path | None, probes: str | None) -> list[str]:
     """The parts that --probes names; by default all, without the tokens of a run, which records them itself."""
-    from sharpscope.errors import UserError, nearest
+    from sharpscope.errors import UserError
 
     if probes is None:
         return [part for part in PARTS if run is None or part != "tokens"]
-    parts = [part.strip() for part in probes.split(",") if part.strip()]
-    for part in parts:
-        if part not in PARTS:
-            raise UserError(f"--probes {part}: unknown{nearest(part, PARTS)}")
+    parts = split(probes)
+    check_names("--probes", parts, PARTS)
     if not parts:
         raise UserError(f"--probes: names nothing; choose from {', '.join(PARTS)}")
     if run is not None and "tokens" in parts:
@@ -207,19 +184,21 @@ def _spec(values: dict[str, Any]) -> ProbesSpec:
     """The settings of the probes, with these values set."""
     from sharpscope.config import check_keys, validate
     from sharpscope.config.probes import ProbesSpec
+    from sharpscope.errors import UserError
 
     values = {"preset": "standard", "curvature_prompts": WHOLE} | values
     check_keys(ProbesSpec, values)
     spec: ProbesSpec = validate(ProbesSpec, values)
+    if not spec.functionals:
+        raise UserError("--set functionals=[]: names nothing; name a loss, such as nll")
     return spec
 
 
 def _models(
     models: Sequence[str],
-    data: Path,
+    data: Path | None,
     spec: ProbesSpec,
     seed: int,
-    functionals: list[str],
     parts: list[str],
     out: Path,
     threads: int | None,
@@ -230,12 +209,13 @@ def _models(
     from sharpscope.probes import read_rows, run, text_batches
     from sharpscope.recording.environment import set_threads
 
+    assert data is not None
     set_threads(threads, models[0])
     rows, radius = read_rows(data), None
     for number, model in enumerate(models):
         policy = load_policy(PolicySpec(model=model))
         if parts != ["tokens"]:
-            batches = text_batches(policy, rows, functionals, seed=seed, label=data.stem)  # type: ignore[arg-type]
+            batches = text_batches(policy, rows, spec.functionals, seed=seed, label=data.stem)
             for measured in run(policy.model, batches, spec, radius=radius, **options):
                 radius = measured.radius
                 yield model, 0, measured
@@ -294,12 +274,13 @@ def _afterwards(
     tokens: Path | None,
     rollouts: Path | None,
     model: str,
+    spec: ProbesSpec,
+    threads: int | None,
+    out: Path,
+    *,
     method: str | None,
     temperature: float | None,
     steps: str | None,
-    spec: ProbesSpec,
-    threads: int | None,
-    out: Path | None,
     force: bool,
 ) -> None:
     """Copy an imported run, or write a dumped batch as a run, with what a recorded step would have had at `model`."""
@@ -309,19 +290,12 @@ def _afterwards(
     from sharpscope.policy import PolicySpec, load_policy
     from sharpscope.recording.environment import set_threads
     from sharpscope.recording.from_checkpoint import Probed, probe_trace
-    from sharpscope.traces import free_name, load_run
+    from sharpscope.traces import load_run
 
-    try:
-        chosen = None if steps is None else [int(step) for step in steps.split(",")]
-    except ValueError:
-        raise UserError(f"--steps {steps}: not whole numbers, comma-separated; write for example 10,20") from None
-    out = free_name("runs/replayed" if tokens is None else f"{tokens}-probed") if out is None else out
-    check_empty(out)
-    value = None if method is None else parse_method(method)
+    if not all(step.isdecimal() for step in split(steps)):
+        raise UserError(f"--steps {steps}: not whole numbers, comma-separated; write for example 10,20")
     if rollouts is not None and not rollouts.exists():
         raise UserError(f"--rollouts {rollouts}: no such file or folder")
-    run = None if tokens is None else load_run(tokens)
-    set_threads(threads, model)
 
     def tell(probed: Probed) -> None:
         """One line for each step."""
@@ -330,8 +304,12 @@ def _afterwards(
             f"step {probed.step}: {shares} of {probed.tokens} tokens; |ln π − recorded| {probed.logp_gap:.2g} nats"
         )
 
+    common: dict[str, Any] = {"check": spec.check, "on_step": tell, "force": force}
+    common["steps"] = None if steps is None else [int(step) for step in split(steps)]
+    common["method"] = None if method is None else parse_method(method)
+    run = None if tokens is None else load_run(tokens)
+    set_threads(threads, model)
     policy = load_policy(PolicySpec(model=model))
-    common: dict[str, Any] = {"steps": chosen, "method": value, "check": spec.check, "on_step": tell, "force": force}
     if run is not None:
         probe_trace(run, policy, out, **common)
     else:
@@ -353,10 +331,3 @@ def _write_tokens(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec, out
         err=True,
     )
     save_pictures([("score_norm", analysis.score_norms(tokens))], out)
-
-
-def _recorded(run: Path | None) -> pd.DataFrame | None:
-    """What the run recorded in its `probes` table: critical sharpness and threshold."""
-    from sharpscope.traces import load_run
-
-    return None if run is None else load_run(run).probes

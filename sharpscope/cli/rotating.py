@@ -9,49 +9,30 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sharpscope.cli.console import print_sections
+from sharpscope.cli.options import METHODS, Model, Set, Task, Threads, TokenWeights, split
+
 if TYPE_CHECKING:
+    from sharpscope.analysis.sections import Section
     from sharpscope.forks import Rotations
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command("rotate")(rotate)
 
 
 def rotate(
     run: Annotated[
         Path | None, typer.Argument(help="Folder of a run: its weights, optimizer state and next batch.")
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="In place of a run: embedded:NAME, a model folder, or a hub id; new optimizer state."),
-    ] = None,
-    task: Annotated[str | None, typer.Option(help="Kind of a task, with --model.")] = None,
+    model: Model = None,
+    task: Task = None,
     methods: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated [name=]method[+field=value…]: ar,cispo,strong=grpo-sg+weight.U=4. Default: all methods, and "
-            "grpo-sg reversed and shuffled."
-        ),
+        str | None, typer.Option(help=f"{METHODS} Default: all methods, and grpo-sg reversed and shuffled.")
     ] = None,
     checkpoint: Annotated[
         str | None, typer.Option(help="step-000050 or 50; 0 is the run's initial policy. Default: the last one.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the batch, with --model. Default: 0.")] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Set a field: --set rollout.prompts_per_step=64. Repeatable."),
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads. Default: those of the configuration.")
-    ] = None,
-    token_weights: Annotated[
-        str | None,
-        typer.Option(
-            "--token-weights",
-            help="Token weights in place of those of the methods: module:function, or paper or calibrated (presets).",
-        ),
-    ] = None,
+    set_: Set = None,
+    threads: Threads = None,
+    token_weights: TokenWeights = None,
     warm_up: Annotated[
         int,
         typer.Option(
@@ -68,10 +49,7 @@ def rotate(
         bool, typer.Option("--plot", help="Also plot token weights over logit and probability: weights.png and .svg.")
     ] = False,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for rotation.csv, .json, .png and .svg. Default: rotation, or RUN/rotation of a run."
-        ),
+        Path | None, typer.Option(help="Folder that is written. Default: rotation, or RUN/rotation.")
     ] = None,
 ) -> None:
     """Show how far methods turn the gradient, and the optimizer's step, of one batch from plain GRPO's. Nothing is trained.
@@ -91,7 +69,7 @@ def rotate(
     out = out or (Path("rotation") if run is None else run / "rotation")
     started = time.perf_counter()
     rotations = compare(
-        None if methods is None else [text.strip() for text in methods.split(",") if text.strip()],
+        None if methods is None else split(methods),
         run=run,
         checkpoint=checkpoint,
         model=model,
@@ -104,64 +82,50 @@ def rotate(
         threads=threads,
         on_progress=lambda text: typer.echo(f"  {time.perf_counter() - started:5.0f} s  {text}", err=True),
     )
-    _show(rotations)
+    print_sections(_sections(rotations))
     files = rotations.save(out, plot)
     typer.echo(f"Written: {out}/ ({', '.join(path.name for path in files)})")
 
 
-def _show(rotations: Rotations) -> None:
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Column, Table
-    from rich.text import Text
+def _sections(rotations: Rotations) -> list[Section]:
+    """The batch, a row for each method, and what the columns mean."""
+    import pandas as pd
 
+    from sharpscope.analysis.sections import Section
     from sharpscope.probes import NOISE_BOUND
 
     batch = rotations.batch
     where = f"{batch['run']}, step {batch['step']}" if batch["run"] else f"seed {batch['seed']}"
-    console = Console()
-    console.print(
+    title = (
         f"{batch['model']} on {batch['task']}, {where}: {batch['prompts']} prompts ({batch['informative_prompts']} with different "
-        f"rewards), {batch['completions']} completions, {batch['tokens']} tokens",
-        highlight=False,
-        markup=False,
+        f"rewards), {batch['completions']} completions, {batch['tokens']} tokens"
     )
-    if batch["recorded"] is not None:
-        same = "are those" if batch["recorded"] else "are not those (another machine or version, or --set)"
-        console.print(f"The completions {same} that the run recorded at this step.", highlight=False, markup=False)
-    table = Table(
-        Column("method", no_wrap=True),
-        *(
-            Column(name, justify="right")
-            for name in ("gradient", "scale", "kept", "update", "scale", "dose", "bound", "at L", "at U")
-        ),
-        box=SIMPLE,
-        padding=(0, 1, 0, 0),
-    )
-    for row in rotations.table.to_dict("records"):
-        name = Text(f"{row['method']}{' *' if row['reference'] == 'unweighted' else ''}")
-        if row["problem"]:
-            table.add_row(name, "–", Text(row["problem"], overflow="fold"))
-            continue
-        degrees = [_number(row[key], ".1f", "°") for key in ("gradient_rotation", "update_rotation", "rotation_bound")]
-        scales = [_number(row[key], ".2f") for key in ("gradient_scale", "update_scale", "update_difference")]
-        kept = _number(row["gradient_kept"], ".1%")
-        shares = [_number(row[f"weight_saturation_{side}_gradient"], ".1%") for side in ("low", "high")]
-        table.add_row(name, degrees[0], scales[0], kept, degrees[1], *scales[1:], degrees[2], *shares)
-    console.print(table)
     noise = "unknown for one prompt" if math.isnan(rotations.noise) else f"about {rotations.noise:.0f}°"
     if rotations.noise >= NOISE_BOUND:
         noise = (
             "at least 90°, the bound of its estimate (the batch's two halves share no direction; take more prompts),"
         )
-    console.print(
-        f"Noise of this batch: {noise} between its gradient (plain GRPO) and the expected one.\n"
-        "gradient, update: rotation and ratio of norms against plain GRPO (*: against the same method with weights 1); kept: share\n"
-        "of that gradient on tokens that keep one; dose: length of the difference of both updates, in units of the reference's; bound:\n"
-        "the largest rotation by weights alone if tokens' gradients are orthogonal; at L, at U: share of the gradient at either bound.",
-        highlight=False,
-        markup=False,
-    )
+    notes = [
+        f"Noise of this batch: {noise} between its gradient (plain GRPO) and the expected one.",
+        "gradient, update: rotation and ratio of norms against plain GRPO (*: against the same method with weights 1); kept: share of that",
+        "gradient on tokens that keep one; dose: length of the difference of both updates, in units of the reference's; bound: the largest",
+        "rotation by weights alone if tokens' gradients are orthogonal; at L, at U: share of the gradient at either bound.",
+    ]
+    if batch["recorded"] is not None:
+        same = "are those" if batch["recorded"] else "are not those (another machine or version, or --set)"
+        notes.insert(0, f"The completions {same} that the run recorded at this step.")
+    rows = []
+    for row in rotations.table.to_dict("records"):
+        name = f"{row['method']}{' *' if row['reference'] == 'unweighted' else ''}"
+        if row["problem"]:
+            notes.insert(0, f"{name}: {row['problem']}")
+        degrees = [_number(row[key], ".1f", "°") for key in ("gradient_rotation", "update_rotation", "rotation_bound")]
+        scales = [_number(row[key], ".2f") for key in ("gradient_scale", "update_scale", "update_difference")]
+        kept = _number(row["gradient_kept"], ".1%")
+        shares = [_number(row[f"weight_saturation_{side}_gradient"], ".1%") for side in ("low", "high")]
+        rows.append([name, degrees[0], scales[0], kept, degrees[1], *scales[1:], degrees[2], *shares])
+    columns = ["method", "gradient", "scale", "kept", "update", "scale", "dose", "bound", "at L", "at U"]
+    return [Section(title, pd.DataFrame(rows, columns=columns)), Section("", "\n".join(notes))]
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

@@ -11,25 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sharpscope.cli.console import check_empty, progress
+from sharpscope.cli.console import progress
+from sharpscope.cli.options import METHODS, Model, Set, Task, TokenWeights
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
     from sharpscope.sweeps import PlannedRun
 
-SET_HELP = "Set a field: --set rollout.group_size=16. Repeatable. `sharpscope config` lists the fields."
-WEIGHTS_HELP = "Token weights: module:function, or paper | calibrated (presets of the sigmoid). Controls apply to them."
-METHODS_HELP = "Methods, separated by commas: [label=]name[+field=value…]; a name is a method, or module:function."
 SWEEP_FIELDS = {"purpose", "base", "methods", "settings", "grid", "seeds", "claims", "parts"}
 """Fields of a YAML file that make it a sweep (`sharpscope.sweeps.SweepSpec`)."""
 LINE_EVERY = 60.0
 """Interval between lines of progress without a terminal [s]."""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    app.command("demo")(demo)
-    app.command("run")(run)
 
 
 def demo(
@@ -42,7 +34,9 @@ def demo(
     Example:
       sharpscope demo
     """
-    check_empty(out)
+    from sharpscope.traces import check_free
+
+    check_free(out)
     from sharpscope.analysis import analyze, show_headline
     from sharpscope.config import build_config
     from sharpscope.training import RichDisplay, train
@@ -80,11 +74,11 @@ def run(
     method: Annotated[
         str | None, typer.Option("--method", "-m", help="[label=]name[+field=value…]; see `sharpscope methods`.")
     ] = None,
-    methods: Annotated[str | None, typer.Option(help=f"{METHODS_HELP} Makes a sweep.")] = None,
+    methods: Annotated[str | None, typer.Option(help=f"{METHODS} Makes a sweep.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Seeds, separated by commas. Makes a sweep.")] = None,
-    task: Annotated[str | None, typer.Option(help="Kind of a task: `sharpscope config tasks`.")] = None,
-    model: Annotated[str | None, typer.Option(help="embedded:NAME, a model folder, or a Hugging Face Hub id.")] = None,
-    token_weights: Annotated[str | None, typer.Option("--token-weights", help=WEIGHTS_HELP)] = None,
+    task: Task = None,
+    model: Model = None,
+    token_weights: TokenWeights = None,
     label: Annotated[str | None, typer.Option(help="Name of the method in tables and legends.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of steps.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of training.")] = None,
@@ -93,7 +87,7 @@ def run(
         Path | None,
         typer.Option(help="Folder of the run (of a sweep: of its runs). Default: runs/<label>-<task>-s<seed>."),
     ] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)] = None,
+    set_: Set = None,
     resume: Annotated[
         Path | None, typer.Option(help="Folder of an interrupted run to resume from its last checkpoint.")
     ] = None,

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sharpscope.cli.console import print_json, printable
+from sharpscope.cli.console import print_json, print_sections, printable
+from sharpscope.cli.options import Json, Runs
 
 if TYPE_CHECKING:
-    from sharpscope.analysis.power import Power
     from sharpscope.analysis.study import Study
-    from sharpscope.config import ClaimsSpec, RunConfig
+    from sharpscope.config import ClaimsSpec
 
 study = typer.Typer(
     name="study", help="Studies: what they can decide, their rules, and verdicts.", no_args_is_help=True
@@ -27,17 +27,9 @@ TreatmentOption = Annotated[
 ClaimOption = Annotated[list[str] | None, typer.Option(help="Name of a claim, such as C7. Repeatable. Default: all.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    study.command("plan")(plan)
-    study.command("declare")(declare)
-    study.command("claims")(claims)
-    app.add_typer(study)
-
-
+@study.command()
 def plan(
     runs: Annotated[list[Path] | None, typer.Argument(help="Runs that exist: run folders, or folders of runs.")] = None,
-    file: Annotated[Path | None, typer.Option("--study", help="YAML file of the planned study.")] = None,
     baseline_accuracy: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Without runs: accuracy of the baseline, such as 0.25.")
     ] = None,
@@ -54,35 +46,24 @@ def plan(
       sharpscope study plan --baseline-accuracy 0.25 --answers 2000
 
       sharpscope study plan data/reference --claim C7
-
-      sharpscope study plan --study experiments/studies/1/study.yaml
     """
-    from rich.console import Console
-
     from sharpscope.analysis.claims import claim_names
-    from sharpscope.analysis.power import NOTE, planned, power_table, powers_of_answers, powers_of_runs
-    from sharpscope.analysis.sections import Section, to_terminal
+    from sharpscope.analysis.power import NOTE, power_table, powers_of_answers, powers_of_runs
+    from sharpscope.analysis.sections import Section
     from sharpscope.errors import UserError
 
-    if not runs and file is None and baseline_accuracy is None:
-        raise UserError("study plan: give runs, a planned study with --study, or --baseline-accuracy and --answers")
-    names, terms = claim_names(claim), _terms(file, baseline, treatment)
-    lines: list[str] = []
-    powers: list[Power] = []
-    if file is not None:
-        lines += planned(_configs(file), terms)
-    if runs:
-        laid_out = _study(runs, terms, treatment, file)
-        powers, more = powers_of_runs(laid_out, names)
-        lines += more
+    if not runs and baseline_accuracy is None:
+        raise UserError("study plan: give runs, or --baseline-accuracy and --answers")
+    names, terms = claim_names(claim), _terms(None, baseline, treatment)
+    powers, lines = powers_of_runs(_study(runs, terms, treatment, None), names) if runs else ([], [])
     if baseline_accuracy is not None:
         powers += powers_of_answers(baseline_accuracy, answers, terms)
-    for line in lines:
-        typer.echo(printable(line))
-    if powers := [power for power in powers if power.claim.split()[0] in names]:
-        Console().print(to_terminal([Section("What the claims need", power_table(powers), NOTE)]))
+    powers = [power for power in powers if power.claim.split()[0] in names]
+    found = [Section("What the claims need", power_table(powers), NOTE)] if powers else []
+    print_sections([Section("", "\n".join(lines)), *found])
 
 
+@study.command()
 def declare(
     file: Annotated[Path, typer.Argument(help="YAML file of the study; its section `claims` has the rules.")],
     why: Annotated[
@@ -110,8 +91,9 @@ def declare(
     typer.echo(f"{file}: {what}. Written: {declaration_file(file)}")
 
 
+@study.command()
 def claims(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs.")],
+    runs: Runs,
     claim: ClaimOption = None,
     details: Annotated[
         bool, typer.Option("--details", help="Print statistic, intervals, rule and remarks of each claim.")
@@ -126,7 +108,7 @@ def claims(
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for claims.json and claims.md.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Test the published claims on runs. Verdicts: supported, refuted, inconclusive or untestable.
 
@@ -186,13 +168,6 @@ def _study(paths: list[Path], terms: ClaimsSpec, treatment: str | None, file: Pa
     return study_of(loaded, terms.baseline, asked, terms=terms)
 
 
-def _configs(file: Path) -> dict[str, RunConfig]:
-    """Name → configuration of the runs that a study file plans."""
-    from sharpscope.sweeps import plan_sweep, read_sweep
-
-    return {run.name: run.config for run in plan_sweep(read_sweep(file))}
-
-
 def _radius(file: Path, search: bool = True) -> float | None:
     """The radius of a study's sharpness of the expected failure; None where it is not probed, or (without `search`) not fixed.
 
@@ -200,8 +175,10 @@ def _radius(file: Path, search: bool = True) -> float | None:
         UserError: runs have different radii, or `auto`; then it names one that was found on the initial policy.
     """
     from sharpscope.errors import UserError
+    from sharpscope.sweeps import plan_sweep, read_sweep
 
-    probed = [config for config in _configs(file).values() if "expected_failure" in config.probes.functionals]
+    configs = [run.config for run in plan_sweep(read_sweep(file))]
+    probed = [config for config in configs if "expected_failure" in config.probes.functionals]
     radii = {config.probes.rho for config in probed}
     if len(radii) == 1 and "auto" not in radii:
         return float(radii.pop())

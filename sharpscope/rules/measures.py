@@ -40,9 +40,14 @@ def mean(name: str) -> Measure:
     return lambda history: _on_known(history, (name,), lambda x: trailing(x, WINDOW))
 
 
-def share(name: str, holds: Callable[[Values], NDArray[np.bool_]], least: int = 5) -> Measure:
-    """Share of the last WINDOW steps (of at least `least`) whose value satisfies `holds`."""
-    return lambda history: _on_known(history, (name,), lambda x: trailing(holds(x).astype(float), WINDOW, least))
+def negative(name: str) -> Measure:
+    """Share of the last WINDOW steps (of at least 5) whose value is negative beyond rounding."""
+    return lambda history: _on_known(history, (name,), lambda x: trailing((x < -1e-6).astype(float), WINDOW, 5))
+
+
+def zero(name: str) -> Measure:
+    """Share of the last WINDOW steps (of at least 5) whose value is exactly 0."""
+    return lambda history: _on_known(history, (name,), lambda x: trailing((x == 0).astype(float), WINDOW, 5))
 
 
 def relative(name: str, window: int = WINDOW) -> Measure:

@@ -14,14 +14,13 @@ from sharpscope.analysis.power import (
     answers_of_pair,
     deviation_interval,
     pairs_needed,
-    planned,
     power_table,
     powers_of,
     powers_of_answers,
     student_power,
 )
 from sharpscope.analysis.statistics import sign_flip_p
-from sharpscope.config import ClaimsSpec, build_config
+from sharpscope.config import ClaimsSpec
 from tests.analysis.claims.frames import paired_study
 
 
@@ -81,22 +80,3 @@ def test_one_pair_gives_the_part_of_the_answers():
     deviation, where = answers_of_pair(study)
     accuracy = [run.eval.query("step == 40 and temperature == 0")["accuracy"].iloc[0] for run in study.runs.values()]
     assert where == "T = 0" and deviation == pytest.approx(math.sqrt(sum(p * (1 - p) / 400 for p in accuracy)))
-
-
-def test_a_planned_study_is_told_what_it_cannot_decide():
-    def configs(seeds, *settings):
-        pairs = [(method, seed) for method in ("grpo", "grpo-sg") for seed in range(seeds)]
-        return {f"{m}-{s}": build_config(overrides=[f"method={m}", f"seed={s}", *settings]) for m, s in pairs}
-
-    text = "\n".join(planned(configs(5), ClaimsSpec()))
-    assert (
-        "5 pairs of grpo-sg and grpo: too few" in text
-        and "no sharpness of expected_failure" in text
-        and "C7" not in text
-    )
-    probes = "probes.functionals=[expected_failure]"
-    text = "\n".join(
-        planned(configs(12, "evaluation.temperatures=[1.0]", probes, "probes.samples=2"), ClaimsSpec(treatment="mine"))
-    )
-    assert "no run of the treatment mine" in text and "set evaluation.temperatures to [0, 1]" in text
-    assert "probes.samples to 8" in text and "probes.rho is auto" in text

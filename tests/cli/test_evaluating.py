@@ -32,7 +32,7 @@ def test_mistakes_are_found_before_anything_is_drawn(place, tiny_policy, tmp_pat
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").write_text("")
     for arguments, says in (
-        (["--out", "taken"], "--out taken: is not empty; nothing is overwritten, use --out taken-2"),
+        (["--out", "taken"], "taken is not empty and is not overwritten; use --out taken-2"),
         (["--split", "heldout", "--split", "unseem"], "--split unseem: the task has "),
         (["--split", "all"], "--split all: the task has train, heldout; name one of them"),
     ):

@@ -151,7 +151,7 @@ def test_the_command_writes_shows_and_continues(trained, tmp_path, capsys):
     call([*command, "--batches", "2"])
     assert "all 2 batches are there" in capsys.readouterr().err
     assert set(sharpscope.load_run(tmp_path / "forks").forks["outcome"]) >= {"heldout_failure", "kl", "update_norm"}
-    call(["fork", "--explain"])
+    call(["config", "fork"])
     assert "fork.prompts = 64" in capsys.readouterr().out
 
 

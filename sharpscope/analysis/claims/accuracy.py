@@ -20,7 +20,6 @@ from sharpscope.analysis.claims.base import (
     mean_estimate,
     pairing_notes,
     present,
-    unfinished,
 )
 from sharpscope.analysis.measures import (
     GREEDY,
@@ -101,8 +100,6 @@ def compare_accuracy(study: Study, pairings: Mapping[str, Pairing], required: Co
         found,
         missing=missing,
         others=present(*others),
-        frames={"accuracy": pd.concat([f.assign(name=name) for name, f in greedy.items()], ignore_index=True)},
-        dose=dose_of(study.alike(study.treatment).values(), study.treatment),
     )
 
 
@@ -200,7 +197,6 @@ def alignment(study: Study) -> ClaimData:
             *finding.notes,
             f"{study.treatment} at {pairings[required[0]].setting or 'one setting'} against {' and '.join(required)}",
             *(f"{name}: update turned by {value:.3g}°" for name, value in doses.items() if value is not None),
-            *unfinished(study),
         ),
     )
     own = _rotation(study, study.treatment)
@@ -263,7 +259,7 @@ def rates(study: Study) -> ClaimData:
         if not enough[rate]
     ]
     at = f"{study.treatment} at lr {own:g} against {study.baseline} at {', '.join(f'{rate:g}' for rate in tested)}"
-    return replace(finding, notes=(*finding.notes, at, *few, *unfinished(study)))
+    return replace(finding, notes=(*finding.notes, at, *few))
 
 
 _ACCURACY: dict[str, Any] = {

@@ -492,11 +492,11 @@ def too_few(claim: Claim, n: int, evidence: Evidence, level: float) -> str:
 
 
 def pairing_notes(study: Study, pairing: Pairing) -> tuple[str, ...]:
-    """Notes on the pairs: their setting, pairs of other settings, unfinished runs."""
+    """Notes on the pairs: their setting, and pairs of other settings."""
     notes = [f"{study.treatment} against {study.baseline}" + (f" at {pairing.setting}" if pairing.setting else "")]
     if pairing.left_out:
         notes.append(f"{pairing.left_out} pairs of other settings are not used")
-    return (*notes, *unfinished(study))
+    return tuple(notes)
 
 
 def unfinished(study: Study) -> tuple[str, ...]:

@@ -17,7 +17,6 @@ from sharpscope.analysis.claims.base import (
     directional,
     mean_estimate,
     present,
-    unfinished,
 )
 from sharpscope.analysis.measures import by_step, dose_of, probe_rows
 from sharpscope.analysis.study import Study
@@ -126,7 +125,7 @@ def measure(study: Study) -> ClaimData:
         n=len(by_seed),
         conditions=((f"the mean drift under {STABLE} is closer to 0 than under {study.baseline}", closer),),
         others=others,
-        notes=(f"{len(frame)} changes of entropy in {frame['run'].nunique()} runs", *unfinished(study)),
+        notes=(f"{len(frame)} changes of entropy in {frame['run'].nunique()} runs",),
         frames={"prediction": frame},
         dose=dose_of(study.alike(STABLE).values(), STABLE),
     )

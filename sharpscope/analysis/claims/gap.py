@@ -12,7 +12,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
-from sharpscope.analysis.claims.base import ClaimData, PairedClaim, Statistic, mean_estimate, present, unfinished
+from sharpscope.analysis.claims.base import ClaimData, PairedClaim, Statistic, mean_estimate, present
 from sharpscope.analysis.measures import (
     FUNCTIONAL,
     answer_noise,
@@ -182,10 +182,7 @@ def measure(study: Study) -> ClaimData:
             Statistic("plain Kendall τ over all runs", whole, TAU, n=len(frame), note=common),
             Statistic("reliability of the gap within strata", reliable, "1"),
         ),
-        notes=(
-            f"{main['pairs'].sum()} compared pairs of {len(frame)} runs; axes: {', '.join(axes)}{why}",
-            *unfinished(study),
-        ),
+        notes=(f"{main['pairs'].sum()} compared pairs of {len(frame)} runs; axes: {', '.join(axes)}{why}",),
         frames={"grid": frame},
     )
 

@@ -17,7 +17,7 @@ from sharpscope.analysis.claims.base import (
     pairing_notes,
     present,
 )
-from sharpscope.analysis.measures import dose_of, log_ratios, probe_rows
+from sharpscope.analysis.measures import log_ratios
 from sharpscope.analysis.statistics import sign_flip_p
 from sharpscope.analysis.study import Pairing, PairMeasure, Study
 from sharpscope.analysis.tokens import INCLUSION, Columns, Reducer, inverse_inclusion
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 FEWEST = 20
 """Steps with a gradient that a run must have [steps]."""
 SPIKE_Z, WINDOW = 4.0, 50
-UNBIASED, NAIVE = "squared_gradient_norm", "squared_gradient_norm_naive"
-"""Quantities of the probes table: ⟨g₁, g₂⟩ of two independent batches, unbiased for ‖∇J‖², and ‖g‖² of all of the same draws."""
 LOW, HIGH = 0.25, 0.9
 """Probabilities below which a token is unlikely, above which it is confident."""
 LOG = "ln(treatment / baseline)"
@@ -67,16 +65,6 @@ def _of_norms(measure: Callable[[NDArray[np.float64]], float | None]) -> PairMea
     return both
 
 
-def noise_share(run: Run) -> float | None:
-    """1 − (unbiased ‖∇J‖²)/(‖g‖² of the same draws), over the steps that have both: the share of the squared norm that is noise."""
-    unbiased, naive = (
-        probe_rows(run, quantity, "surrogate").groupby("step")["value"].mean() for quantity in (UNBIASED, NAIVE)
-    )
-    both = unbiased.index.intersection(naive.index)
-    total = float(naive[both].sum())
-    return float(1 - unbiased[both].sum() / total) if total > 0 else None
-
-
 def smoothness(study: Study) -> ClaimData:
     """Log ratio of the roughness of ln‖g‖, treatment over baseline."""
     pairing = study.pairing()
@@ -86,18 +74,12 @@ def smoothness(study: Study) -> ClaimData:
     if not len(rough):
         return ClaimData(missing=f"no pair has {FEWEST} steps with a gradient norm")
     spikes = study.differences(pairing, _of_norms(spike_rate))
-    noise = study.differences(pairing, lambda a, b: (noise_share(a), noise_share(b)))
     more = len(spikes) and sign_flip_p(spikes["difference"].to_numpy(), "greater") <= study.terms.level
-    note = "probe set, plain surrogate"
     return ClaimData(
         parts={"": rough},
         conditions=(("spikes are not shown to be more frequent", not more),),
-        others=present(
-            mean_estimate("spike rate", spikes, "share of steps", "", "points"),
-            mean_estimate("noise share of ‖g‖²", noise, "share", note, "points"),
-        ),
+        others=present(mean_estimate("spike rate", spikes, "share of steps", "", "points")),
         notes=pairing_notes(study, pairing),
-        dose=dose_of((study.finished[pair.treatment] for pair in pairing.pairs), study.treatment),
     )
 
 
@@ -179,7 +161,6 @@ def lucky_spikes(study: Study) -> ClaimData:
         conditions=((f"confident tokens are shown to lose less than {margin:.0%} of their share", bool(kept)),),
         others=present(mean_estimate("confident tokens' gradient share", sure, LOG, "", "log")),
         notes=(f"lucky: π < {LOW:g} and A > 0; confident: π > {HIGH:g}", *pairing_notes(study, pairing)),
-        dose=dose_of((study.finished[pair.treatment] for pair in pairing.pairs), study.treatment),
     )
 
 

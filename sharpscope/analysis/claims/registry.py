@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sharpscope.analysis.claims import accuracy, entropy, gap, gradients, sharpness, tokens
-from sharpscope.analysis.claims.base import Claim, Verdict, decide
+from sharpscope.analysis.claims.base import Claim, Verdict, decide, unfinished
 from sharpscope.analysis.claims.checks import CHECKS, Check
+from sharpscope.analysis.measures import dose_of
 from sharpscope.analysis.study import Study
 from sharpscope.config import ClaimsSpec
 from sharpscope.errors import UserError, nearest
@@ -80,7 +81,10 @@ def judge(study: Study, names: Sequence[str] | None = None) -> tuple[list[Verdic
     study.read_tokens(list(dict.fromkeys(reducers)))
 
     def verdict(claim: Claim) -> Verdict:
-        return decide(claim, claim.measure(study), study.terms)
+        found = claim.measure(study)
+        if claim.compares and found.dose is None:
+            found = replace(found, dose=dose_of(study.alike(study.treatment).values(), study.treatment))
+        return decide(claim, replace(found, notes=(*found.notes, *unfinished(study))), study.terms)
 
     result = {
         name: replace(verdict(claim), other=None if claim.other is None else verdict(claim.other))

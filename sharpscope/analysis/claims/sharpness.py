@@ -24,7 +24,6 @@ from sharpscope.analysis.measures import (
     FUNCTIONAL,
     SMOOTHING,
     by_step,
-    dose_of,
     log_ratios,
     probe_rows,
     shared_sharpness,
@@ -136,8 +135,6 @@ def measure(study: Study) -> ClaimData:
         conditions=tuple(conditions),
         others=present(*others),
         notes=(*notes, *pairing_notes(study, pairing)),
-        frames={"sharpness": frame},
-        dose=dose_of((found[pair.treatment] for pair in pairing.pairs), study.treatment),
     )
 
 

@@ -268,18 +268,6 @@ def test_effect_and_p_are_those_of_the_rate_that_decides(middle):
 # Gradient norms, reward, entropy.
 
 
-def test_the_noise_share_is_of_one_gradient():
-    """1 − unbiased/naive of the same draws: the training step's own norm, of other prompts and with weights, is not in it."""
-    runs = []
-    for seed in range(6):
-        for method, unbiased in (("grpo", 1.0), ("grpo-sg", 1.5)):
-            values = {"squared_gradient_norm": unbiased, "squared_gradient_norm_naive": 2.0}
-            probes = [{"step": 40, "functional": "surrogate", "quantity": q, "value": v} for q, v in values.items()]
-            runs.append(frame_run(method, seed, probes=probes, columns={"grad_norm": 77.0 + np.arange(40) % 7}))
-    (noise,) = [other for other in verdict(study(*runs), "C8").finding.others if "noise share" in other.name]
-    assert noise.value == pytest.approx(0.25 - 0.5)
-
-
 def test_half_of_the_entropy_claim_is_not_the_whole():
     result = verdict(planted.entropy("effect", np.random.default_rng(2), 7, "normal", stable=False), "C12")
     assert result.verdict == "untestable" and "cov-grpo" in result.reason
