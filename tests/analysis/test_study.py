@@ -13,13 +13,6 @@ def _write(path, **options):
     return write_run(path, **({"shape": TINY, "tokens": False, "probes": False} | options))
 
 
-def test_runs_on_another_device_are_seeds_of_one_setting(tmp_path):
-    for seed, device in enumerate(("cpu", "cuda")):
-        _write(tmp_path / f"a{seed}", seed=seed, config={"device": device})
-    (study,) = studies(load_runs(tmp_path))
-    assert study.labels == ["grpo"] and len(study.settings[0].runs) == 2
-
-
 def test_seeds_are_one_setting_and_other_settings_are_told_apart(tmp_path):
     for seed in (0, 1):
         _write(tmp_path / f"a{seed}", seed=seed)
@@ -72,14 +65,3 @@ def test_finished_runs_come_before_others_and_a_seed_counts_once(tmp_path):
     assert list(study.settings[0].runs) == [0]
     assert any("stopped (interrupted, 3 steps) is left out" in note for note in study.notes)
     assert any("done repeats seed 0 of again" in note for note in study.notes)
-
-
-def test_where_nothing_is_finished_what_there_is_is_used(tmp_path):
-    _write(tmp_path / "a", status="interrupted")
-    _write(tmp_path / "b", seed=1, status="failed", shape=Shape(steps=2, prompts=1, group_size=2, length=2))
-    _write(tmp_path / "none", seed=2, status="failed", shape=Shape(steps=0))
-    (study,) = studies(load_runs(tmp_path))
-    setting = next(s for s in study.settings)
-    assert set(setting.runs) <= {0, 1}
-    assert any("none has no steps yet" in note for note in study.notes)
-    assert any("is not finished" in note for note in study.notes)

@@ -83,8 +83,6 @@ def test_run_show_and_resume_from_an_empty_folder(tiny_policy: Path, tmp_path: P
     ("arguments", "says"),
     [
         (["run", "--method", "grop"], "did you mean 'grpo'"),
-        (["run", "--methods", "grpo,grop", "--seeds", "0,1"], "did you mean 'grpo'"),
-        (["run", "--methods", "grpo,grpo"], "duplicate values"),
         (["run", "--seeds", "0,one"], "must be whole numbers separated by commas"),
         (["run", "--task", "datset"], "did you mean 'dataset'"),
         (["run", "--model", "/no/such/model"], "no such folder"),
@@ -92,20 +90,13 @@ def test_run_show_and_resume_from_an_empty_folder(tiny_policy: Path, tmp_path: P
         (["run", "--set", "method.clip.kind=none"], "or set method.clip to null"),
         (["run", "--token-weights", "papr", "--method", "grpo-sg"], "--token-weights papr: must be paper, calibrated"),
         (["run", "--token-weights", "no_module:f"], "importing 'no_module' failed"),
-        (["run", "--resume", "runs/none"], "runs/none: does not exist; give the folder of a run"),
         (["run", "--resume", "x", "--steps", "3"], "--resume uses the settings of the run"),
-        (["run", "--dry-run"], "--dry-run: goes with a sweep"),
         (["run", "--methods", "grpo,gspo", "--label", "x"], "in --methods write label=name"),
         (["run", "--stepps", "3"], "No such option: --stepps"),
-        (["run", "--steps", "many"], "Invalid value for '--steps'"),
-        (["run", "none.yaml"], "does not exist"),
         (["run", "--task", "dataset", "--set", "task.path=none.parquet"], "none.parquet"),
         (["eval", "runs/none"], "no such folder, and as a hub id it cannot be loaded"),
-        (["eval"], "Missing argument"),
         (["methods", "grop"], "did you mean 'grpo'"),
         (["config", "rolout"], "did you mean 'rollout'"),
-        (["config", "columns", "stepz"], "did you mean 'steps'"),
-        (["config", "--yaml", "--method", "grop"], "did you mean 'grpo'"),
         (["frobnicate"], "No such command 'frobnicate'"),
     ],
 )
@@ -122,7 +113,7 @@ def test_an_old_command_says_what_replaced_it(command, here):
     assert code == 2 and error == f"error: sharpscope {command}: removed in 0.3; use: {REPLACED[command]}\n"
 
 
-@pytest.mark.parametrize("mistake", [["--method", "grop"], ["--set", "stepps=3"], ["--seeds", "x"], ["--stepps", "3"]])
+@pytest.mark.parametrize("mistake", [["--method", "grop"], ["--set", "stepps=3"]])
 def test_settings_are_checked_before_torch_is_loaded(mistake, tmp_path: Path):
     """A typing mistake costs the start of Python: no torch, transformers or pandas, and at most half a second of CPU."""
     code = (
@@ -167,30 +158,6 @@ def test_a_second_interrupt_exits_130_without_a_traceback(here, monkeypatch):
     assert code == 130 and "Traceback" not in output + error
 
 
-def test_a_process_ends_with_the_code_and_the_line_of_a_mistake(tmp_path: Path):
-    done = sharpscope("methods", "grop", cwd=tmp_path)
-    assert done.returncode == 2 and done.stdout == "" and "did you mean 'grpo'" in done.stderr
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-
-
-def test_debug_shows_the_traceback(tmp_path: Path):
-    done = sharpscope("--debug", "methods", "grop", cwd=tmp_path)
-    assert done.returncode != 0 and "Traceback" in done.stderr
-
-
-def test_import_and_help_are_light(tmp_path: Path):
-    heavy = "import sys, sharpscope, sharpscope.cli; print([m for m in ('torch', 'transformers', 'pandas', 'matplotlib') if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", heavy],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-    )
-    assert done.stdout.strip() == "[]"
-
-
 def test_every_command_has_help_with_an_example_and_its_place():
     runner = CliRunner()
     listing = runner.invoke(app, ["--help"], terminal_width=200).output
@@ -216,13 +183,6 @@ def test_config_lists_the_common_settings_all_and_those_of_a_part():
     assert "steps: 7\n" in yaml and "name: grpo-sg\n" in yaml
 
 
-def test_columns_are_those_of_the_traces():
-    from sharpscope.traces import TABLES
-
-    text = CliRunner().invoke(app, ["config", "columns"]).output
-    assert all(f"| {name} |" in text for table in TABLES.values() for name in table.names)
-
-
 def test_methods_print_the_largest_rotation_that_their_weights_allow():
     output = CliRunner().invoke(app, ["methods"], env={"COLUMNS": "300"}).output
     rows = {line.split("│")[1].strip(): line for line in output.splitlines() if line.count("│") > 4}
@@ -236,15 +196,11 @@ def test_messages_cannot_drive_the_terminal():
     assert printable("a\x1b[31mb\x07\u202ec\nd") == "a�[31mb��c d"
 
 
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "None")],
-)
-def test_idle_threads_spin_for_a_bounded_time_unless_told_otherwise(given, found):
+def test_idle_threads_spin_for_a_bounded_time():
     code = "import sharpscope.cli, os, sys; assert 'torch' not in sys.modules; print(os.environ.get('GOMP_SPINCOUNT'))"
     bare = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=bare | given)
-    assert done.stdout.strip() == found
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=bare)
+    assert done.stdout.strip() == "2000"
 
 
 def test_warnings_are_one_line_and_those_for_other_libraries_authors_are_not_shown():
@@ -265,17 +221,3 @@ def test_warnings_are_one_line_and_those_for_other_libraries_authors_are_not_sho
         "warning: UserWarning of sharpscope.traces",
         "warning: FutureWarning of sharpscope.traces",
     }
-
-
-def test_analysis_needs_no_torch():
-    code = (
-        "import sys\n"
-        "class Refuse:\n"
-        "    def find_spec(self, name, *_):\n"
-        "        if name.partition('.')[0] in ('torch', 'transformers'):\n"
-        "            raise ImportError(name)\n"
-        "sys.meta_path.insert(0, Refuse())\n"
-        "from sharpscope import analysis\nfor name in analysis._LATER:\n    getattr(analysis, name)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr

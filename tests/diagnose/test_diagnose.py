@@ -21,7 +21,7 @@ def symptoms(frame: pd.DataFrame, tmp_path) -> dict[str, tuple[str, int]]:
 
 
 @pytest.mark.parametrize("steps", [20, 60, 200, 1000])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_healthy_runs_have_no_critical_finding_and_few_warnings(steps, seed, tmp_path):
     found = symptoms(healthy(steps, seed, rate=steps / 5), tmp_path)
     assert not [name for name, (severity, _) in found.items() if severity in ("critical", "warning")]
@@ -270,16 +270,6 @@ def test_the_next_command_names_the_checkpoint_before_the_symptom(tmp_path):
     found = diagnose(file)
     assert f"trainer.resume_from_path={tmp_path / 'global_step_60'}" in found.next_command(found.findings[0])
     assert "go back to global_step_60" in found.advice(found.findings[0])[1]
-
-
-def test_json_has_the_documented_shape(tmp_path):
-    frame = healthy(120)
-    frame.loc[60:, "reward"] = 0.02
-    content = json.loads(json.dumps(diagnose(write(frame, tmp_path)).as_dict()))
-    assert isinstance(content["finding"], str)
-    first = content["findings"][0]
-    assert {"symptom", "severity", "first_step", "evidence", "advice", "next"} <= set(first)
-    assert {"quantity", "step", "direction"} <= set(content["order"][0])
 
 
 def test_the_committed_page_of_symptoms_is_that_of_the_table():

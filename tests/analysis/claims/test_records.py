@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import re
 
 import pandas as pd
 import pytest
@@ -12,12 +10,12 @@ from matplotlib.figure import Figure
 
 from sharpscope.analysis import claims
 from sharpscope.analysis.claims.declaration import check_terms, declare, declared_rules, quote
-from sharpscope.analysis.claims.writers import claim_sections, claims_markdown, write_claims
+from sharpscope.analysis.claims.writers import claim_sections, write_claims
 from sharpscope.analysis.text import escape_markdown
 from sharpscope.config import ClaimsSpec
 from sharpscope.errors import UserError
 from sharpscope.traces import load_runs
-from tests.analysis.claims.frames import frame_run, study
+from tests.analysis.claims.frames import frame_run
 from tests.traces.synthetic import Effects, Shape, write_study
 
 
@@ -95,11 +93,3 @@ def test_verdicts_of_recorded_runs_as_json_markdown_and_sections(tmp_path):
     assert {section.part for section in sections} == {"Claims"}
     assert len(sections[0].content) == sum(len(v.versions) for v in verdicts)
     assert {type(section.content) for section in sections} == {pd.DataFrame, str, Figure}
-
-
-def test_text_from_files_is_not_markup():
-    runs = study(frame_run("<img src=x>|`", 0), frame_run("grpo", 0))
-    (result,) = claims.test_claims(runs, ["C8"], treatment="<img src=x>|`")
-    claim = dataclasses.replace(result.claim, title="a | b <script> {treatment}")
-    text = claims_markdown([dataclasses.replace(result, claim=claim)])
-    assert not re.search(r"(?<!\\)<(img|script)", text) and "a \\| b" in text

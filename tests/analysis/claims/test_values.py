@@ -268,16 +268,6 @@ def test_effect_and_p_are_those_of_the_rate_that_decides(middle):
 # Gradient norms, reward, entropy.
 
 
-def test_half_of_the_entropy_claim_is_not_the_whole():
-    result = verdict(planted.entropy("effect", np.random.default_rng(2), 7, "normal", stable=False), "C12")
-    assert result.verdict == "untestable" and "cov-grpo" in result.reason
-    runs = planted.entropy("effect", np.random.default_rng(2), 7, "normal")
-    for run in runs.by_name.values():  # entropy of rollouts decides nothing
-        run.probes = run.probes.iloc[:0]
-    result = verdict(runs, "C12")
-    assert result.verdict == "untestable" and "recording.probe_entropy_every=1" in result.reason
-
-
 def test_the_prediction_of_a_change_is_the_sum_over_the_steps_between():
     """Entropy measured at every third step alone: lr·updates·mean(c·polarity) of three steps against their change."""
     runs = planted.entropy("effect", np.random.default_rng(3), 7, "normal")
