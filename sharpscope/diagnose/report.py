@@ -87,17 +87,7 @@ class Diagnosis:
                 }
                 for finding in self.findings
             ],
-            "order": [
-                {
-                    "quantity": change.quantity,
-                    "step": change.step,
-                    "interval": [change.low, change.high],
-                    "direction": change.direction,
-                    "before": change.before,
-                    "after": change.after,
-                }
-                for change in self.order
-            ],
+            "order": [vars(change) | {"interval": [change.low, change.high]} for change in self.order],
             "quantities": {name: list(keys) for name, keys in self.log.sources.items()},
             "unmapped": list(self.log.unmapped),
         }

@@ -19,7 +19,6 @@ Alternative = Literal["two-sided", "greater", "less"]
 EXACT_UP_TO = 14
 """Clusters up to which all 2^n sign patterns are counted; beyond, DRAWS random ones and the pattern seen."""
 DRAWS = 9_999
-PERMUTATIONS = 9_999
 
 
 def sign_flip_p(
@@ -64,11 +63,13 @@ def smallest_sign_flip_p(n: int, alternative: Alternative = "two-sided") -> floa
     return min(1.0, sides * 0.5**n) if n <= EXACT_UP_TO else max(sides * 0.5**n, 1 / (1 + DRAWS))
 
 
-def sign_flip_interval(values: NDArray[np.floating], level: float = 0.95) -> tuple[float, float] | None:
+def sign_flip_interval(
+    values: NDArray[np.floating], level: float = 0.95, weight: NDArray[np.floating] | None = None
+) -> tuple[float, float] | None:
     """The means that a two-sided sign-flip test at 1 − `level` does not reject; None if it can reject none.
 
     For n ≤ EXACT_UP_TO values: the means of all non-empty subsets cut the line into 2^n pieces that a symmetric
-    distribution's center falls into with equal chance (Hartigan 1969).
+    distribution's center falls into with equal chance (Hartigan 1969). With `weight` (n,) ≥ 0: the ratios Σ values/Σ weight.
     """
     data = _checked(values)
     n = len(data)
@@ -78,7 +79,7 @@ def sign_flip_interval(values: NDArray[np.floating], level: float = 0.95) -> tup
     if outside < 1:
         return None
     chosen = (_patterns(n)[1:] + 1) / 2  # (2^n − 1, n) members of each non-empty subset
-    means = np.sort(chosen @ data / chosen.sum(axis=1))
+    means = np.sort(chosen @ data / np.maximum(chosen @ (np.ones(n) if weight is None else weight), 1e-300))
     return float(means[outside - 1]), float(means[-outside])
 
 

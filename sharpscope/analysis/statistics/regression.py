@@ -9,11 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sharpscope.analysis.statistics.intervals import BCA_FROM, Interval, bootstrap_interval
-from sharpscope.analysis.statistics.permutation import (
-    EXACT_UP_TO,
-    Alternative,
-    sign_flip_p,
-)
+from sharpscope.analysis.statistics.permutation import Alternative, sign_flip_interval, sign_flip_p
 
 
 def weighted_ranks(values: NDArray[np.floating], weight: NDArray[np.floating]) -> NDArray[np.float64]:
@@ -80,7 +76,9 @@ class ClusterSlope:
             shape = self.moments.shape[1:]
             flat = self.moments.reshape(self.clusters, -1)
             return bootstrap_interval(flat, lambda means: _slopes(means.reshape(-1, *shape)), level, seed)
-        return self._inverted(level)
+        cross, square = self._partial()
+        ends = sign_flip_interval(cross, level, square)
+        return None if ends is None else Interval(*ends, "sign-flip", level)
 
     def _partial(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Per cluster Σ x̃ỹ and Σ x̃² (C,), the controls' effect taken out with pooled coefficients."""
@@ -91,16 +89,6 @@ class ClusterSlope:
         left = np.concatenate([[1.0], -gx, [0.0]])  # x̃ = left·(x, controls, y)
         right = np.concatenate([[0.0], -gy, [1.0]])
         return self.moments @ right @ left, self.moments @ left @ left
-
-    def _inverted(self, level: float) -> Interval | None:
-        if self.clusters > EXACT_UP_TO or 0.5**self.clusters > (1 - level) / 2:
-            return None
-        cross, square = self._partial()
-        signs = ((np.arange(2**self.clusters)[:, None] >> np.arange(self.clusters)) & 1).astype(float)[1:]
-        # as for a mean: the slopes of all non-empty subsets of clusters cut the line into equally likely pieces
-        slopes = np.sort((signs @ cross) / np.maximum(signs @ square, 1e-300))
-        outside = int((1 - level) / 2 * 2**self.clusters + 1e-9)
-        return Interval(float(slopes[outside - 1]), float(slopes[-outside]), "sign-flip", level)
 
 
 def _slopes(moments: NDArray[np.floating]) -> NDArray[np.float64]:

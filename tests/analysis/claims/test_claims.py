@@ -84,14 +84,6 @@ def test_methods_are_named_found_and_refused():
         claims.test_claims(runs, ["C15"])
 
 
-def test_unfinished_runs_are_left_out_and_named():
-    runs = paired_study(12, 0.1)
-    broken = runs.by_name["grpo-sg-3"]
-    broken.status, broken.eval = "interrupted", broken.eval.assign(accuracy=0.0)
-    result = verdict(runs, "C7")
-    assert result.n == 11 and any("grpo-sg-3" in note for note in result.finding.notes)
-
-
 def test_a_verdict_on_a_primary_claim_does_not_depend_on_what_else_was_asked():
     runs = made("C7", "effect")
     alone, among = verdict(runs, "C7"), {v.claim.name: v for v in claims.test_claims(runs)}["C7"]
