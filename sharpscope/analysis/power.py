@@ -47,9 +47,9 @@ def pairs_needed(deviation: float, margin: float, level: float, parts: int = 1) 
     return next((n for n in sizes if min(student_power(deviation, margin, n, level, parts)) >= TARGET), None)
 
 
-def deviation_interval(deviation: float, n: int, level: float = 0.9) -> tuple[float, float]:
-    """Interval of a standard deviation estimated from n ≥ 2 normal values."""
-    low, high = chi2.ppf([(1 + level) / 2, (1 - level) / 2], n - 1)
+def deviation_interval(deviation: float, n: int) -> tuple[float, float]:
+    """90 % interval of a standard deviation estimated from n ≥ 2 normal values."""
+    low, high = chi2.ppf([0.95, 0.05], n - 1)
     return deviation * math.sqrt((n - 1) / low), deviation * math.sqrt((n - 1) / high)
 
 

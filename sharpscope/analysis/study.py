@@ -177,12 +177,12 @@ class Study:
         keys = [self.setting_key(run) for run in runs]
         return runs[keys.index(most_common(keys))] if runs else None
 
-    def alike(self, *methods: str, but: Sequence[str] = ()) -> dict[str, Run]:
-        """Finished runs of some methods with the task and settings of `reference`, apart from the keys `but`."""
+    def alike(self, *methods: str) -> dict[str, Run]:
+        """Finished runs of some methods with the task and settings of `reference`."""
         if self.reference is None:
             return {}
-        wanted = self.setting_key(self.reference, but)
-        return {name: run for name, run in self.of(*methods).items() if self.setting_key(run, but) == wanted}
+        wanted = self.setting_key(self.reference)
+        return {name: run for name, run in self.of(*methods).items() if self.setting_key(run) == wanted}
 
     def elsewhere(self, *methods: str) -> tuple[str, ...]:
         """A note on the runs of these methods that `alike` leaves out."""

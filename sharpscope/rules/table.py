@@ -83,7 +83,7 @@ def _measure(text: str) -> Measure:
 def _rule(name: str, entry: Mapping[str, Any]) -> Rule:
     """A rule from its entry in table.yaml."""
     severity = entry.get("severity", "harmful")
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
     values |= {"severity": SEVERITY[severity] if isinstance(severity, str) else tuple(severity)}
     return Rule(name, **values | {"measure": _measure(entry["measure"])})
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+
+from sharpscope.diagnose.quantities import QUANTITIES
 
 Rows = list[dict[str, float]]
 
@@ -152,20 +155,20 @@ def _swift(rows: Rows, folder: Path) -> Path:
     return _lines(made, folder / "logging.jsonl")
 
 
-_TRL = {
-    "reward": ("reward",),
-    "reward_std": ("reward_std",),
-    "grad_norm": ("grad_norm",),
-    "entropy": ("entropy",),
-    "kl": ("kl",),
-    "length": ("completions/mean_length",),
-    "truncated": ("completions/clipped_ratio",),
-    "dead_groups": ("frac_reward_zero_std",),
-    "clipped": ("clip_ratio/low_mean", "clip_ratio/high_mean"),
-    "mismatch": ("sampling/sampling_logp_difference/mean",),
-    "lr": ("learning_rate",),
-    "loss": ("loss",),
-}
+def _expanded(expression: str) -> tuple[str, ...]:
+    """Keys that an expression of quantities.yaml fits."""
+    text = expression.replace("[^/]+", "main").replace("(?:/mean)?", "")
+    choice = re.search(r"\(\?:([^)]*)\)", text)
+    return tuple(text.replace(choice[0], part) for part in choice[1].split("|")) if choice else (text,)
+
+
+def keys(trainer: str) -> dict[str, tuple[str, ...]]:
+    """Canonical quantity of `run` -> the keys under which a trainer writes it."""
+    known = (q for q in QUANTITIES if q.name in run(1, 1) and trainer in q.keys)
+    return {quantity.name: _expanded(quantity.keys[trainer][0]) for quantity in known}
+
+
+_TRL = keys("TRL")
 _TRL_OTHERS = {
     "num_tokens": 29865.0,
     "completions/max_length": 512.0,
@@ -175,172 +178,33 @@ _TRL_OTHERS = {
     "clip_ratio/high_max": 0.0,
     "step_time": 9.1,
 }
-_UNSLOTH = {name: keys for name, keys in _TRL.items() if name not in ("entropy", "mismatch")}
-
-TRAINERS: dict[str, Trainer] = {
-    "TRL": Trainer("TRL", _TRL, _TRL_OTHERS, _state),
-    "unsloth": Trainer("unsloth", _UNSLOTH, {**_TRL_OTHERS, "completion_length": 99.0}, _state),
-    "HF Trainer": Trainer(
-        "HF Trainer", {name: _TRL[name] for name in ("grad_norm", "lr", "loss")}, {"mean_token_accuracy": 0.7}, _state
-    ),
-    "verl": Trainer(
-        "verl",
-        {
-            "reward": ("critic/score/mean",),
-            "grad_norm": ("actor/grad_norm",),
-            "entropy": ("actor/entropy",),
-            "kl": ("actor/kl_loss",),
-            "length": ("response_length/mean",),
-            "truncated": ("response_length/clip_ratio",),
-            "clipped": ("actor/pg_clipfrac",),
-            "mismatch_kl": ("rollout_corr/k3_kl",),
-            "lr": ("actor/lr",),
-            "loss": ("actor/pg_loss",),
-        },
-        {
-            "actor/ppo_kl": 0.9,
-            "actor/pg_clipfrac_lower": 0.0,
-            "training/rollout_probs_diff_mean": 0.01,
-            "critic/advantages/mean": 0.0,
-            "perf/throughput": 900.0,
-            "timing_s/step": 61.0,
-        },
-        _nested,
-    ),
-    "prime-rl": Trainer(
-        "prime-rl",
-        {
-            "reward": ("train/agg/all/main/reward/mean",),
-            "grad_norm": ("optim/grad_norm",),
-            "entropy": ("entropy/all/mean",),
-            "length": ("train/agg/all/main/num_output_tokens/mean",),
-            "truncated": ("train/agg/all/main/is_truncated/mean",),
-            "dead_groups": ("solved_none", "solved_all"),
-            "clipped": ("is_masked_low/mean", "is_masked_high/mean"),
-            "mismatch_kl": ("mismatch_kl/all/mean",),
-            "lr": ("optim/lr",),
-            "loss": ("loss/mean",),
-        },
-        {"mismatch_kl/all/max": 3.0, "perf/throughput": 9000.0, "train/agg/effective/main/reward/mean": 0.9},
-        _prime,
-    ),
-    "Tinker": Trainer(
-        "Tinker",
-        {
-            "reward": ("env/all/reward/total",),
-            "grad_norm": ("unclipped_grad_l2:mean",),
-            "entropy": ("optim/entropy",),
-            "kl": ("kl_policy_base",),
-            "length": ("env/all/ac_tokens_per_turn",),
-            "dead_groups": ("env/all/by_group/frac_all_good", "env/all/by_group/frac_all_bad"),
-            "mismatch_kl": ("optim/kl_sample_train_v2",),
-            "lr": ("optim/lr",),
-        },
-        {
-            "optim/kl_sample_train_v1": -0.2,
-            "env/all/by_group/frac_mixed": 0.7,
-            "progress/batch": 3.0,
-            "time/total": 80.0,
-        },
+_UNSLOTH = {name: written for name, written in _TRL.items() if name not in ("entropy", "mismatch")}
+_WRITTEN: dict[str, tuple[dict[str, float], Callable[[Rows, Path], Path]]] = {
+    "TRL": (_TRL_OTHERS, _state),
+    "HF Trainer": ({"mean_token_accuracy": 0.7}, _state),
+    "verl": ({"actor/ppo_kl": 0.9, "actor/pg_clipfrac_lower": 0.0, "training/rollout_probs_diff_mean": 0.01}, _nested),
+    "prime-rl": ({"mismatch_kl/all/max": 3.0, "train/agg/effective/main/reward/mean": 0.9}, _prime),
+    "Tinker": (
+        {"optim/kl_sample_train_v1": -0.2, "env/all/by_group/frac_mixed": 0.7, "progress/batch": 3.0},
         lambda rows, folder: _lines(rows, folder / "metrics.jsonl"),
     ),
-    "OpenRLHF": Trainer(
-        "OpenRLHF",
-        {
-            "reward": ("rollout/reward_mean",),
-            "reward_std": ("rollout/reward_std",),
-            "grad_norm": ("train/actor_grad_norm",),
-            "kl": ("train/kl",),
-            "length": ("rollout/response_length",),
-            "truncated": ("rollout/truncated_rate",),
-            "clipped": ("train/ppo_clip_ratio",),
-            "mismatch": ("train/logprobs_diff",),
-            "lr": ("train/actor_lr",),
-            "loss": ("train/policy_loss",),
-        },
-        {"train/return": 0.3, "perf/gen_time": 12.0},
-        _tensorboard,
-    ),
-    "slime": Trainer(
-        "slime",
-        {
-            "reward": ("rollout/raw_reward",),
-            "grad_norm": ("train/grad_norm",),
-            "entropy": ("train/entropy_loss",),
-            "kl": ("train/kl_loss",),
-            "length": ("rollout/response_len/mean",),
-            "truncated": ("rollout/truncated_ratio",),
-            "clipped": ("train/pg_clipfrac",),
-            "mismatch": ("train/train_rollout_logprob_abs_diff",),
-            "lr": ("train/lr-pg_0",),
-            "loss": ("train/pg_loss",),
-        },
-        {"train/ppo_kl": 0.7, "rollout/zero_std/count_0": 3.0},
-        _tensorboard,
-    ),
-    "NeMo-RL": Trainer(
-        "NeMo-RL",
-        {
-            "reward": ("train/reward",),
-            "grad_norm": ("train/grad_norm",),
-            "entropy": ("train/approx_entropy",),
-            "kl": ("train/kl_penalty",),
-            "length": ("train/mean_gen_tokens_per_sample",),
-            "truncated": ("train/truncation_rate",),
-            "mismatch_kl": ("train/gen_kl_error",),
-            "lr": ("train/lr",),
-            "loss": ("train/loss",),
-        },
-        {"train/token_mult_prob_error": 1.01, "train/probs_ratio_max": 9.0},
-        _tensorboard,
-    ),
-    "SkyRL": Trainer(
-        "SkyRL",
-        {
-            "reward": ("reward/avg_raw_reward",),
-            "grad_norm": ("policy/grad_norm",),
-            "entropy": ("policy/policy_entropy",),
-            "kl": ("policy/policy_kl",),
-            "length": ("generate/avg_num_tokens",),
-            "clipped": ("policy/loss_metrics/clip_ratio",),
-            "mismatch": ("policy/rollout_train_logprobs_abs_diff_mean",),
-            "lr": ("policy/policy_lr",),
-        },
-        {"reward/avg_pass_at_8": 0.5, "timing/step": 30.0},
-        _history,
-    ),
-    "open-instruct": Trainer(
-        "open-instruct",
-        {
-            "reward": ("scores",),
-            "grad_norm": ("optim/grad_norm",),
-            "entropy": ("policy/entropy_avg",),
-            "kl": ("objective/kl_avg",),
-            "length": ("val/sequence_lengths",),
-            "truncated": ("1-val/stop_rate",),
-            "clipped": ("policy/clipfrac_avg",),
-            "mismatch": ("debug/vllm_vs_local_logprob_diff_mean",),
-            "lr": ("lr",),
-        },
-        {"val/ratio": 1.0, "time/total": 50.0},
-        _wandb,
-    ),
-    "AReaL": Trainer(
-        "AReaL",
-        {
-            "reward": ("ppo_actor/task_reward/avg",),
-            "grad_norm": ("ppo_actor/update/grad_norm",),
-            "entropy": ("ppo_actor/update/entropy/avg",),
-            "truncated": ("ppo_actor/no_eos_ratios/avg",),
-            "clipped": ("ppo_actor/update/clip_ratio/avg",),
-            "mismatch_kl": ("ppo_actor/update/behave_approx_kl/avg",),
-            "lr": ("ppo_actor/update/lr",),
-        },
-        {"ppo_actor/update/dual_clip_ratio/avg": 0.5, "ppo_actor/seq_len/avg": 300.0},
-        _tensorboard,
-    ),
+    "OpenRLHF": ({"train/return": 0.3, "perf/gen_time": 12.0}, _tensorboard),
+    "slime": ({"train/ppo_kl": 0.7, "rollout/zero_std/count_0": 3.0}, _tensorboard),
+    "NeMo-RL": ({"train/token_mult_prob_error": 1.01, "train/probs_ratio_max": 9.0}, _tensorboard),
+    "SkyRL": ({"reward/avg_pass_at_8": 0.5, "timing/step": 30.0}, _history),
+    "open-instruct": ({"val/ratio": 1.0, "time/total": 50.0}, _wandb),
+    "AReaL": ({"ppo_actor/update/dual_clip_ratio/avg": 0.5, "ppo_actor/seq_len/avg": 300.0}, _tensorboard),
+}
+"""Trainer -> keys of another meaning that it writes too, and its file."""
+
+TRAINERS: dict[str, Trainer] = {
+    **{name: Trainer(name, keys(name), *written) for name, written in _WRITTEN.items()},
+    "unsloth": Trainer("unsloth", _UNSLOTH, {**_TRL_OTHERS, "completion_length": 99.0}, _state),
     "TRL, W&B chart": Trainer(
-        "TRL", {n: tuple(f"train/{k}" for k in keys) for n, keys in _TRL.items()}, {"train/num_tokens": 9.0}, _wandb
+        "TRL",
+        {n: tuple(f"train/{k}" for k in written) for n, written in _TRL.items()},
+        {"train/num_tokens": 9.0},
+        _wandb,
     ),
     "TRL, CSV": Trainer("TRL", _TRL, _TRL_OTHERS, _csv),
     "TRL, ms-swift": Trainer("TRL", _TRL, {"memory(GiB)": 52.2, "train_speed(iter/s)": 0.01}, _swift),

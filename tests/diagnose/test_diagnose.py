@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -30,76 +31,40 @@ def test_healthy_runs_have_no_critical_finding_and_few_warnings(steps, seed, tmp
 AT = 100
 
 
-def _collapse(frame):
-    frame.loc[AT:, "reward"] = np.abs(np.random.default_rng(1).normal(0.05, 0.02, len(frame) - AT))
+def plant(changes: dict) -> Callable[[pd.DataFrame], None]:
+    """Changes columns from step AT on: to a number, or to a function of the values there."""
+
+    def make(frame: pd.DataFrame) -> None:
+        for column, change in changes.items():
+            frame.loc[AT:, column] = change(frame.loc[AT:, column].to_numpy()) if callable(change) else change
+
+    return make
 
 
-def _spike(frame):
-    frame.loc[AT, "grad_norm"] = 20.0
-
-
-def _growth(frame):
-    frame.loc[AT:, "grad_norm"] *= 8
-
-
-def _entropy_rise(frame):
-    frame.loc[AT:, "entropy"] += np.linspace(0.02, 2.0, len(frame) - AT)
-
-
-def _entropy_collapse(frame):
-    frame.loc[AT:, "entropy"] = 0.005
-
-
-def _zero_gradient(frame):
-    frame.loc[AT:, ["grad_norm", "reward"]] = 0.0
-    frame.loc[AT:, "entropy"] = np.linspace(1, 3, len(frame) - AT)
-
-
-def _truncation(frame):
-    frame.loc[AT:, "completions/clipped_ratio"] = 0.6
-
-
-def _length(frame):
-    frame.loc[AT:, "completions/mean_length"] *= np.linspace(1, 4, len(frame) - AT)
+def longer(frame: pd.DataFrame) -> None:
+    plant({"completions/mean_length": lambda x: x * np.linspace(1, 4, len(x))})(frame)
     frame["reward"] = 0.4 + np.random.default_rng(2).normal(0, 0.05, len(frame))
 
 
-def _dead(frame):
-    frame.loc[AT:, "frac_reward_zero_std"] = 0.9
-    frame.loc[AT:, "reward"] = 0.1
-
-
-def _mismatch(frame):
-    frame.loc[AT:, "sampling/sampling_logp_difference/mean"] = 0.8
-
-
-def _clipping(frame):
-    frame.loc[AT:, "clip_ratio/low_mean"] = 0.4
-
-
-def _drift(frame):
-    frame.loc[AT:, "kl"] += np.linspace(0, 6, len(frame) - AT)
-
-
-def _sign(frame):
-    frame.loc[AT:, "kl"] = np.random.default_rng(3).normal(0, 0.05, len(frame) - AT)
-
-
+DEAD = plant({"grad_norm": 0.0, "reward": 0.0, "entropy": lambda x: np.linspace(1, 3, len(x))})
 PLANTED = {
-    "reward_collapse": (_collapse, "critical"),
-    "gradient_spike": (_spike, "info"),
-    "gradient_growth": (_growth, "warning"),
-    "entropy_rise": (_entropy_rise, "warning"),
-    "entropy_collapse": (_entropy_collapse, "warning"),
-    "zero_gradient": (_zero_gradient, "critical"),
-    "reward_constant": (_zero_gradient, "critical"),
-    "truncation": (_truncation, "warning"),
-    "length_growth": (_length, "warning"),
-    "dead_groups": (_dead, "warning"),
-    "logp_mismatch": (_mismatch, "critical"),
-    "ratio_clipping": (_clipping, "warning"),
-    "kl_drift": (_drift, "info"),
-    "kl_sign": (_sign, "info"),
+    "reward_collapse": (
+        plant({"reward": lambda x: np.abs(np.random.default_rng(1).normal(0.05, 0.02, len(x)))}),
+        "critical",
+    ),
+    "gradient_spike": (plant({"grad_norm": lambda x: np.r_[20.0, x[1:]]}), "info"),
+    "gradient_growth": (plant({"grad_norm": lambda x: 8 * x}), "warning"),
+    "entropy_rise": (plant({"entropy": lambda x: x + np.linspace(0.02, 2.0, len(x))}), "warning"),
+    "entropy_collapse": (plant({"entropy": 0.005}), "warning"),
+    "zero_gradient": (DEAD, "critical"),
+    "reward_constant": (DEAD, "critical"),
+    "truncation": (plant({"completions/clipped_ratio": 0.6}), "warning"),
+    "length_growth": (longer, "warning"),
+    "dead_groups": (plant({"frac_reward_zero_std": 0.9, "reward": 0.1}), "warning"),
+    "logp_mismatch": (plant({"sampling/sampling_logp_difference/mean": 0.8}), "critical"),
+    "ratio_clipping": (plant({"clip_ratio/low_mean": 0.4}), "warning"),
+    "kl_drift": (plant({"kl": lambda x: x + np.linspace(0, 6, len(x))}), "info"),
+    "kl_sign": (plant({"kl": lambda x: np.random.default_rng(3).normal(0, 0.05, len(x))}), "info"),
 }
 
 

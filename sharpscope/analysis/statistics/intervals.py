@@ -33,6 +33,8 @@ from scipy.special import ndtri, stdtrit
 
 from sharpscope.analysis.statistics.permutation import sign_flip_interval
 
+LEVEL = 0.95
+"""Confidence of every interval."""
 BCA_FROM = 15
 RESAMPLES = 4_999
 PRIOR_COUNT = 2.0
@@ -48,31 +50,28 @@ class Interval:
     low: float
     high: float
     kind: Literal["t", "bca", "sign-flip", "wilson"]
-    level: float = 0.95
-
-    def __str__(self) -> str:
-        return f"[{self.low:.3g}, {self.high:.3g}]"
+    level: float = LEVEL
 
     def percent(self, digits: int = 1) -> str:
         """`[1.2, 5.9]`: the ends in percent."""
         return f"[{100 * self.low:.{digits}f}, {100 * self.high:.{digits}f}]"
 
 
-def mean_interval(values: Sequence[float] | NDArray[np.floating], level: float = 0.95) -> Interval | None:
-    """Student's interval of the mean of `values` (n,), mean ± t_{(1+level)/2, n−1}·s/√n; None for fewer than 2 finite ones."""
+def mean_interval(values: Sequence[float] | NDArray[np.floating]) -> Interval | None:
+    """Student's interval of the mean of `values` (n,), mean ± t_{0.975, n−1}·s/√n; None for fewer than 2 finite ones."""
     data = np.asarray(values, dtype=np.float64)
     n = len(data)
     if n < 2 or not np.isfinite(data).all():
         return None
-    half = float(stdtrit(n - 1, (1 + level) / 2)) * (float(data.std(ddof=1)) / math.sqrt(n))
-    return Interval(float(data.mean()) - half, float(data.mean()) + half, "t", level)
+    half = float(stdtrit(n - 1, (1 + LEVEL) / 2)) * (float(data.std(ddof=1)) / math.sqrt(n))
+    return Interval(float(data.mean()) - half, float(data.mean()) + half, "t")
 
 
-def to_halve(n: int, level: float = 0.95) -> int:
+def to_halve(n: int) -> int:
     """The smallest sample size whose t-interval is at most half as wide as that of n ≥ 2 values with the same spread."""
 
     def width(size: int) -> float:
-        return float(stdtrit(size - 1, (1 + level) / 2)) / math.sqrt(size)
+        return float(stdtrit(size - 1, (1 + LEVEL) / 2)) / math.sqrt(size)
 
     return next(size for size in range(n + 1, 5 * n + 5) if width(size) <= width(n) / 2)
 
@@ -93,21 +92,19 @@ def series_mean(values: NDArray[np.floating]) -> tuple[float, float]:
     return mean, math.sqrt(total / (x.size - 1) / effective)
 
 
-def contrast_interval(values: NDArray[np.floating], level: float = 0.95, seed: int = 0) -> Interval | None:
+def contrast_interval(values: NDArray[np.floating]) -> Interval | None:
     """Interval of the mean of paired differences `values` (n,): BCa, below 15 exact sign flips, None if n is too small.
 
     At 95 %, 6 is the smallest n with which a sign-flip test can reject anything.
     """
     data = np.sort(np.asarray(values, dtype=np.float64))  # resamples must not depend on the order
     if len(data) >= BCA_FROM:
-        return bootstrap_interval(data, None, level, seed)
-    ends = sign_flip_interval(data, level) if len(data) else None
-    return None if ends is None else Interval(*ends, "sign-flip", level)
+        return bootstrap_interval(data)
+    ends = sign_flip_interval(data) if len(data) else None
+    return None if ends is None else Interval(*ends, "sign-flip")
 
 
-def accuracy_interval(
-    accuracy: float, std_error: float | None, prompts: int, samples: float = 1.0, level: float = 0.95
-) -> Interval:
+def accuracy_interval(accuracy: float, std_error: float | None, prompts: int, samples: float = 1.0) -> Interval:
     """Wilson's interval of an accuracy p, with prompts as clusters; it has a width at 0 and at 1, too.
 
     The number of trials is the effective one, n·k/D. The design effect D, between 1 (completions of a prompt are
@@ -122,7 +119,6 @@ def accuracy_interval(
         std_error: s, of that mean with prompts as clusters; None or NaN where it is not known.
         prompts: n.
         samples: k, completions per prompt; n/j for pass@j of n completions.
-        level: confidence.
     """
     variance = accuracy * (1 - accuracy)
     design = samples
@@ -131,19 +127,17 @@ def accuracy_interval(
         rare = prompts * samples * min(accuracy, 1 - accuracy) / results
         design = (rare * results + PRIOR_COUNT * samples) / (rare + PRIOR_COUNT)
     trials = prompts * samples / design
-    z = float(ndtri(0.5 + level / 2))
+    z = float(ndtri(0.5 + LEVEL / 2))
     middle = (accuracy + z**2 / (2 * trials)) / (1 + z**2 / trials)
     half = z / (1 + z**2 / trials) * np.sqrt(variance / trials + z**2 / (4 * trials**2))
     low = 0.0 if accuracy <= 0 else max(0.0, middle - half)
     high = 1.0 if accuracy >= 1 else min(1.0, middle + half)
-    return Interval(float(low), float(high), "wilson", level)
+    return Interval(float(low), float(high), "wilson")
 
 
 def bootstrap_interval(
     clusters: NDArray[np.floating],
     statistic: Callable[[NDArray[np.floating]], NDArray[np.floating]] | None = None,
-    level: float = 0.95,
-    seed: int = 0,
 ) -> Interval:
     """BCa interval of a statistic over clusters, from `scipy.stats.bootstrap`.
 
@@ -151,14 +145,12 @@ def bootstrap_interval(
         clusters: (n, p) sums of what each cluster holds, or (n,).
         statistic: takes (B, p) sums over drawn clusters, divided by how many were drawn, and gives (B,); None: the mean
             of (n,).
-        level: confidence.
-        seed: of the resamples.
     """
     data = np.asarray(clusters, dtype=np.float64)
     n = len(data)
     table = data.reshape(n, -1)
     if statistic is None and np.ptp(data) <= 1e-12 * np.abs(data).max():
-        return Interval(float(data[0]), float(data[0]), "bca", level)
+        return Interval(float(data[0]), float(data[0]), "bca")
 
     def resampled(chosen: NDArray[np.int_], axis: int = -1) -> NDArray[np.floating]:
         """The statistic of each row of cluster indices (..., drawn) → (...)."""
@@ -176,10 +168,10 @@ def bootstrap_interval(
         (np.arange(n),),
         resampled,
         n_resamples=RESAMPLES,
-        confidence_level=level,
+        confidence_level=LEVEL,
         method="BCa",
         vectorized=True,
-        rng=np.random.default_rng(seed),
+        rng=np.random.default_rng(0),
     )
     ends = result.confidence_interval
-    return Interval(float(ends.low), float(ends.high), "bca", level)
+    return Interval(float(ends.low), float(ends.high), "bca")

@@ -65,20 +65,20 @@ class ClusterSlope:
         """The pooled slope; NaN if x does not vary beyond the controls."""
         return float(_slopes(self.moments.mean(axis=0)[None])[0])
 
-    def p(self, slope: float = 0.0, alternative: Alternative = "two-sided", seed: int = 0) -> float:
+    def p(self, slope: float = 0.0, alternative: Alternative = "two-sided") -> float:
         """p-value of "the slope is `slope`"."""
         cross, square = self._partial()
-        return sign_flip_p(cross - slope * square, alternative, seed=seed)
+        return sign_flip_p(cross - slope * square, alternative)
 
-    def interval(self, level: float = 0.95, seed: int = 0) -> Interval | None:
+    def interval(self) -> Interval | None:
         """BCa over clusters; below 15 clusters the slopes that the sign-flip test does not reject, None if it cannot reject."""
         if self.clusters >= BCA_FROM:
             shape = self.moments.shape[1:]
             flat = self.moments.reshape(self.clusters, -1)
-            return bootstrap_interval(flat, lambda means: _slopes(means.reshape(-1, *shape)), level, seed)
+            return bootstrap_interval(flat, lambda means: _slopes(means.reshape(-1, *shape)))
         cross, square = self._partial()
-        ends = sign_flip_interval(cross, level, square)
-        return None if ends is None else Interval(*ends, "sign-flip", level)
+        ends = sign_flip_interval(cross, square)
+        return None if ends is None else Interval(*ends, "sign-flip")
 
     def _partial(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Per cluster Σ x̃ỹ and Σ x̃² (C,), the controls' effect taken out with pooled coefficients."""

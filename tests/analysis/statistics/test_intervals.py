@@ -26,10 +26,10 @@ from sharpscope.analysis.statistics.permutation import sign_flip_interval
 
 def test_bca_is_scipys_and_kinds_follow_the_number_of_clusters():
     values = np.random.default_rng(3).lognormal(size=20)
-    ours = contrast_interval(values, seed=1)
-    theirs = scipy.stats.bootstrap((np.sort(values),), np.mean, n_resamples=4999, rng=np.random.default_rng(1))
+    ours = contrast_interval(values)
+    theirs = scipy.stats.bootstrap((np.sort(values),), np.mean, n_resamples=4999, rng=np.random.default_rng(0))
     assert (ours.low, ours.high) == pytest.approx(tuple(theirs.confidence_interval), rel=1e-9)
-    assert contrast_interval(values[::-1], seed=1) == ours
+    assert contrast_interval(values[::-1]) == ours
     kinds = [getattr(contrast_interval(values[:n]), "kind", None) for n in (5, 6, 14, 15)]
     assert kinds == [None, "sign-flip", "sign-flip", "bca"]
     flat = [contrast_interval(np.full(n, 0.25)) for n in (6, 20)]
