@@ -141,16 +141,16 @@ def _probed(run: Run) -> dict[tuple[str, str], pd.DataFrame]:
     return result
 
 
-def probe_rows(run: Run, quantity: str, functional: str = FUNCTIONAL, probe_set: str = "train") -> pd.DataFrame:
-    """Rows (step, value, rho, …) of the probes table for one quantity, on the probe set whose name holds `probe_set`.
+def probe_rows(run: Run, quantity: str, functional: str = FUNCTIONAL) -> pd.DataFrame:
+    """Rows (step, value, rho, …) of the probes table for one quantity, on the probe set whose name contains `train`.
 
-    Where no set's name holds it, all rows are taken if there is only one set. Rows without a value, and iterations that
+    Where no set's name contains it, all rows are taken if there is only one set. Rows without a value, and iterations that
     did not converge, are left out; of parameter groups only `all` counts.
     """
     rows = _probed(run).get((quantity, functional))
     if rows is None:
         return pd.DataFrame({"step": [], "value": [], "rho": [], "ceiling": [], "probe_set": []}, dtype=float)
-    named = rows["probe_set"].str.contains(probe_set, regex=False)
+    named = rows["probe_set"].str.contains("train", regex=False)
     if named.any():
         return rows[named]
     return rows if rows["probe_set"].nunique() == 1 else rows.iloc[:0]

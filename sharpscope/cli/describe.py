@@ -44,9 +44,7 @@ BASIC = (
 
 
 def methods(
-    name: Annotated[
-        str | None, typer.Argument(help="Method, control or module:function to explain, with loss, constants, source.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="Method, control or module:function to explain.")] = None,
 ) -> None:
     """List the methods, or explain one.
 
@@ -98,14 +96,11 @@ def methods(
 
 def config(
     topic: Annotated[
-        str | None,
-        typer.Argument(help="tasks; columns (of traces); fork; a part such as method.weight; or a YAML file."),
+        str | None, typer.Argument(help="tasks, columns, fork, a part (method.weight), or a YAML file.")
     ] = None,
     table: Annotated[list[str] | None, typer.Argument(help="With columns: tables; default: all.")] = None,
     every: Annotated[bool, typer.Option("--all", help="List all settings.")] = False,
-    yaml: Annotated[
-        bool, typer.Option("--yaml", help="Print the configuration that `run` would use, as YAML.")
-    ] = False,
+    yaml: Annotated[bool, typer.Option("--yaml", help="Print the configuration that `run` would use.")] = False,
     method: Annotated[str | None, typer.Option("--method", "-m", help="With --yaml: name of a method.")] = None,
     task: Annotated[str | None, typer.Option(help="With --yaml: kind of a task.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="With --yaml: path=value. Repeatable.")] = None,

@@ -23,14 +23,10 @@ def diagnose(
         ),
     ],
     map_: Annotated[
-        list[str] | None,
-        typer.Option("--map", help="Name a key that is not recognized: --map reward=my/key. Repeatable."),
+        list[str] | None, typer.Option("--map", help="Name a key: --map reward=my/key. Repeatable.")
     ] = None,
     group_size: Annotated[
-        int | None,
-        typer.Option(
-            min=2, help="Completions per prompt; estimates groups without an advantage where they are not logged."
-        ),
+        int | None, typer.Option(min=2, help="Completions per prompt, to estimate groups without an advantage.")
     ] = None,
     json: Json = False,
 ) -> None:

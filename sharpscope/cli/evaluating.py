@@ -16,14 +16,8 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    model: Annotated[
-        Path,
-        typer.Argument(help="Folder of a run (its last checkpoint), of a checkpoint or of a model, or embedded:NAME."),
-    ],
-    task: Annotated[
-        str | None,
-        typer.Option(help="Kind of a task. Default: that of the run or embedded policy, else knights_knaves."),
-    ] = None,
+    model: Annotated[Path, typer.Argument(help="Folder of a run, a checkpoint or a model, or embedded:NAME.")],
+    task: Annotated[str | None, typer.Option(help="Kind of a task. Default: that of the run or policy.")] = None,
     split: Annotated[
         list[str] | None,
         typer.Option(
@@ -32,15 +26,10 @@ def evaluate(
         ),
     ] = None,
     temperature: Annotated[
-        list[float] | None, typer.Option(help="Sampling temperature; 0 is greedy. Repeatable. Default: 0 and 1.")
+        list[float] | None, typer.Option(help="Temperature; 0 is greedy. Repeatable. Default: 0, 1.")
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts per level.")] = 500,
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Completions per prompt at temperatures above 0 (n of avg@n). Default: the largest -k, or 1."
-        ),
-    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Completions per prompt above temperature 0.")] = None,
     k: Annotated[list[int] | None, typer.Option("-k", min=1, help="k of the unbiased pass@k. Repeatable.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     set_: Set = None,

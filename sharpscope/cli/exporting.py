@@ -17,9 +17,7 @@ def export(
     out: Annotated[Path, typer.Option(help="Folder that is written.")] = Path("logs"),
     project: Annotated[str, typer.Option(help="Project of the logger (not for TensorBoard).")] = "sharpscope",
     follow: Annotated[bool, typer.Option("--follow", help="Continue until the runs end.")] = False,
-    online: Annotated[
-        bool, typer.Option("--online", help="Upload to Weights & Biases. Default: write files only.")
-    ] = False,
+    online: Annotated[bool, typer.Option("--online", help="Upload to Weights & Biases.")] = False,
     tokens: Annotated[int, typer.Option(min=0, help="Number of sampled tokens that `reduced` keeps per run.")] = 1_500,
 ) -> None:
     """Export curves to a logger, or runs as packed or reduced data.

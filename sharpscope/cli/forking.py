@@ -28,24 +28,16 @@ def fork(
     ] = None,
     task: Task = None,
     checkpoint: Annotated[
-        list[str] | None,
-        typer.Option(help="step-000050 or 50; 0 is the run's initial policy. Repeatable. Default: the last one."),
+        list[str] | None, typer.Option(help="step-000050 or 50; 0: the initial policy. Repeatable.")
     ] = None,
     step: Annotated[int | None, typer.Option(min=1, help="Step that --without-tokens makes again.")] = None,
     without_tokens: Annotated[
-        str | None, typer.Option(help="top:K makes --step with and without the K tokens that lead its gradient.")
+        str | None, typer.Option(help="top:K: make --step with and without its K leading tokens.")
     ] = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            help=f"{METHODS} The first is the reference. Default: grpo, grpo-sg and its reverse and shuffled controls."
-        ),
-    ] = None,
+    methods: Annotated[str | None, typer.Option(help=f"{METHODS} The first is the reference.")] = None,
     token_weights: TokenWeights = None,
     batches: Annotated[int | None, typer.Option(min=1, help="Batches of rollouts per state. Default: 30.")] = None,
-    outcomes: Annotated[
-        str | None, typer.Option(help="Comma-separated: failure, entropy (the default), sharpness.")
-    ] = None,
+    outcomes: Annotated[str | None, typer.Option(help="failure,entropy (the default), sharpness.")] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -55,14 +47,12 @@ def fork(
         ),
     ] = None,
     threads: Threads = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder of a run for the rows. Default: the run's own, or forks/MODEL with --model."),
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the rows. Default: RUN, or forks/MODEL.")] = None,
 ) -> None:
     """Compare single updates from the same state: of several methods, or of one step with and without its leading tokens.
 
-    Rows go to the table `forks`. Repeat the command to continue after an interruption or with more batches.
+    By default grpo, grpo-sg and its reverse and shuffled controls, from the last checkpoint. Rows go to the table
+    `forks`. Repeat the command to continue after an interruption or with more batches.
 
     Examples:
       sharpscope fork --model embedded:knights_knaves --methods grpo,grpo-sg,ar --batches 10

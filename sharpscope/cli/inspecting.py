@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 def show(
     runs: Runs,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until the run ends (one run).")] = False,
-    card: Annotated[
-        Path | None,
-        typer.Option(help="Write a picture of the run to share: headline, three tokens, one curve (.png, .svg)."),
-    ] = None,
+    card: Annotated[Path | None, typer.Option(help="Write a picture of the run to share (.png, .svg).")] = None,
     json: Json = False,
 ) -> None:
     """Show a run: which tokens moved the model, curves, accuracy, sharpness and events. Of several, their differences.
@@ -56,9 +53,7 @@ def show(
 
 def tokens(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    step: Annotated[
-        int | None, typer.Option(help="Step of the run. Default: the recorded one with the largest gradient norm.")
-    ] = None,
+    step: Annotated[int | None, typer.Option(help="Step. Default: the one with the largest gradient.")] = None,
     by: Annotated[
         str,
         typer.Option(
@@ -67,9 +62,7 @@ def tokens(
         ),
     ] = "attribution",
     top: Annotated[int | None, typer.Option(min=1, help="Number of tokens. Default: 20; of each spike, 8.")] = None,
-    spikes: Annotated[
-        bool, typer.Option("--spikes", help="Find steps with an unusually large gradient and show what is behind them.")
-    ] = False,
+    spikes: Annotated[bool, typer.Option("--spikes", help="Find and explain steps with a large gradient.")] = False,
     json: Json = False,
 ) -> None:
     """List the tokens that hold the largest shares of a step's gradient, or that are largest in another column.

@@ -57,35 +57,25 @@ Settings = Annotated[
 
 
 def probe(
-    run: Annotated[
-        Path | None, typer.Argument(help="Folder of a run, to probe its checkpoints on its probe set.")
-    ] = None,
+    run: Annotated[Path | None, typer.Argument(help="Folder of a run: probe its checkpoints on its probe set.")] = None,
     model: Models = None,
     data: Annotated[Path | None, typer.Option(help="JSONL or Parquet with prompt and completion (and reward).")] = None,
     tokens: Tokens = None,
     rollouts: Rollouts = None,
     method: MethodOption = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Of the log-probabilities of --rollouts. Default: 1.")
-    ] = None,
-    steps: Annotated[
-        str | None, typer.Option(help="Comma-separated steps of --tokens or --rollouts. Default: all.")
-    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of --rollouts' log-probabilities. Default: 1.")] = None,
+    steps: Annotated[str | None, typer.Option(help="Steps of --tokens or --rollouts: 10,20. Default: all.")] = None,
     probes: Probes = None,
     functional: Functional = None,
     all_checkpoints: Annotated[
-        bool, typer.Option("--all-checkpoints", help="Probe every checkpoint of the run, not only the last.")
+        bool, typer.Option("--all-checkpoints", help="Probe every checkpoint of the run.")
     ] = False,
     backend: Annotated[str, typer.Option(help="Eigenvalues and trace by lanczos, or by pyhessian.")] = "lanczos",
-    force: Annotated[
-        bool, typer.Option("--force", help="Accept a checkpoint that does not fit --tokens or --rollouts.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Accept a checkpoint that does not fit.")] = False,
     set_: Settings = None,
     seed: Annotated[int, typer.Option(help="Seed of every random vector.")] = 0,
     threads: Threads = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for tables and figures. Default: probe, or RUN-probe beside the run.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder that is written. Default: probe, or RUN-probe.")] = None,
     json: Json = False,
 ) -> None:
     """Probe a model: curvature, sharpness under perturbations and score norms of tokens.

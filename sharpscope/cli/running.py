@@ -68,12 +68,8 @@ def demo(
 
 
 def run(
-    config: Annotated[
-        Path | None, typer.Argument(help="YAML file of a run or a sweep, see experiments/. Other fields have defaults.")
-    ] = None,
-    method: Annotated[
-        str | None, typer.Option("--method", "-m", help="[label=]name[+field=value…]; see `sharpscope methods`.")
-    ] = None,
+    config: Annotated[Path | None, typer.Argument(help="YAML file of a run or a sweep, see experiments/.")] = None,
+    method: Annotated[str | None, typer.Option("--method", "-m", help="[label=]name[+field=value…].")] = None,
     methods: Annotated[str | None, typer.Option(help=f"{METHODS} Makes a sweep.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Seeds, separated by commas. Makes a sweep.")] = None,
     task: Task = None,
@@ -83,14 +79,9 @@ def run(
     steps: Annotated[int | None, typer.Option(help="Number of steps.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of training.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the run (of a sweep: of its runs). Default: runs/<label>-<task>-s<seed>."),
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run (of a sweep: of its runs).")] = None,
     set_: Set = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="Folder of an interrupted run to resume from its last checkpoint.")
-    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="Folder of an interrupted run to resume.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Disable the live display.")] = False,
     workers: Annotated[int, typer.Option(min=1, help="Sweep: concurrent runs; they share the threads.")] = 1,
     part: Annotated[list[str] | None, typer.Option(help="Sweep: part to run. Repeatable. Default: all.")] = None,

@@ -31,7 +31,7 @@ ClaimOption = Annotated[list[str] | None, typer.Option(help="Name of a claim, su
 def plan(
     runs: Annotated[list[Path] | None, typer.Argument(help="Runs that exist: run folders, or folders of runs.")] = None,
     baseline_accuracy: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Without runs: accuracy of the baseline, such as 0.25.")
+        float | None, typer.Option(min=0.0, max=1.0, help="Without runs: accuracy of the baseline.")
     ] = None,
     answers: Annotated[int, typer.Option(min=1, help="Answers of one evaluation: prompts × samples.")] = 2000,
     claim: ClaimOption = None,
@@ -66,9 +66,7 @@ def plan(
 @study.command()
 def declare(
     file: Annotated[Path, typer.Argument(help="YAML file of the study; its section `claims` has the rules.")],
-    why: Annotated[
-        str, typer.Option(help="Reason of a change; needed if the study was declared with other rules.")
-    ] = "",
+    why: Annotated[str, typer.Option(help="Reason of a change of rules that were declared.")] = "",
 ) -> None:
     """Freeze the rules of a study's claims with a date and a hash, before its runs.
 
@@ -96,16 +94,12 @@ def claims(
     runs: Runs,
     claim: ClaimOption = None,
     details: Annotated[
-        bool, typer.Option("--details", help="Print statistic, intervals, rule and remarks of each claim.")
+        bool, typer.Option("--details", help="Print rule, intervals and remarks of each claim.")
     ] = False,
     baseline: BaselineOption = None,
     treatment: TreatmentOption = None,
     file: Annotated[
-        Path | None,
-        typer.Option(
-            "--study",
-            help="YAML file of the study: its margins, level and order are used, its declaration is checked and quoted.",
-        ),
+        Path | None, typer.Option("--study", help="YAML file of the study, whose rules and declaration are used.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for claims.json and claims.md.")] = None,
     json: Json = False,
@@ -134,7 +128,7 @@ def claims(
         print_json({"declared": declared, "verdicts": found, "checks": [asdict(check) for check in checks]})
     else:
         for verdict in (v for one in verdicts for v in one.versions):
-            lines = [verdict.line().split("\n")[0], *(f"  {line}" for line in verdict.details() if details)]
+            lines = [verdict.line(), *(f"  {line}" for line in verdict.details() if details)]
             typer.echo("\n".join(printable(line) for line in lines))
         if checks:
             typer.echo("\n".join(["checks of the recording:", *(printable(check.line()) for check in checks)]))

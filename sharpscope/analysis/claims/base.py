@@ -360,13 +360,13 @@ class Verdict:
         return [self] if self.other is None else [self, self.other]
 
     def line(self) -> str:
-        """The verdict on one line; that on the other version on a second one."""
+        """The verdict on one line."""
         text = f"{self.name:<17} {self.verdict:<12} {self.title}"
         if self.effect is not None and math.isfinite(self.effect.value):
             text += f": {self.effect.name} {self.effect.line}"
         if self.verdict in ("untestable", "inconclusive") or self.finding.undecided:
             text += f" ({self.reason})"
-        return text if self.other is None else f"{text}\n{self.other.line()}"
+        return text
 
     def details(self) -> list[str]:
         """Rule, numbers and remarks, one a line."""

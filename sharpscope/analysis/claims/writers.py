@@ -87,12 +87,12 @@ def write_claims(
     return [folder / name for name in texts]
 
 
-def claim_sections(runs: Runs, declared: str = UNDECLARED) -> list[Section]:
+def claim_sections(runs: Runs) -> list[Section]:
     """The verdicts on all claims with their figures, the checks of the recording, and what the tests can decide."""
     from sharpscope.analysis.claims.figures import figures_of
 
     verdicts, checked = judge(study_of(runs))
-    sections = [Section("Claims", verdict_table(verdicts), f"{LIMITS} {declared}", "Claims", "claims")]
+    sections = [Section("Claims", verdict_table(verdicts), f"{LIMITS} {UNDECLARED}", "Claims", "claims")]
     checks = "\n".join(check.line() for check in checked)
     sections.append(Section("Checks of the recording", checks, "", "Claims"))
     for verdict in (v for one in verdicts for v in one.versions):
