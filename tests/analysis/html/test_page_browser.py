@@ -220,10 +220,26 @@ COVERED = """() => [...document.querySelectorAll('#tokens button, #tokens select
 }).length"""
 
 
-def test_the_popup_covers_no_control(page):
-    for token in page.locator("#completions .token").all()[:12]:
-        token.hover()
-        assert page.locator("#tip dl").is_visible() and page.evaluate(COVERED) == 0
+SEEN = """() => {
+  const token = document.activeElement.getBoundingClientRect(), tip = document.getElementById('tip').getBoundingClientRect();
+  const apart = token.right <= tip.left || token.left >= tip.right || token.bottom <= tip.top + 1 || token.top >= tip.bottom;
+  return apart && token.top >= 0 && token.top < innerHeight && tip.top < innerHeight;
+}"""
+
+
+@pytest.mark.parametrize("size", [(1280, 900), (390, 844)])
+def test_the_popup_covers_no_control(page, size):
+    page.set_viewport_size({"width": size[0], "height": size[1]})
+    for card in page.locator("#completions .completion").all():
+        for token in card.locator(".token").all()[::3]:
+            token.focus()
+            assert page.locator("#tip dl").is_visible() and page.evaluate(COVERED) == 0
+            assert page.evaluate(SEEN)
+    page.locator("#color").select_option("entropy")  # drawn anew
+    page.locator("#completions .token").first.focus()
+    assert page.locator("#tip dl").is_visible()
+    page.keyboard.press("Escape")
+    assert not page.locator("#tip dl").is_visible()
 
 
 def test_a_token_of_the_spike_leads_to_its_completion_and_a_link_can_be_shared(page, made):

@@ -8,6 +8,8 @@ const Tokens = (() => {
   const data = JSON.parse(document.getElementById("data-tokens").textContent);
   const tip = document.getElementById("tip");
   const hint = [...tip.childNodes];
+  const home = tip.parentNode;
+  const narrow = window.matchMedia("(max-width: 44rem)"); // as in report.css: there the numbers stick to the bottom of the token's completion
   const NAMES = [
     ["share", "share of the gradient", "signed part of ‖∇L‖² of its update; all tokens of the update sum to 1"],
     ["coef", "loss coefficient c", "dL/d ln π; negative makes the token more likely, positive less"],
@@ -149,7 +151,9 @@ const Tokens = (() => {
     list.setAttribute("aria-orientation", "horizontal");
     list.setAttribute("aria-label", `Tokens of ${title(completion)}`);
     fill(list, completion, scale, Math.min(SHOWN_TOKENS, completion.t.length));
-    box.append(list);
+    const held = make("div", "held");
+    held.append(list);
+    box.append(held);
     const long = completion.t.some((id) => data.pieces[id].length > SHOWN_PIECE);
     if (long || completion.t.length > SHOWN_TOKENS || completion.rest) box.append(moreButton(list, completion, scale));
     if (!scale.choice.of(completion)) {
@@ -223,11 +227,16 @@ const Tokens = (() => {
     close.addEventListener("click", hide);
     tip.replaceChildren(close, table);
     tip.classList.add("open");
+    if (narrow.matches) {
+      token.closest(".held").append(tip);
+      token.scrollIntoView({ block: "nearest" });
+    } else if (tip.parentNode !== home) home.append(tip);
     for (const other of document.querySelectorAll('[aria-describedby="tip"]')) other.removeAttribute("aria-describedby");
     token.setAttribute("aria-describedby", "tip");
   }
 
   function hide() {
+    home.append(tip);
     tip.classList.remove("open");
     tip.replaceChildren(...hint);
   }
@@ -278,5 +287,5 @@ const Tokens = (() => {
     document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
   }
 
-  return { data, make, card, facts, prompt, focus, indexOf, listen, longText, piece, position, title, visible, wholeText };
+  return { data, make, card, facts, prompt, focus, hide, indexOf, listen, longText, piece, position, title, visible, wholeText };
 })();

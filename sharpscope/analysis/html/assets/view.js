@@ -119,6 +119,7 @@
   }
 
   function draw() {
+    if (list.contains(by("tip"))) Tokens.hide();
     const layout = control.layout.value;
     for (const element of document.querySelectorAll(".only-list, .only-group, .only-sides")) {
       const single = element.querySelector("select")?.options.length === 2 && element.querySelector("#run, #step"); // "all" and one
