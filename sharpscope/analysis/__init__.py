@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sharpscope.analysis.forks import batches_needed, fork_differences
+from sharpscope.analysis.forks import fork_differences
 from sharpscope.analysis.loading import load_several, nothing_found
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.spikes import explain_spikes, find_spikes, recorded_by, spike_text

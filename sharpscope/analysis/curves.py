@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from sharpscope.analysis.frames import STEPS, Quantity, eval_values, sharpness_v
 from sharpscope.analysis.spikes import find_spikes
 from sharpscope.analysis.statistics import FEWEST
 from sharpscope.analysis.study import Setting, Study
-from sharpscope.analysis.text import method_label, shown
+from sharpscope.analysis.text import method_label, short, shown
 from sharpscope.traces import Runs
 
 COLORS = (
@@ -115,36 +114,24 @@ def _series(own: pd.DataFrame, points: range) -> dict[str, list[Any]]:
 
 def _events(study: Study) -> list[tuple[int, str]]:
     """(step, text) of what happened: the first time of each warning or worse, and spikes of the gradient norm, the highest first."""
-    loud: dict[tuple[str, str], list[int]] = {}  # (run, rule) → steps
-    spikes = []
-    several = len(study.each()) > 1
+    rows, spikes = [], []
     for label, seed, run in study.each():
-        who = f" ({method_label(label)}, seed {seed})" if several else ""
-        for row in run.events[run.events["severity"] != "info"].to_dict("records"):
-            loud.setdefault((who, str(row["rule"])), []).append(int(row["step"]))
-        for row in find_spikes(run.steps).to_dict("records"):
-            text = f"gradient spike, {row['grad_norm'] / row['typical']:.1f} × typical{who}"
-            spikes.append((float(row["z"]), int(row["step"]), text))
+        who = f" ({method_label(label)}, seed {seed})" if len(study.each()) > 1 else ""
+        loud = run.events[run.events["severity"] != "info"]
+        rows += [(str(rule), int(step), who) for rule, step in zip(loud["rule"], loud["step"], strict=True)]
+        for row in find_spikes(run.steps).itertuples():
+            spikes.append((row.z, int(row.step), f"gradient spike, {row.grad_norm / row.typical:.1f} × typical{who}"))
     found: dict[int, list[str]] = {}
-    for rule in dict.fromkeys(rule for _, rule in loud):
-        runs = {who: steps for (who, other), steps in loud.items() if other == rule}
-        first = min(min(steps) for steps in runs.values())
-        times = sum(map(len, runs.values()))
-        text = rule.replace("_", " ") + (f", first of {times} times" if times > 1 else "")
-        found.setdefault(first, []).append(text + (f" in {len(runs)} runs" if len(runs) > 1 else "".join(runs)))
+    for rule, own in pd.DataFrame(rows, columns=["rule", "step", "who"]).groupby("rule", sort=False):
+        runs = own["who"].unique()
+        times = f", first of {len(own)} times" if len(own) > 1 else ""
+        where = f" in {len(runs)} runs" if len(runs) > 1 else runs[0]
+        found.setdefault(int(own["step"].min()), []).append(str(rule).replace("_", " ") + times + where)
     for _, step, text in sorted(spikes, reverse=True)[:MARKED]:
         found.setdefault(step, []).append(text)
     return [(step, shown(" · ".join(found[step][:4]))[:300]) for step in sorted(found)]
 
 
 def _list(values: pd.Series) -> list[Any]:
-    return [_short(value) for value in values]
-
-
-def _short(value: Any) -> float | int | None:
-    """A number with five significant digits; None for what is not one."""
-    number = float(value)
-    if not math.isfinite(number):
-        return None
-    short = float(f"{number:.5g}")
-    return int(short) if short.is_integer() and abs(short) < 1e9 else short
+    """The values for JSON; None for what is not a finite number."""
+    return [short(value, 5) for value in values.where(np.isfinite(values.astype(float)))]

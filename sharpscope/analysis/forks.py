@@ -8,12 +8,10 @@ several states it is the states' means, since batches share what is special abou
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-from scipy.special import stdtrit
 from scipy.stats import ttest_1samp
 
 from sharpscope.analysis.sections import Section
@@ -32,10 +30,6 @@ NOTE = (
     "means that the arm improves more."
 )
 ALL_STATES = "all states"
-MARGIN = 0.01
-"""Difference of an expected failure that a study should detect: one percentage point."""
-POWER, LEVEL = 0.8, 0.95
-MOST_BATCHES = 1_000_000
 
 UNITS: dict[str, tuple[str, float]] = {
     "heldout_failure": ("points", 100.0),
@@ -58,7 +52,7 @@ _KEY = ["run", "fork", "step", "batch", "comparison", "outcome"]
 _SERIES = ["fork", "comparison", "outcome", "arm", "reference"]
 
 
-def fork_differences(forks: pd.DataFrame, margin: float = MARGIN, reference: str | None = None) -> pd.DataFrame:
+def fork_differences(forks: pd.DataFrame, reference: str | None = None) -> pd.DataFrame:
     """Each arm's change and its difference from the reference's, by state and over all states.
 
     A row is an arm, comparison and outcome of one fork in one state, or in `all states`. Forks are pooled over runs that
@@ -67,21 +61,17 @@ def fork_differences(forks: pd.DataFrame, margin: float = MARGIN, reference: str
 
     Args:
         forks: table `forks` of a run or of several, see `Run.forks`.
-        margin: smallest difference of interest of an expected failure [fraction], for `needed`.
         reference: arm that the others are compared with; None for the one of the fork. Matched comparisons stay those with the
             KL of the fork's reference.
 
     Returns:
         Columns `state`, `fork`, `comparison`, `outcome`, `arm`, `reference`; `states` and `batches` used and `invalid` batches left out;
         `change` (mean) with `change_low`, `change_high`; `difference` with `low`, `high` (95 % t-interval) and `p`; `sd` of the
-        difference over batches of one state; `detectable`, the smallest difference that these batches or states detect with
-        80 % power at 5 %; and, for expected failures, `needed`, the batches of one state that detect `margin` so.
+        difference over batches of one state.
 
     Raises:
-        UserError: the margin is not positive, or no arm is called `reference`.
+        UserError: no arm is called `reference`.
     """
-    if not margin > 0:
-        raise UserError(f"margin {margin}: must be positive")
     rows = forks if "run" in forks else forks.assign(run="")
     if reference is not None:
         if reference not in set(rows["arm"]):
@@ -100,35 +90,11 @@ def fork_differences(forks: pd.DataFrame, margin: float = MARGIN, reference: str
         used = {str(name): own[own["both"]] for name, own in states}
         invalid = states["both"].agg(lambda both: int((~both).sum()))
         for name, own in used.items():
-            result.append({"state": name, **common, **_summary([own], invalid[name], margin, common["outcome"])})
+            result.append({"state": name, **common, **_summary([own], invalid[name])})
         if len(used) > 1:
-            pooled = _summary(list(used.values()), int(invalid.sum()), margin, common["outcome"])
+            pooled = _summary(list(used.values()), int(invalid.sum()))
             result.append({"state": ALL_STATES, **common, **pooled})
     return pd.DataFrame(result)
-
-
-def batches_needed(sd: float, margin: float, power: float = POWER, level: float = LEVEL) -> int | None:
-    """Fewest batches with which a paired two-sided t-test at 1 − `level` detects `margin` with `power`; None if too many.
-
-    The smallest n ≥ 2 with (t_{n−1, (1+level)/2} + t_{n−1, power})·sd/√n ≤ margin.
-
-    Args:
-        sd: standard deviation of the difference over batches.
-        margin: difference to detect, > 0.
-        power: probability of detecting it.
-        level: confidence.
-    """
-    if not math.isfinite(sd) or detectable(sd, MOST_BATCHES, power, level) > margin:
-        return None
-    found = bisect_left(range(2, MOST_BATCHES), -margin, key=lambda n: -detectable(sd, n, power, level))
-    return 2 + found
-
-
-def detectable(sd: float, n: int, power: float = POWER, level: float = LEVEL) -> float:
-    """Smallest mean difference that n pairs with this standard deviation detect, see `batches_needed`; NaN below 2."""
-    if n < 2:
-        return math.nan
-    return float(stdtrit(n - 1, (1 + level) / 2) + stdtrit(n - 1, power)) * sd / math.sqrt(n)
 
 
 def _paired(rows: pd.DataFrame) -> pd.DataFrame:
@@ -147,19 +113,15 @@ def _paired(rows: pd.DataFrame) -> pd.DataFrame:
     return joined
 
 
-def _summary(
-    states: Sequence[pd.DataFrame], invalid: int, margin: float, outcome: str
-) -> dict[str, float | int | None]:
+def _summary(states: Sequence[pd.DataFrame], invalid: int) -> dict[str, float | int | None]:
     """Means and intervals over the batches of one state, or over the means of several; those without a batch are left out."""
     one, states = len(states) == 1, [state for state in states if len(state)]
     if not states:
         nothing = dict.fromkeys(("change", "change_low", "change_high", "difference", "low", "high", "p", "sd"))
-        return {"states": 0, "batches": 0, "invalid": invalid, **nothing, "detectable": math.nan, "needed": None}
+        return {"states": 0, "batches": 0, "invalid": invalid, **nothing}
     sample = states[0] if one else pd.DataFrame([state[["change", "difference"]].mean() for state in states])
     change, difference = (sample[name].to_numpy(dtype=float) for name in ("change", "difference"))
     within = [state["difference"].var() for state in states if len(state) > 1]
-    sd = math.sqrt(float(np.mean(within))) if within else math.nan
-    spread = float(difference.std(ddof=1)) if len(difference) > 1 else math.nan
     ends = [
         (i.low, i.high) if (i := mean_interval(values)) else (math.nan, math.nan) for values in (change, difference)
     ]
@@ -167,8 +129,7 @@ def _summary(
         **{"states": len(states), "batches": sum(map(len, states)), "invalid": invalid},
         **{"change": float(change.mean()), "change_low": ends[0][0], "change_high": ends[0][1]},
         **{"difference": float(difference.mean()), "low": ends[1][0], "high": ends[1][1]},
-        **{"p": _p_value(difference), "sd": sd, "detectable": detectable(spread, len(difference))},
-        "needed": batches_needed(sd, margin) if "failure" in outcome and sd > 0 else None,
+        **{"p": _p_value(difference), "sd": math.sqrt(float(np.mean(within))) if within else math.nan},
     }
 
 
@@ -225,8 +186,7 @@ def fork_table(differences: pd.DataFrame, state: str, comparison: str, most: int
                 "–" if math.isnan(mean) else f"{mean:+.3g}{interval}"
             )
         main = own.loc["heldout_failure"] if "heldout_failure" in own.index else own.iloc[0]
-        needed = "–" if is_reference or pd.isna(main["needed"]) else str(int(main["needed"]))
         row |= {"p": "–" if is_reference else number(main["p"]), "batches": str(int(main["batches"]))}
-        row |= {"left out": str(int(main["invalid"])), f"batches for {100 * MARGIN:g} point": needed}
+        row["left out"] = str(int(main["invalid"]))
         rows.append(row)
     return pd.DataFrame(rows)

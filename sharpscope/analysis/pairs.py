@@ -22,6 +22,7 @@ from sharpscope.analysis.measures import (
 )
 from sharpscope.analysis.statistics import mean_interval, series_mean, sign_flip_p, to_halve
 from sharpscope.analysis.study import Study, ground_of, last_step, studies
+from sharpscope.analysis.text import sampling
 from sharpscope.traces import MAX_SATURATION, timing_columns
 
 if TYPE_CHECKING:
@@ -108,16 +109,15 @@ def compare_runs(runs: Iterable[Run] | Mapping[str, Run], baseline: str | None =
 
 
 def _labels(runs: Sequence[Run]) -> tuple[str, str]:
-    labels = [run.method for run in runs]
-    return (labels[0], labels[1]) if labels[0] != labels[1] else (runs[0].name, runs[1].name)
+    """Labels of two runs: their methods, or their names where the methods are equal."""
+    first, second = runs
+    return (first.method, second.method) if first.method != second.method else (first.name, second.name)
 
 
 def _baseline(study: Study, asked: str | None) -> str:
-    for name in (asked, "grpo"):
-        for setting in study.settings:
-            if name in (setting.label, setting.method):
-                return setting.label
-    return study.settings[0].label
+    """The label of the setting that the others are compared with."""
+    fit = (s.label for name in (asked, "grpo") for s in study.settings if name in (s.label, s.method))
+    return next(fit, study.settings[0].label)
 
 
 def _compared(first: str, second: str, pairs: Sequence[tuple[Any, Run, Run]]) -> Iterator[dict[str, Any]]:
@@ -128,42 +128,32 @@ def _compared(first: str, second: str, pairs: Sequence[tuple[Any, Run, Run]]) ->
             found.setdefault(one.quantity, []).append((seed, one))
     for quantity, several in found.items():
         known = [(seed, one) for seed, one in several if one.comparable]
-        notes = list(dict.fromkeys(one.note for _, one in several if one.note))
+        every = [one for _, one in several]
         yield {
-            "baseline": first,
-            "treatment": second,
-            "quantity": quantity,
-            "unit": several[0][1].unit,
-            "n": len(known),
-            "paired_by": "seed" if len(known) > 1 else several[0][1].by,
-            "baseline_value": float(np.mean([one.baseline for _, one in several])),
-            "treatment_value": float(np.mean([one.treatment for _, one in several])),
-            "note": "; ".join(notes),
+            **{"baseline": first, "treatment": second, "quantity": quantity, "unit": every[0].unit, "n": len(known)},
+            "paired_by": "seed" if len(known) > 1 else every[0].by,
+            "baseline_value": float(np.mean([one.baseline for one in every])),
+            "treatment_value": float(np.mean([one.treatment for one in every])),
+            "note": "; ".join(dict.fromkeys(one.note for one in every if one.note)),
             **_summary([seed for seed, _ in known], [one for _, one in known]),
         }
 
 
 def _summary(seeds: Sequence[Any], parts: Sequence[Difference]) -> dict[str, Any]:
+    """Mean difference with its interval, p of the sign-flip test, median, worst pair, and the seeds that would halve it."""
     n = len(parts)
     if not n:
         return {"to_halve": math.nan}
     data = np.array([one.treatment - one.baseline for one in parts])
-    mean, median = float(data.mean()), float(np.median(data))
-    if n > 1:
-        interval = mean_interval(data)
-        low, high = (interval.low, interval.high) if interval else (math.nan, math.nan)
-    else:
-        low, high = mean - 1.959964 * parts[0].error, mean + 1.959964 * parts[0].error
+    mean, median, half = float(data.mean()), float(np.median(data)), 1.959964 * parts[0].error
+    interval = mean_interval(data) if n > 1 else None
+    low, high = (interval.low, interval.high) if interval else (math.nan,) * 2 if n > 1 else (mean - half, mean + half)
     sign = parts[0].better or (1 if median >= 0 else -1)
     worst = int(np.argmin(sign * data))
     return {
-        "difference": mean,
-        "low": low,
-        "high": high,
+        **{"difference": mean, "low": low, "high": high, "median": median},
+        **{"worst": float(data[worst]), "worst_pair": f"seed {seeds[worst]}"},
         "p": sign_flip_p(data) if n >= FLIPS_FROM else math.nan,
-        "median": median,
-        "worst": float(data[worst]),
-        "worst_pair": f"seed {seeds[worst]}",
         "to_halve": to_halve(n) if n > 1 else math.nan,
     }
 
@@ -184,19 +174,16 @@ def _equal(first: Run, second: Run) -> bool:
 
 
 def _evaluated(first: Run, second: Run) -> Iterator[Difference]:
+    """Accuracies at the last step at which both were evaluated; the error is over prompts."""
     splits = sorted(set(first.eval["split"]), key=lambda split: (split != "heldout", split))
-    equal = None
+    equal = _equal(first, second) if splits else False
     for split, heat, (column, (name, better)) in itertools.product(splits, temperatures(first), EVALUATED.items()):
         a, b = (evaluations(run, split, heat, column) for run in (first, second))
-        if not set(a) & set(b):
-            continue
-        step = max(set(a) & set(b))
-        equal = _equal(first, second) if equal is None else equal
-        errors = [_error(run, split, heat, step, column) for run in (first, second)]
-        where, how = ("held-out" if split == "heldout" else split), ("greedy" if heat == 0 else f"T = {heat:g}")
-        label = f"{where} {name}, {how}"
-        error = 0.0 if equal else math.hypot(*errors)
-        yield Difference(label, "share", better, a[step][0], b[step][0], error, "prompt")
+        if both := set(a) & set(b):
+            step = max(both)
+            errors = [0.0 if equal else _error(run, split, heat, step, column) for run in (first, second)]
+            label = f"{split.replace('heldout', 'held-out')} {name}, {sampling(heat)}"
+            yield Difference(label, "share", better, a[step][0], b[step][0], math.hypot(*errors), "prompt")
 
 
 def _error(run: Run, split: str, heat: float, step: int, column: str) -> float:

@@ -6,6 +6,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 
@@ -64,6 +65,15 @@ def _real(value: object) -> float:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return math.nan
+
+
+def short(value: Any, digits: int) -> float | int | str | None:
+    """A number with `digits` significant digits for JSON; infinities as text, None for what is not recorded."""
+    number_ = math.nan if value is None or value is pd.NA else float(value)
+    if not math.isfinite(number_):
+        return None if math.isnan(number_) else "∞" if number_ > 0 else "−∞"
+    rounded = float(f"{number_:.{digits}g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e9 else rounded
 
 
 def percent(share: object, digits: int = 0, sign: bool = False) -> str:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 
-import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import get_font_names
 
 from sharpscope.analysis.curves import COLORS
 from sharpscope.analysis.figures.style import styled
-from sharpscope.analysis.frames import STEPS, known, step_values
+from sharpscope.analysis.frames import STEPS, step_values
 from sharpscope.analysis.headline import Moved, accuracy_texts, concentration_text, largest_update, moved_tokens
 from sharpscope.analysis.sections import Marked
 from sharpscope.analysis.spikes import recorded_by
@@ -26,8 +23,8 @@ from sharpscope.traces import Run
 
 SIZE = (12.0, 6.3)
 """Inches at 100 dots each: 1200 × 630, as links to pages show them."""
-SENTENCE = 58
-"""Characters of a sentence."""
+SENTENCE, LETTERS = 58, 13
+"""Characters of a sentence, and their size [points]."""
 LETTER = 0.602
 """Width of a letter of DejaVu Sans Mono over its size."""
 KEY = "↑ made more likely, ↓ less likely"
@@ -50,9 +47,8 @@ def write_card(run: Run, file: Path) -> Path:
     if file.suffix not in (".png", ".svg"):
         raise UserError(f"--card {file}: the picture is a .png or an .svg")
     if largest_update(run) is None:
-        raise UserError(
-            f"--card: no token's share of the gradient was recorded in {run.name}{recorded_by(run, 'recording.token_gradients_every')}"
-        )
+        why = recorded_by(run, "recording.token_gradients_every")
+        raise UserError(f"--card: no token's share of the gradient was recorded in {run.name}{why}")
     with styled(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure = card(run)
@@ -75,12 +71,21 @@ def card(run: Run) -> Figure:
     said = concentration_text(run, spike.step) or "Which tokens moved the model"
     for n, line in enumerate(fill(said, 68).splitlines()[:2]):
         _write(figure, 0.04, 0.845 - 0.075 * n, line, size=21, weight="bold")
-    _write(
-        figure, 0.04, 0.685, f"Step {spike.step}: the tokens with the largest shares of the gradient. {KEY}", size=13
-    )
+    which = f"Step {spike.step}: the tokens with the largest shares of the gradient. {KEY}"
+    _write(figure, 0.04, 0.685, which, size=13)
     for n, one in enumerate(moved_tokens(run, spike.step, top=3)):
         _sentence(figure, 0.605 - 0.085 * n, one)
-    _curve(figure, run)
+    study = Study({run.name: run}, name=run.task)
+    values = step_values(study, list(STEPS))
+    axis = figure.add_axes((0.08, 0.13, 0.88, 0.24))
+    if len(values):  # the reward by step, or else the first quantity that varies
+        name = next(name for name in STEPS if name in set(values["quantity"]))
+        own = values[values["quantity"] == name]
+        marker = "o" if len(own) <= 20 else ""
+        axis.plot(own["step"], STEPS[name].factor * own["value"], color=COLORS[0], linewidth=2, marker=marker)
+        axis.set_title(f"{STEPS[name].name}, by step", loc="left", fontsize=12)
+        axis.tick_params(labelsize=11)
+    _write(figure, 0.04, 0.035, printable(" ".join(accuracy_texts(study.settings)[:1]), 110), size=12, color="#333333")
     _write(figure, 0.96, 0.035, "sharpscope", size=12, color="#555555", ha="right")
     return figure
 
@@ -92,18 +97,15 @@ def _write(figure: Figure, x: float, y: float, text: str, **style: object) -> No
 
 def _sentence(figure: Figure, y: float, one: Moved) -> None:
     """One token in its sentence on a line, its background colored by its direction, and its numbers."""
-    size = 13
-    arrow = {1: "↑", -1: "↓"}.get(one.sentence.direction, "·")
-    _write(figure, 0.04, y, arrow, size=size + 3, weight="bold")
-    step = LETTER * size / 72 / SIZE[0]
+    _write(figure, 0.04, y, {1: "↑", -1: "↓"}.get(one.sentence.direction, "·"), size=LETTERS + 3, weight="bold")
     x, fonts = 0.065, [name for name in FONTS if name in get_font_names()]
     for text, style in _parts(one.sentence):
-        _write(figure, x, y, text, size=size, family=fonts, **style)
-        x += step * len(text)
+        _write(figure, x, y, text, size=LETTERS, family=fonts, **style)
+        x += LETTER * LETTERS / 72 / SIZE[0] * len(text)
     outcome = "" if one.correct is None else ("right · " if one.correct else "wrong · ")
     times = f" (×{one.count})" if one.count > 1 else ""
     numbers = f"{outcome}{percent(one.share, 1, sign=True)}{times} · π {number(one.probability)}"
-    _write(figure, 0.96, y, numbers, size=size, ha="right")
+    _write(figure, 0.96, y, numbers, size=LETTERS, ha="right")
 
 
 def _parts(sentence: Marked) -> list[tuple[str, dict[str, object]]]:
@@ -117,23 +119,3 @@ def _parts(sentence: Marked) -> list[tuple[str, dict[str, object]]]:
     after = after if len(after) <= room else f"{after[: room - 1]}…"
     box = {"facecolor": TINT[sentence.direction], "edgecolor": "none", "pad": 2.5}
     return [(before, {"color": "#555555"}), (token, {"bbox": box}), (after, {"color": "#555555"})]
-
-
-def _curve(figure: Figure, run: Run) -> None:
-    """The reward by step, or else the first quantity that varies; below it the accuracy before and after."""
-    study = Study({run.name: run}, name=run.task)
-    values = step_values(study, list(STEPS))
-    axis = figure.add_axes((0.08, 0.13, 0.88, 0.24))
-    if len(values):
-        name = next(name for name in STEPS if name in set(values["quantity"]))
-        own = values[values["quantity"] == name]
-        _line(axis, known(own["step"]), STEPS[name].factor * known(own["value"]), STEPS[name].name)
-    accuracy: Sequence[str] = accuracy_texts(study.settings)
-    _write(figure, 0.04, 0.035, printable(" ".join(accuracy[:1]), 110), size=12, color="#333333")
-
-
-def _line(axis: Axes, steps: np.ndarray, values: np.ndarray, name: str) -> None:
-    """A curve with its label above it."""
-    axis.plot(steps, values, color=COLORS[0], linewidth=2, marker="o" if len(steps) <= 20 else "", markersize=5)
-    axis.set_title(f"{name}, by step", loc="left", fontsize=12)
-    axis.tick_params(labelsize=11)

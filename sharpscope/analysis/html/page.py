@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
@@ -88,25 +87,11 @@ def policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
 
 
 def script_json(value: Any) -> str:
-    """`value` as JSON for the inside of a script element: no character in it can end the element or open a comment.
-
-    Numbers that are not finite become null.
-    """
-    text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    """`value` as JSON for the inside of a script element: no character in it can end the element or open a comment."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return text
-
-
-def finite(value: Any) -> Any:
-    """The same value with None in place of every number that is not finite."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
 
 
 def _source_hash(text: str) -> str:

@@ -6,12 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.completions import Choice, choose, completions_dropped
 from sharpscope.analysis.spikes import NOT_RECORDED
-from sharpscope.analysis.text import shown
+from sharpscope.analysis.text import short, shown
 from sharpscope.analysis.token_values import needed_columns, with_values
 from sharpscope.traces import Run
 from sharpscope.traces.token_text import Pieces, piece_maker
@@ -123,8 +122,12 @@ def _head(row: Any, number: int, step: int, rollout: int, why: str) -> dict[str,
     """What the page says about a completion as a whole."""
     return {
         **{"r": number, "s": step, "n": rollout, "why": shown(why), "parts": shown(row["reward_parts"])[:300]},
-        **{"g": _short(row["group"]), "reward": _short(row["reward"]), "adv": _short(row["advantage"])},
-        **{"len": _short(row["length"]), "ok": None if pd.isna(row["correct"]) else bool(row["correct"])},
+        **{
+            "g": short(row["group"], DIGITS),
+            "reward": short(row["reward"], DIGITS),
+            "adv": short(row["advantage"], DIGITS),
+        },
+        **{"len": short(row["length"], DIGITS), "ok": None if pd.isna(row["correct"]) else bool(row["correct"])},
         "cut": not pd.isna(row["truncated"]) and bool(row["truncated"]),
     }
 
@@ -137,7 +140,9 @@ def _body(row: Any, tokens: pd.DataFrame, maker: Pieces | None) -> tuple[dict[st
     texts = [f"⟨{token}⟩" for token in ids] if maker is None else maker(ids)
     kept = tokens.head(MOST_TOKENS)
     told = {name: column for name, column in COLUMNS.items() if _tells(name, kept)}
-    body: dict[str, Any] = {"c": {name: [_short(value) for value in kept[column]] for name, column in told.items()}}
+    body: dict[str, Any] = {
+        "c": {name: [short(value, DIGITS) for value in kept[column]] for name, column in told.items()}
+    }
     positions = [int(position) for position in kept["position"]]
     if positions != list(range(len(positions))):
         body["at"] = positions
@@ -159,14 +164,3 @@ def _cut(text: object, most: int = MOST_TEXT) -> str:
     """A text of at most `most` characters; what is missing was not recorded."""
     text = NOT_RECORDED if text is None else str(text)
     return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} characters more in the traces)"
-
-
-def _short(value: Any) -> float | int | str | None:
-    """A number with DIGITS significant digits; infinities as text, what is not recorded as None."""
-    if value is None or pd.isna(value):
-        return None
-    number = float(value)
-    if np.isinf(number):
-        return "∞" if number > 0 else "−∞"
-    short = float(f"{number:.{DIGITS}g}")
-    return int(short) if short == int(short) and abs(short) < 1e9 else short
