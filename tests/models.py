@@ -95,3 +95,11 @@ def random_batch(
         attention[row, length - right :] = 0
         mask[row, prompt : length - right] = 1
     return {"input_ids": ids * attention, "attention_mask": attention, "mask": mask}
+
+
+def without_experts(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with frozen experts and routers, as under LoRA."""
+    for name, parameter in model.named_parameters():
+        if ".experts." in name or ".gate." in name or "shared_expert_gate" in name:
+            parameter.requires_grad_(False)
+    return model

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
+from sharpscope.policy.token_stats import flat_logp
 from sharpscope.probes.guard import guarded
-from sharpscope.probes.token_gradients.forward_mode import KEPT_BYTES, Keeping, Kept, logp_derivative
-from sharpscope.probes.token_gradients.head import head_chunks
+from sharpscope.probes.token_gradients.forward_mode import KEPT_BYTES, Keeping, logp_derivative
 from sharpscope.probes.token_gradients.rows import Rows, make_rows
-from sharpscope.probes.token_gradients.self_check import check_derivative, check_gradient, check_shares
+from sharpscope.probes.token_gradients.self_check import check_derivative, check_shares
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states, read_before, structure_of
 
 
@@ -80,8 +80,8 @@ def attribute(
         if direction is not None:
             values = _checked_derivative(model, structure, rows, direction, temperature, check)
             return coef.to(values) * values
-        kept: list[Kept] = []
-        along = _checked_gradient(model, structure, rows, coef, temperature, check, kept)
+        kept: list[list[Tensor]] = []
+        along = _gradient(model, structure, rows, coef, temperature, kept)
         squared = math.fsum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in along)
         if squared == 0.0:
             return torch.where(mask.bool(), math.nan, 0.0).to(coef.dtype)
@@ -114,7 +114,7 @@ def _checked_derivative(
     direction: Sequence[Tensor],
     temperature: float,
     check: Check,
-    kept: Sequence[Kept] = (),
+    kept: Sequence[Sequence[Tensor]] = (),
 ) -> Tensor:
     shapes, given = ([tuple(part.shape) for part in parts] for parts in (structure.named.values(), direction))
     if shapes != given:
@@ -132,8 +132,6 @@ def logp_gradient(
     coef: Tensor,
     attention_mask: Tensor | None = None,
     temperature: float = 1.0,
-    *,
-    check: Check = "first",
 ) -> list[Tensor]:
     """∇ Σ_t c_t log π_t for the trainable parameters in the model's order, without holding all logits.
 
@@ -144,31 +142,10 @@ def logp_gradient(
         coef: (N, S) constants c_t.
         attention_mask: (N, S), 0 on padding; None for no padding.
         temperature: softmax temperature.
-        check: when to compare the gradient of two tokens with autograd, see `score_norms`.
     """
     with guarded(model, weights=False):
         rows = make_rows(model, input_ids, mask, attention_mask, temperature)
-        return _checked_gradient(model, structure_of(model), rows, coef, temperature, check)
-
-
-def _checked_gradient(
-    model: nn.Module,
-    structure: Structure,
-    rows: Rows,
-    coef: Tensor,
-    temperature: float,
-    check: Check,
-    kept: list[Kept] | None = None,
-) -> list[Tensor]:
-    check_gradient(
-        model,
-        structure,
-        rows,
-        temperature,
-        check,
-        lambda some, each: _gradient(model, structure, some, each, temperature),
-    )
-    return _gradient(model, structure, rows, coef, temperature, kept)
+        return _gradient(model, structure_of(model), rows, coef, temperature)
 
 
 def _counting(rows: Rows, coef: Tensor) -> Rows:
@@ -183,41 +160,27 @@ def _gradient(
     rows: Rows,
     coef: Tensor,
     temperature: float,
-    kept: list[Kept] | None = None,
+    kept: list[list[Tensor]] | None = None,
 ) -> list[Tensor]:
-    """The gradient; `kept` gets the outputs of the linear maps for each chunk of `rows`, while there is room."""
-    total = {name: torch.zeros_like(parameter) for name, parameter in structure.named.items()}
-    head, weight = structure.head, structure.tied or structure.head_weight
-    coef = coef.to(rows.ids.device)
+    """The gradient by autograd; `kept` gets the outputs of the linear maps for each chunk of `rows`, while there is room."""
+    parameters = list(structure.named.values())
+    total, coef = [torch.zeros_like(p) for p in parameters], coef.to(rows.ids.device)
     room = 0 if kept is None else KEPT_BYTES.get(rows.ids.device.type, KEPT_BYTES["cuda"])
     for chunk in _counting(rows, coef).chunks(share=structure.shares):
-        with torch.enable_grad(), Keeping(room) as keeping:
-            hidden = hidden_states(model, chunk.ids, read_before(model, chunk.before))
-        states, each = hidden.detach()[chunk.predicts], chunk.gathered(coef)[:, None]
-        known, room = Kept(keeping.values, []), keeping.room
-        keeps = 8 * len(states) * len(head.weight) < room  # bytes of logits, at most
-        to_states = torch.empty_like(states)
-        for part in head_chunks(states, head, chunk.targets, temperature):
-            factor = each[part.rows].to(part.pull)
-            to_states[part.rows] = part.to_hidden * factor.to(part.to_hidden)
-            if weight is not None:
-                total[weight] += (part.pull.T @ (states[part.rows] * factor)).to(total[weight])
-            if structure.head_bias is not None:
-                total[structure.head_bias] += (factor.T @ part.pull)[0].to(total[structure.head_bias])
-            if keeps:
-                known.head.append(part)
-                room -= part.pull.nbytes
+        with torch.enable_grad():
+            with Keeping(room) as keeping:
+                hidden = hidden_states(model, chunk.ids, read_before(model, chunk.before))
+            states = hidden[chunk.predicts].to(structure.dtype)
+            logp, _ = flat_logp(states, structure.head, chunk.targets, temperature, stats=False)
+        room = keeping.room
         if kept is not None:
-            kept.append(known)
-        if not hidden.requires_grad:
-            continue
-        start = torch.zeros_like(hidden)
-        start[chunk.predicts] = to_states
-        parts = torch.autograd.grad(hidden, list(structure.named.values()), start, allow_unused=True)
-        for target, gradient in zip(total.values(), parts, strict=True):
-            if gradient is not None:
-                target.add_(gradient)
-    return list(total.values())
+            kept.append(keeping.values)
+        if logp.requires_grad:
+            parts = torch.autograd.grad(logp, parameters, chunk.gathered(coef).to(logp), allow_unused=True)
+            for target, gradient in zip(total, parts, strict=True):
+                if gradient is not None:
+                    target.add_(gradient)
+    return total
 
 
 def failure_coefficients(mask: Tensor, success: Tensor) -> Tensor:

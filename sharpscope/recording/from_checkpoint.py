@@ -159,7 +159,7 @@ def _measure(
     }
     rotation: dict[str, float] = {}
     if method is not None:
-        values, rotation = replay(rows, method, check)
+        values, rotation = replay(rows, method)
         columns |= {name: rows.column(value) for name, value in values.items()}
         rows = replace(rows, frame=frame.assign(**{name: columns[name] for name in ("loss_coef", "update")}))
     found = score_norms(rows.policy.model, method="local", check=check, **rows.given)
@@ -196,7 +196,7 @@ def _shares(rows: StepRows, check: Check) -> tuple[Tensor, list[dict[str, Any]]]
     for index in update[rows.at].unique().tolist():
         used = (update == index) & mask.bool().cpu()
         part = torch.where(used, coef, 0.0)
-        gradient = rows.gradient(part, check)
+        gradient = rows.gradient(part)
         size = norms(zip(parameters, gradient, strict=True), groups)
         ratios = ratio[used][ratio[used].isfinite()]
         made.append(

@@ -385,7 +385,7 @@ class _UpdateProbes:
         """c_t⟨∇log π_t, ∇L_heldout⟩ of all tokens; positive lowers the held-out loss."""
         self.observer.fill(
             "heldout_influence",
-            lambda check: self.put("heldout_influence", self._along(self._heldout_gradient(check), check)),
+            lambda check: self.put("heldout_influence", self._along(self._heldout_gradient(), check)),
         )
 
     def _along(self, direction: list[Tensor], check: Check) -> Tensor:
@@ -436,7 +436,7 @@ class _UpdateProbes:
         self.put("score_norm_std_error", torch.where(values.isnan(), math.nan, 0.0))
         self.put("draw_probability", chances)
 
-    def _heldout_gradient(self, check: Check) -> list[Tensor]:
+    def _heldout_gradient(self) -> list[Tensor]:
         """∇L of the expected failure on rollouts of held-out prompts that the present policy draws."""
         probe_set, drawer, model = self.run.probe_set, self.run.drawer, self.view.model
         assert probe_set is not None and drawer is not None
@@ -450,7 +450,7 @@ class _UpdateProbes:
         if len(rows):
             given = (rows.input_ids, _mask(rows), coef, rows.attention_mask, self.config.rollout.temperature)
             try:
-                total = logp_gradient(model, *given, check=check)
+                total = logp_gradient(model, *given)
             except UserError as error:
                 problem = error
         _raise_together(problem)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from sharpscope.config.method import Method
-from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
 from sharpscope.objective import (
     calibrate,
@@ -88,9 +87,9 @@ class StepRows:
         made[self.known] = values.detach().double().cpu()[self.at].numpy()
         return made
 
-    def gradient(self, coef: Tensor, check: Check = "off") -> list[Tensor]:
+    def gradient(self, coef: Tensor) -> list[Tensor]:
         """Σ c·∇log π for each trainable parameter, `coef` (N, T); 0 on tokens that are not of the trace."""
-        return logp_gradient(self.policy.model, coef=self.wide(coef), check=check, **self.given)
+        return logp_gradient(self.policy.model, coef=self.wide(coef), **self.given)
 
     def wide(self, coef: Tensor) -> Tensor:
         """Coefficients (N, T) in the shape of the sequences, (N, P+T), in the model's dtype."""
@@ -141,7 +140,7 @@ def step_rows(run: Run, step: int, tokens: pa.Table, policy: Policy) -> StepRows
     return StepRows(step, policy, temperature, whole, frame, known, at)
 
 
-def replay(rows: StepRows, method: Method, check: Check = "off") -> tuple[dict[str, Tensor], dict[str, float]]:
+def replay(rows: StepRows, method: Method) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Coefficients, ratios and clipping of a step by a method, and how far it turns the gradient, at the checkpoint's weights.
 
     The denominator of the ratio is the recorded ln π (`logp`), of the sampler's correction `behavior_logp`. Advantages are the
@@ -175,16 +174,16 @@ def replay(rows: StepRows, method: Method, check: Check = "off") -> tuple[dict[s
         return made | {"advantage": plan.advantage, "update": torch.zeros_like(logp)}
 
     own, plain = first_update(method), first_update(reference_method(method))
-    return own, _rotation(rows, own["loss_coef"], plain["loss_coef"], check)
+    return own, _rotation(rows, own["loss_coef"], plain["loss_coef"])
 
 
-def _rotation(rows: StepRows, own: Tensor, plain: Tensor, check: Check) -> dict[str, float]:
+def _rotation(rows: StepRows, own: Tensor, plain: Tensor) -> dict[str, float]:
     """Angle and ratio of the gradient to the reference objective's, and the angle of the noise, from two halves of the groups."""
     group = rows.rollouts.group
     groups = group.unique()
     parts = [torch.isin(group, half)[:, None] for half in (groups[::2], groups[1::2])]
-    halves = [rows.gradient(torch.where(inside, plain, 0.0), check) for inside in parts]
-    turned = rotation(rows.gradient(own, check), [a + b for a, b in zip(*halves, strict=True)])
+    halves = [rows.gradient(torch.where(inside, plain, 0.0)) for inside in parts]
+    turned = rotation(rows.gradient(own), [a + b for a, b in zip(*halves, strict=True)])
     noise = noise_rotation(halves[0], halves[1], len(groups[::2]) / len(groups)) if len(groups) > 1 else math.nan
     return {"gradient_rotation": turned.angle, "gradient_scale": turned.scale, "noise_rotation": noise}
 

@@ -7,10 +7,8 @@ are formed whole.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +28,6 @@ POSITIONS = {
 }  # rows × slots × length of one forward pass: on a CPU cotangents should stay in cache
 WHOLE_BYTES = 2**29  # of whole gradients that are held at once
 
-Found = tuple[str, Tensor, Tensor]
-"""A parameter, squared norms (m,), the tokens (m,) they belong to."""
-
-T = TypeVar("T")
-
 
 def exact_norms(model: nn.Module, structure: Structure, rows: Rows, temperature: float) -> ScoreNorms:
     """Norms of all chosen tokens, exact up to rounding. The model must be in eval mode.
@@ -47,7 +40,6 @@ def exact_norms(model: nn.Module, structure: Structure, rows: Rows, temperature:
             raise UserError(
                 f"method, exact: '{name}' of the output layer is also used elsewhere in the model; freeze it"
             )
-    threads = torch.get_num_threads() if rows.ids.device.type == "cpu" else 1
     most = 1 if structure.unhandled else POSITIONS.get(rows.ids.device.type, POSITIONS["cuda"])
     collector = Collector(rows, structure.dtype)
     for chunk in rows.chunks():
@@ -60,9 +52,8 @@ def exact_norms(model: nn.Module, structure: Structure, rows: Rows, temperature:
         add_head(sums, structure, output)
         tokens = _Tokens(row, position, output.to_hidden, states, coupled)
         batches = _batches(row.tolist(), position.tolist(), most)
-        jobs = (_job(model, structure, chunk, tokens, batch.to(row.device)) for batch in batches)
-        for found in in_threads(jobs, threads):
-            for name, squares, index in found:
+        for batch in batches:
+            for name, squares, index in _squares(model, structure, chunk, tokens, batch.to(row.device)):
                 sums.add(name, squares, index)
         collector.write(chunk, sums)
     return collector.result("exact", collector.blank())
@@ -101,10 +92,10 @@ def _batches(rows: list[int], positions: list[int], most: int) -> Iterator[Tenso
         yield torch.tensor([[one[i] if i < len(one) else -1 for one in batch] for i in range(slots)])
 
 
-def _job(
+def _squares(
     model: nn.Module, structure: Structure, chunk: Rows, tokens: _Tokens, batch: Tensor
-) -> Callable[[], list[Found]]:
-    """Forward pass over a batch of rows; returns the backward passes of its tokens, which may run in another thread."""
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """A parameter, squared norms (m,), and the tokens (m,) of a batch that they belong to."""
     live = batch >= 0
     index = batch.clamp_min(0)  # (n, B)
     position = torch.where(live, tokens.position[index], 0)
@@ -138,37 +129,9 @@ def _job(
                 found[name] = g.to(words if words is not None else structure.dtype).square().sum()[None]
         return found
 
-    def run() -> list[Found]:
-        """Squared norms of the batch's tokens by parameter."""
-        size = max(1, WHOLE_BYTES // (1 + sum(p.nbytes for p in whole))) if whole else None
-        given = (starts.to(hidden), tokens.hidden[index], coupled)
-        dims = (0, 0, None if coupled is None else 0)
-        squares = torch.func.vmap(pull, in_dims=dims, chunk_size=size)(*given)  # name -> (n, B)
-        flat = live.flatten()
-        return [(name, values.flatten()[flat], index.flatten()[flat]) for name, values in squares.items()]
-
-    return run
-
-
-def in_threads(jobs: Iterable[Callable[[], T]], threads: int) -> Iterator[T]:
-    """Run jobs in parallel threads and yield their results in order.
-
-    Small operations gain little from several threads each; whole backward passes in parallel use all of them. So operations use
-    one thread meanwhile, and `threads` again afterwards. The iterable is advanced in the calling thread, a few jobs ahead.
-    """
-    if threads == 1:
-        for job in jobs:
-            yield job()
-        return
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            waiting: deque[Future[T]] = deque()
-            for job in jobs:
-                waiting.append(pool.submit(job))
-                if len(waiting) > threads:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-    finally:
-        torch.set_num_threads(threads)
+    size = max(1, WHOLE_BYTES // (1 + sum(p.nbytes for p in whole))) if whole else None
+    given, dims = (starts.to(hidden), tokens.hidden[index], coupled), (0, 0, None if coupled is None else 0)
+    squares = torch.func.vmap(pull, in_dims=dims, chunk_size=size)(*given)  # name -> (n, B)
+    flat = live.flatten()
+    for name, values in squares.items():
+        yield name, values.flatten()[flat], index.flatten()[flat]

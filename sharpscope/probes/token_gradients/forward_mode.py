@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from sharpscope.errors import UserError
 from sharpscope.policy import bare
 from sharpscope.probes.guard import attention_implementation
-from sharpscope.probes.token_gradients.head import HeadChunk, head_chunks
+from sharpscope.probes.token_gradients.head import head_chunks
 from sharpscope.probes.token_gradients.rows import Rows
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states, read_before
 
@@ -159,18 +159,6 @@ def pushed_hidden(
         return value, torch.zeros_like(value) if tangent is None else tangent
 
 
-class Kept(NamedTuple):
-    """Values of a pass over a chunk of rows, for a forward-mode pass over the same; empty where there was no room.
-
-    Attributes:
-        outputs: of the linear maps, in order.
-        head: of the output layer, in order.
-    """
-
-    outputs: list[Tensor]
-    head: list[HeadChunk]
-
-
 @torch.no_grad()
 def logp_derivative(
     model: nn.Module,
@@ -178,7 +166,7 @@ def logp_derivative(
     rows: Rows,
     direction: Sequence[Tensor],
     temperature: float,
-    kept: Sequence[Kept] = (),
+    kept: Sequence[Sequence[Tensor]] = (),
 ) -> Tensor:
     """Derivatives (N, S) of log π of the chosen tokens along tensors like the trainable parameters.
 
@@ -188,17 +176,17 @@ def logp_derivative(
         rows: tokens.
         direction: in the model's order.
         temperature: softmax temperature.
-        kept: of a pass over each chunk of the rows.
+        kept: `Keeping.values` of a pass over each chunk of the rows.
     """
     values = torch.zeros(rows.shape, dtype=structure.dtype, device=rows.ids.device)
     by_name = dict(zip(structure.named, direction, strict=True))
     weight = by_name.get(structure.tied or structure.head_weight or "")
     bias = by_name.get(structure.head_bias or "")
-    for chunk, known in zip(rows.chunks(share=structure.shares), kept or repeat(Kept([], [])), strict=False):
-        hidden, moved = pushed_hidden(model, structure, chunk.ids, by_name, before=chunk.before, kept=known.outputs)
+    for chunk, known in zip(rows.chunks(share=structure.shares), kept or repeat(()), strict=False):
+        hidden, moved = pushed_hidden(model, structure, chunk.ids, by_name, before=chunk.before, kept=known)
         hidden, moved = hidden[chunk.predicts], moved[chunk.predicts]
         out = torch.empty(len(hidden), dtype=structure.dtype, device=hidden.device)
-        for part in known.head or head_chunks(hidden, structure.head, chunk.targets, temperature):
+        for part in head_chunks(hidden, structure.head, chunk.targets, temperature):
             h, pull = hidden[part.rows], part.pull
             rate = torch.linalg.vecdot(moved[part.rows].to(out), part.to_hidden.to(out))
             if weight is not None:

@@ -71,28 +71,6 @@ def check_derivative(
     return _once(model, structure, rows, temperature, "derivative", check, run)
 
 
-def check_gradient(
-    model: nn.Module,
-    structure: Structure,
-    rows: Rows,
-    temperature: float,
-    check: Check,
-    measure: Callable[[Rows, Tensor], list[Tensor]],
-) -> float | None:
-    """The relative error of a weighted sum of two tokens' gradients; `measure` gives it for rows and coefficients (N, S)."""
-
-    def run(sample: _Sample) -> float:
-        """Relative error of the gradient of a sum of two tokens' log-probabilities."""
-        coef = sample.mask * torch.tensor([[1.0], [0.5]], device=sample.mask.device)
-        found = measure(sample.rows, coef)
-        expected = [a.add_(b, alpha=0.5) for a, b in zip(sample.gradient(0), sample.gradient(1), strict=True)]
-        apart = [a.to(b).sub(b) for a, b in zip(found, expected, strict=True)]
-        length = math.sqrt(_inner(expected, expected))
-        return _largest_error([length + math.sqrt(_inner(apart, apart))], [length], [length], sample.floor)
-
-    return _once(model, structure, rows, temperature, "gradient", check, run)
-
-
 def check_shares(model: nn.Module, structure: Structure, shares: Tensor, check: Check) -> None:
     """Raise if shares of ‖∇L‖² do not sum to 1, because the gradient or the derivatives are wrong."""
     total, size = float(shares.sum(dtype=torch.float64)), float(shares.abs().sum(dtype=torch.float64))

@@ -138,7 +138,8 @@ def _local_sums(model: nn.Module, rows: Rows, temperature: float) -> Sums:
         {}, Head(layer.weight), head_name if shared else None, None if shared else head_name, names.get(id(layer.bias))
     )
     structure.groups = dict.fromkeys(names.values(), ())
-    structure.modules = holders(causal, names)
+    # The output layer's part is known in closed form.
+    structure.modules = {module: keys for module, keys in holders(causal, names).items() if module is not layer}
     ids = widen(rows.ids, safe_width(model, rows.ids.shape[1]))  # (B, L)
     predicts = nn.functional.pad(rows.predicts, (0, ids.shape[1] - rows.ids.shape[1]))
     seen: dict[str, Any] = {}
@@ -149,7 +150,6 @@ def _local_sums(model: nn.Module, rows: Rows, temperature: float) -> Sums:
 
     def take(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Compute the output layer's part while its weights are whole."""
-        recorder.stop()  # the output layer's part is known in closed form
         with torch.no_grad():
             structure.head = output_head(model)
             seen["local"] = start_of(structure, rows, ids, predicts, seen["hidden"].detach()[predicts], temperature)
@@ -161,9 +161,7 @@ def _local_sums(model: nn.Module, rows: Rows, temperature: float) -> Sums:
     with ExitStack() as stack:
         stack.callback(backbone(model).register_forward_hook(keep).remove)
         calls = stack.enter_context(attn.counting())
-        recorder = stack.enter_context(
-            recording(model, structure, (ids.shape[0], ids.shape[1]), attn.CUT, strict=False)
-        )
+        recorder = stack.enter_context(recording(model, structure, (ids.shape[0], ids.shape[1]), attn.CUT))
         stack.callback(layer.register_forward_pre_hook(take).remove)  # after the hook that follows this layer
         logits = model(input_ids=ids, use_cache=False, **given).logits
 

@@ -97,11 +97,9 @@ def structure_of(model: nn.Module) -> Structure:
 
 
 @contextmanager
-def recording(
-    model: nn.Module, structure: Structure, size: tuple[int, int], attention: str, *, strict: bool = True
-) -> Iterator[UseRecorder]:
+def recording(model: nn.Module, structure: Structure, size: tuple[int, int], attention: str) -> Iterator[UseRecorder]:
     """Record the uses of a forward pass over (B, L) = `size` within the block, see `UseRecorder`."""
-    recorder = UseRecorder(structure.modules, size, strict=strict)
+    recorder = UseRecorder(structure.modules, size)
     with torch.enable_grad(), attention_implementation(model, attention), recorder.attached(model):
         yield recorder
 
@@ -155,23 +153,23 @@ def _examine(model: nn.Module) -> Structure:
     structure.modules = holders(causal, names)
     B, L = 2, safe_width(model, 7)
     ids = (torch.arange(B * L, device=embedding.device).view(B, L) * 5 + 1) % embedding.shape[0]
-    exact, plain, wrong = _account(model, structure, ids, "math")
+    plain, wrong, _ = _account(model, structure, ids, "math")
+    local: dict[str, float] = {}
     try:
         with attn.counting() as calls:
-            local, cut, leak = _account_cut(model, structure, ids, wrong)
+            local, _, structure.not_local = _account(model, structure, ids, attn.CUT)
         if not calls:
             raise attn.AttentionError("its attention does not go through transformers' AttentionInterface")
-        lost = [name for name in exact if plain[name] > 0 and not (cut if name in wrong else local).get(name)]
+        lost = [name for name, square in plain.items() if square > 0 and not local[name]]
         if lost:
             raise attn.AttentionError(f"its attention uses '{lost[0]}' other than in queries, keys and values")
-        structure.not_local = leak
     except attn.AttentionError as problem:
         structure.replaced, structure.not_local, local = False, str(problem), {}
     structure.unhandled = frozenset(wrong)
     structure.modules = holders(causal, {key: name for key, name in names.items() if name not in wrong})
     tolerance = _rounding(structure)
     structure.whole = frozenset(
-        name for name, square in local.items() if name not in wrong and abs(square - exact[name]) < tolerance * square
+        name for name, square in local.items() if name not in wrong and abs(square - plain[name]) < tolerance * square
     )
     structure.shares = _can_share(model, structure, ids)
     return structure
@@ -187,9 +185,15 @@ def _rounding(structure: Structure) -> float:
 
 def _account(
     model: nn.Module, structure: Structure, ids: Tensor, attention: str
-) -> tuple[dict[str, float], dict[str, float], set[str]]:
-    """Squared gradient norms of the last row by parameter: from the uses, by autograd; and the parameters that differ."""
+) -> tuple[dict[str, float], set[str], str | None]:
+    """Squared gradient norms of the last row by parameter, by autograd and from the uses.
+
+    Returns:
+        Those of autograd, the parameters whose uses give another number, and, for attention that cuts positions off from each
+        other, the first module through which they interact all the same, or None.
+    """
     ours, scale = dict.fromkeys(structure.named, 0.0), dict.fromkeys(structure.named, 0.0)
+    leaks: list[str] = []
 
     def measure(use: Use, g: Tensor) -> None:
         for name, squares in exact_squares(use, g):
@@ -197,11 +201,18 @@ def _account(
         for name, squares in local_squares(use, g):
             scale[name] += float(squares.sum())
 
-    with recording(model, structure, (ids.shape[0], ids.shape[1]), attention, strict=False) as recorder:
+    def watch(use: Use, g: Tensor) -> None:
+        if bool((use.by_position(g)[:, :-1] != 0).any()):
+            leaks.append((use.weight or use.bias or "").rpartition(".")[0])
+
+    with recording(model, structure, (ids.shape[0], ids.shape[1]), attention) as recorder:
         hidden = hidden_states(model, ids)
-    start = torch.zeros_like(hidden)
+    start, last = torch.zeros_like(hidden), torch.zeros_like(hidden)
     start[-1] = torch.randn(hidden.shape[1:], generator=torch.Generator().manual_seed(0)).to(hidden)
+    last[:, -1] = torch.linspace(1, 2, hidden.shape[-1], device=hidden.device)
     recorder.pull(hidden, start, measure)
+    if attention == attn.CUT:
+        recorder.pull(hidden, last, watch)
     plain = _plain_squares(structure.named, hidden, start)
     tolerance = _rounding(structure)
     wrong = {
@@ -210,7 +221,8 @@ def _account(
         # Not finite: weights that have diverged say nothing about the model.
         if math.isfinite(square) and abs(square - ours[name]) > tolerance * max(square, scale[name])
     }
-    return ours, plain, wrong | recorder.repeated
+    leak = f"'{leaks[0]}' reaches other positions otherwise than through attention" if leaks else None
+    return plain, wrong | recorder.repeated, leak
 
 
 def _plain_squares(named: Mapping[str, nn.Parameter], hidden: Tensor, start: Tensor) -> dict[str, float]:
@@ -229,40 +241,6 @@ def _plain_squares(named: Mapping[str, nn.Parameter], hidden: Tensor, start: Ten
             if g is not None:
                 squares[name] = float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2
     return squares
-
-
-def _account_cut(
-    model: nn.Module, structure: Structure, ids: Tensor, wrong: set[str]
-) -> tuple[dict[str, float], dict[str, float], str | None]:
-    """The account with attention that cuts positions off from each other.
-
-    Returns:
-        Squared norms of the last row from the uses, those of the parameters `wrong` by autograd, and the first module through
-        which positions interact all the same, or None.
-    """
-    local: dict[str, float] = {}
-    leaks: list[str] = []
-
-    def measure(use: Use, g: Tensor) -> None:
-        for name, squares in exact_squares(use, g):
-            local[name] = local.get(name, 0.0) + float(squares[-1])
-
-    def watch(use: Use, g: Tensor) -> None:
-        L = use.size[1]
-        others = use.by_position(g)[:, :-1] if use.index is None else g[use.index % L != L - 1]
-        if bool((others != 0).any()):
-            leaks.append((use.weight or use.bias or "").rpartition(".")[0])
-
-    with recording(model, structure, (ids.shape[0], ids.shape[1]), attn.CUT, strict=False) as recorder:
-        hidden = hidden_states(model, ids)
-    start, last = torch.zeros_like(hidden), torch.zeros_like(hidden)
-    start[-1] = torch.randn(hidden.shape[1:], generator=torch.Generator().manual_seed(0)).to(hidden)
-    last[:, -1] = torch.linspace(1, 2, hidden.shape[-1], device=hidden.device)
-    recorder.pull(hidden, start, measure)
-    recorder.pull(hidden, last, watch)
-    plain = _plain_squares({name: structure.named[name] for name in wrong}, hidden, start)
-    leak = f"'{leaks[0]}' reaches other positions otherwise than through attention" if leaks else None
-    return local, plain, leak
 
 
 def _can_share(model: nn.Module, structure: Structure, ids: Tensor) -> bool:

@@ -7,71 +7,42 @@ import torch
 
 from sharpscope.probes import score_norms
 from sharpscope.probes.guard import guarded
-from sharpscope.probes.token_gradients import sketch
-from sharpscope.probes.token_gradients.rows import make_rows
 from sharpscope.probes.token_gradients.structure import structure_of
-from tests.models import ARCHITECTURES, random_batch, tiny_model
-from tests.oracles.token_gradients import aligned, local_token_gradients, squared_norms, token_gradients
+from tests.models import random_batch, tiny_model, without_experts
+from tests.oracles.token_gradients import local_token_gradients, squared_norms, token_gradients
 
 T = 1.3
 
 
 def oracle(model, batch):
-    """The masked places, full gradients, local gradients of the backbone alone, and output layers' (M, …) by parameter name."""
+    """Full and local gradients of the masked tokens by parameter name."""
     arguments = (model, batch["input_ids"], batch["mask"], batch["attention_mask"], T)
-    full, local = token_gradients(*arguments), local_token_gradients(*arguments)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    full, local = ({place: dict(zip(names, g, strict=True)) for place, g in each.items()} for each in (full, local))
-    tied, heads, words = structure_of(model).tied, {}, {}
-    for row, column in full:
-        ids, columns = aligned(batch["input_ids"], batch["attention_mask"], row)
-        position = columns.tolist().index(column)
-        if tied is not None:
-            hidden = model.base_model(input_ids=ids).last_hidden_state[0, position - 1].detach()
-            logits = model.get_output_embeddings()(hidden).detach().requires_grad_()
-            logp = torch.log_softmax(logits / T, -1)[ids[0, position]]
-            heads[row, column] = torch.outer(torch.autograd.grad(logp, logits)[0], hidden)
-        words[row, column] = ids[0, :position].unique()
-    return full, local, heads, words
+    both = token_gradients(*arguments), local_token_gradients(*arguments)
+    return [{place: dict(zip(names, g, strict=True)) for place, g in each.items()} for each in both]
 
 
 def estimates(model, batch, parts, directions, seed):
     """The estimator, from gradients formed whole: mean and standard error (M,) each."""
-    full, local, heads, words = parts
+    full, local = parts
     structure = structure_of(model)
     generator = torch.Generator().manual_seed(seed)
-    tied, whole = structure.tied, structure.whole | {structure.head_weight, structure.head_bias}
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    whole = structure.whole | {structure.head_weight, structure.head_bias}
 
     def signs_like(p):
         return (torch.randint(0, 2, p.shape, generator=generator, dtype=torch.int8) * 2 - 1).to(p.dtype)
 
-    drawn = [{n: signs_like(p) for n, p in parameters.items() if n not in whole} for _ in range(directions)]
-    with guarded(model):
-        rows = make_rows(model, batch["input_ids"], batch["mask"], batch["attention_mask"], T)
-        scaling = sketch._scaling(model, structure, rows)
-    signs = []
-    if scaling is not None:
-        basis, sizes = scaling
-        signs = [signs_like(parameters[tied]) for _ in range(max(2, -(-directions // sketch.COUPLED)))]
-        up, down = (basis @ torch.diag(sizes**power) @ basis.T for power in (1, -1))
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in whole}
+    drawn = [{n: signs_like(p) for n, p in parameters.items()} for _ in range(directions)]
     means, errors = [], []
     for place, g in full.items():
-        cut = dict(local[place])
-        norm = sum(float(part.square().sum()) for part in cut.values())
-        if tied is not None:
-            cut[tied] = cut[tied] - heads[place]
+        norm = sum(float(part.square().sum()) for part in local[place].values())
         rest = {name: g[name] - local[place][name] for name in g}
         along = torch.tensor([sum(float((rest[n] * v[n]).sum()) for n in v) for v in drawn])
-        inner = torch.tensor([sum(float((cut[n] * v[n]).sum()) for n in v) for v in drawn])
-        samples = [along.square() + 2 * along * inner]
-        if signs:
-            read = torch.zeros(len(heads[place]), 1, dtype=torch.float64).index_fill_(0, words[place], 1.0)
-            moved = torch.tensor([float((rest[tied] * (r @ up)).sum()) for r in signs])
-            apart = torch.tensor([float((heads[place] * read * (r @ down)).sum()) for r in signs])
-            samples.append(2 * moved * apart)
-        means.append(norm + sum(float(sample.mean()) for sample in samples))
-        errors.append(sum(float(sample.var()) / len(sample) for sample in samples) ** 0.5)
+        inner = torch.tensor([sum(float((local[place][n] * v[n]).sum()) for n in v) for v in drawn])
+        samples = along.square() + 2 * along * inner
+        means.append(norm + float(samples.mean()))
+        errors.append(float(samples.var() / directions) ** 0.5)
     return torch.tensor(means, dtype=torch.float64), torch.tensor(errors, dtype=torch.float64)
 
 
@@ -80,10 +51,10 @@ def norms_of(full):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "tie"), [(a, tie) for a in sorted(set(ARCHITECTURES) - {"gemma2"}) for tie in (True, False)]
+    ("architecture", "tie"), [("qwen2", True), ("gpt2", True), ("gpt_neox", False), ("qwen2_moe", False)]
 )
 def test_the_sketch_is_its_formula(architecture, tie):
-    model, batch = tiny_model(architecture, tie=tie), random_batch(rows=2)
+    model, batch = without_experts(tiny_model(architecture, tie=tie)), random_batch(rows=2)
     parts = oracle(model, batch)
     found = score_norms(
         model, batch["input_ids"], batch["mask"], "sketch", batch["attention_mask"], T, directions=9, seed=7
@@ -129,29 +100,9 @@ def test_unbiased_and_its_standard_error_covers():
     assert 0.88 < float(torch.stack(covered)[:, random].double().mean()) < 0.99
 
 
-def test_the_tied_embeddings_part_varies_little_where_hidden_states_are_near_one_direction(monkeypatch):
-    model, batch = tiny_model("qwen2", num_hidden_layers=2), random_batch(rows=2)
-    with torch.no_grad():  # as those of trained models are
-        model.model.norm.weight[0] *= 20
-    given = (model, batch["input_ids"], batch["mask"], "sketch", batch["attention_mask"], T)
-    coupled, own = [], sketch._Estimates.coupling
-
-    def kept(*args):
-        parts = own(*args)
-        coupled.append(parts[0].var(0))
-        return parts
-
-    monkeypatch.setattr(sketch._Estimates, "coupling", kept)
-    score_norms(*given, directions=32, check="off")
-    monkeypatch.setattr(sketch, "FLOOR", 1e9)  # S proportional to the identity
-    score_norms(*given, directions=32, check="off")
-    scaled, even = coupled
-    assert float((scaled / even)[even > 1e-9].median()) < 0.5
-
-
 def test_the_control_variate_lowers_the_variance():
     """Where other positions matter little the sketch is nearly exact at few directions."""
-    model, batch = tiny_model("qwen2"), random_batch(rows=2)
+    model, batch = tiny_model("qwen2", tie=False), random_batch(rows=2)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.mul_(0.05)
