@@ -120,14 +120,9 @@ class Output:
     @classmethod
     def blank(cls, count: int, width: int, pad_id: int) -> Output:
         """Create `count` empty rows, marked as truncated."""
-        return cls(
-            ids=torch.full((count, width), pad_id),
-            sampled=torch.zeros(count, width, dtype=torch.bool),
-            logp=torch.zeros(count, width),
-            sampler_logp=torch.zeros(count, width),
-            length=torch.zeros(count, dtype=torch.long),
-            truncated=torch.ones(count, dtype=torch.bool),
-        )
+        floats, bits = torch.zeros(2, count, width), torch.zeros(count, width, dtype=torch.bool)
+        length, truncated = torch.zeros(count, dtype=torch.long), torch.ones(count, dtype=torch.bool)
+        return cls(torch.full((count, width), pad_id), bits, floats[0], floats[1], length, truncated)
 
 
 def decode(
@@ -195,18 +190,10 @@ def right_pad(texts: Sequence[Sequence[int]], pad_id: int, device: torch.device)
 def _branch(
     decoder: DirectDecoder | LayerDecoder, text: Tensor, token: Tensor, count: int, words: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Make a place in the cache for each different text that rows continue with their tokens.
+    """Make a place in the cache, of `count` places, for each different text that rows (n,) continue with their tokens (n,).
 
-    Args:
-        decoder: Decoder with `count` places.
-        text: (n,) text of each row so far.
-        token: (n,) next token of each row.
-        count: Number of places.
-        words: Size of the vocabulary.
-
-    Returns:
-        The place (n,) of each row's new text, and for each place (m,) its next token and the place that the text had before.
-        Unused places have token 0.
+    Returns the place (n,) of each row's new text, and for each place (m,) its next token and the place that the text had
+    before. Unused places have token 0.
     """
     key, row_key = torch.unique(text * words + token, return_inverse=True)  # (k,) ascending, (n,)
     source, token = key // words, key % words
@@ -281,12 +268,7 @@ def closing_tokens(tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) ->
 class LayerDecoder:
     """Decoding steps of any architecture through transformers' layers; each text has a copy of its prompt's cache.
 
-    Args:
-        model: A causal language model.
-        prompts: Cache of B prompts, left-padded; the first texts are these.
-        lengths: (B,) length of each prompt [tokens].
-        room: Maximum number of texts.
-        positions: Maximum length of a text [tokens].
+    The arguments are those of `DirectDecoder`.
     """
 
     def __init__(self, model: nn.Module, prompts: PromptCache, lengths: Tensor, room: int, positions: int) -> None:
@@ -332,13 +314,10 @@ def can_decode_directly(model: nn.Module) -> bool:
 class DirectDecoder:
     """Decoding steps that call the linear layers and norms of a Llama, Qwen2 or Qwen3 model directly.
 
-    A decoding step of a small model takes less time in its matrix products than in Python: masks, the outputs of each layer
-    and the interface between transformers' layers, attention and cache. This class does without them. Modules that are not
-    plain linear layers or norms (adapters, quantized layers) are called as usual.
-
-    Decoding is limited by memory bandwidth, and with G completions per prompt most of the memory would be G copies of the
-    prompt. Here the texts of a group share their prompt's keys and values: the attention scores of the prompt are one matrix
-    product per group and those of a text's later tokens one per text, followed by a joint softmax.
+    A decoding step of a small model takes less time in its matrix products than in Python, and is limited by memory
+    bandwidth. The texts of a group therefore share their prompt's keys and values: the attention scores of the prompt are
+    one matrix product per group and those of a text's later tokens one per text, followed by a joint softmax. Modules that
+    are not plain linear layers or norms (adapters, quantized layers) are called as usual.
 
     Args:
         model: A model for which `can_decode_directly` is true.
@@ -500,19 +479,16 @@ class DirectDecoder:
 
 def _linear(*layers: nn.Module) -> Callable[[Tensor], Tensor]:
     """The concatenated outputs of linear layers of the same input; small plain layers are one product."""
-    plain = [layer for layer in layers if type(layer) is nn.Linear and not _hooked(layer)]
-    weights: list[Tensor] = [layer.weight for layer in plain]
-    biases: list[Tensor] = [layer.bias for layer in plain if layer.bias is not None]
-    if len(plain) == len(layers) == 1:
-        return partial(F.linear, weight=weights[0], bias=biases[0] if biases else None)
-    # Autocast casts parameters once, but other tensors at every call.
-    alike = (
-        len(plain) == len(layers)
-        and len(biases) in (0, len(layers))
-        and not torch.is_autocast_enabled(weights[0].device.type)
-    )
-    if alike and sum(weight.nbytes for weight in weights) <= SMALL_BYTES:
-        return partial(F.linear, weight=torch.cat(weights), bias=torch.cat(biases) if biases else None)
+    if all(type(layer) is nn.Linear and not _hooked(layer) for layer in layers):
+        weights: list[Tensor] = [layer.weight for layer in layers]  # type: ignore[misc]
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]  # type: ignore[misc]
+        if len(layers) == 1:
+            return partial(F.linear, weight=weights[0], bias=biases[0] if biases else None)
+        small = sum(weight.nbytes for weight in weights) <= SMALL_BYTES and len(biases) in (0, len(layers))
+        if small and not torch.is_autocast_enabled(
+            weights[0].device.type
+        ):  # it casts parameters once, others at every call
+            return partial(F.linear, weight=torch.cat(weights), bias=torch.cat(biases) if biases else None)
     return layers[0] if len(layers) == 1 else lambda x: torch.cat([layer(x) for layer in layers], -1)
 
 

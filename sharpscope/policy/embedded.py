@@ -25,18 +25,8 @@ from sharpscope.errors import UserError, nearest
 from sharpscope.packaged import data_path
 
 PAD, END = "<|pad|>", "<|endoftext|>"
-MARKS = (
-    "<think>",
-    "</think>",
-    "<answer>",
-    "</answer>",
-    "<search>",
-    "</search>",
-    "<information>",
-    "</information>",
-    "<|im_start|>",
-    "<|im_end|>",
-)
+TAGS = ("think", "answer", "search", "information")
+MARKS = (*(f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")), "<|im_start|>", "<|im_end|>")
 """Tags with one token each. They are not special tokens, so that decoded text contains them for the scorers."""
 
 CONTEXT = 2048
@@ -83,16 +73,8 @@ def build_tokenizer(texts: Iterable[str], phrases: Sequence[str], vocabulary: in
     """Train a byte-level BPE tokenizer with at most `vocabulary` tokens on `texts`; deterministic.
 
     Padding is token 0 and end of text is token 1; `MARKS` and `phrases` are the last tokens, matched longest first.
-
-    Raises:
-        UserError: The vocabulary is smaller than the 256 bytes, special tokens, marks and phrases.
     """
     added = [*MARKS, *phrases]
-    smallest = 256 + 2 + len(added)
-    if vocabulary < smallest:
-        raise UserError(
-            f"vocabulary = {vocabulary}: must be at least {smallest} (bytes, special tokens, marks, phrases)"
-        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -139,12 +121,7 @@ def build_model(
     """Create a randomly initialized float32 Qwen2 model for `tokenizer` with tied embeddings.
 
     Matrices are N(0, 0.02²) from a generator with `seed`, biases are 0, norm gains are 1.
-
-    Raises:
-        UserError: `width` is not a multiple of 2 × `heads`, as rotary position embeddings require.
     """
-    if width % (2 * heads):
-        raise UserError(f"width = {width}: must be a multiple of 2 × heads = {2 * heads}")
     config = Qwen2Config(
         vocab_size=-(-len(tokenizer) // 16) * 16,
         hidden_size=width,

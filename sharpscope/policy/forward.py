@@ -114,11 +114,8 @@ def score_completions(
 def _plain_hidden(model: nn.Module, rows: Completions, one_pass: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield buckets (rows (b,), hidden (b, T_b, d)), where hidden[:, t] predicts completion token t; prompts are not shared."""
     P, prompt, length = rows.prompt_width, rows.prompt_lengths, rows.lengths
-    if one_pass:
-        buckets = [torch.arange(len(rows), device=length.device)]
-    else:
-        buckets = length_buckets((prompt + length).cpu().numpy(), rows.input_ids.device)
-    for bucket in buckets:
+    whole = [torch.arange(len(rows), device=length.device)]
+    for bucket in whole if one_pass else length_buckets((prompt + length).cpu().numpy(), length.device):
         # Without left padding, causal attention needs no mask.
         p, n = prompt[bucket, None], length[bucket, None]
         width = int((p + n).max()) - 1  # without the last token

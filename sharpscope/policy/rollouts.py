@@ -60,18 +60,16 @@ class Completions:
     def rows(self, index: Tensor) -> Self:
         """Select the rows `index` (long or bool), without changing the width."""
         order = index.nonzero()[:, 0] if index.dtype == torch.bool else index
-        selected: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            selected[field.name] = value[order.to(value.device)] if isinstance(value, Tensor) else value
-        selected["texts"] = [self.texts[i] for i in order.tolist()]
-        return replace(self, **selected)
+        selected: dict[str, Any] = {name: v[order.to(v.device)] for name, v in self._tensors().items()}
+        return replace(self, **selected, texts=[self.texts[i] for i in order.tolist()])
 
     def to(self, device: torch.device) -> Self:
         """Move the tensors to `device`."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)}
-        return replace(self, **tensors)
+        moved: dict[str, Any] = {name: v.to(device) for name, v in self._tensors().items()}
+        return replace(self, **moved)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def with_reward(self, reward: Tensor) -> Rollouts:
         """Add rewards (N,), converted to float32 on the completions' device."""

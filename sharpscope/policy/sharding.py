@@ -122,14 +122,9 @@ class ModelView:
 def gathered_copy(
     model: nn.Module, optimizer: torch.optim.AdamW, device: torch.device, *, keep: bool = True, moments: bool = True
 ) -> ModelView:
-    """Copy a sharded model with all weights, gradients and optimizer state. All processes must call it.
+    """Copy a sharded model with all weights and gradients, and with `moments` the optimizer's state, to `device`.
 
-    Args:
-        model: The sharded model.
-        optimizer: Optimizer of its trainable parameters.
-        device: Device of the copy.
-        keep: False on processes that do not need the copy and only take part in the collectives.
-        moments: Whether to copy the optimizer's state, half of the memory.
+    All processes must call it; with `keep` False they only take part in the collectives.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -153,11 +148,7 @@ def gathered_copy(
         buffers = dict(plain.named_buffers())
         for name, buffer in model.named_buffers():
             _fill(buffers[name], buffer, keep)
-    groups = [
-        {name: value for name, value in group.items() if name != "params"}
-        | {"params": [copies[p] for p in group["params"]]}
-        for group in optimizer.param_groups
-    ]
+    groups = [group | {"params": [copies[p] for p in group["params"]]} for group in optimizer.param_groups]
     copied_optimizer = torch.optim.AdamW(groups)
     for tensor, state in optimizer.state.items() if moments else ():
         for name, value in state.items():

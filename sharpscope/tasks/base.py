@@ -162,8 +162,7 @@ def take(
         return []
     for example in stream:
         id_ = str(example.meta["id"])
-        skip = id_ in taken or example.meta.get("form") in without
-        if skip or (held_out_share(id_) >= HELD_OUT) != training:
+        if id_ in taken or example.meta.get("form") in without or (held_out_share(id_) >= HELD_OUT) != training:
             misses += 1
             if misses >= GIVE_UP:
                 break

@@ -75,11 +75,7 @@ class DatasetTask:
 
     @once
     def rows(self) -> list[Example]:
-        """All rows of `task.path` in file order, from every split.
-
-        Raises:
-            UserError: a file or row is invalid.
-        """
+        """All rows of `task.path` in file order, from every split."""
         return self._examples(self.spec.path, "task.path")
 
     @once
@@ -118,10 +114,10 @@ class DatasetTask:
         hub_id = path.count("/") == 1 and not Path(path).suffix and not Path(path).expanduser().exists()
         saved = any(Path(path, name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
         for file in [path] if hub_id or saved else files_of(path, field):
-            rows = read_file(file) if isinstance(file, Path) else read_hub(path, spec.subset, spec.hub_split)
+            rows = read_file(file) if isinstance(file, Path) else _read_hub(path, spec.subset, spec.hub_split)
             columns = None
             for where, row in rows:
-                columns = columns or find_columns(spec.columns, list(row), where)
+                columns = columns or _find_columns(spec.columns, list(row), where)
                 examples.append(self._example(row, columns, where))
                 if len(examples) == spec.limit:
                     return examples
@@ -131,17 +127,17 @@ class DatasetTask:
 
     def _example(self, row: Row, columns: ColumnsSpec, where: Location) -> Example:
         spec = self.spec
-        prompt, messages = read_prompt(cell(row, columns.prompt, where, "prompt"), where)
-        truth = cell(row, columns.answer, where, "answer")
+        prompt, messages = _read_prompt(_cell(row, columns.prompt, where, "prompt"), where)
+        truth = _cell(row, columns.answer, where, "answer")
         scorer = self._scorer(row, columns, truth, where)
         if scorer == "logic_rl":
             answer, meta = _puzzle(truth, row, where)
         else:
-            truths = read_truths(truth, scorer, where)
+            truths = _read_truths(truth, scorer, where)
             content = content_id(" ".join(prompt.split()))
             answer, meta = truths[0], {"truths": truths, "level": "all", "content": content}
         if columns.level:
-            level = cell(row, columns.level, where, "level")
+            level = _cell(row, columns.level, where, "level")
             if not isinstance(level, str | int | float):
                 raise UserError(f"{where}: the level must be a number or text, got {level!r:.60}")
             meta["level"] = int(level) if isinstance(level, float) and level.is_integer() else level
@@ -164,11 +160,11 @@ class DatasetTask:
         if not columns.data_source:
             if isinstance(truth, dict) and "solution_text_format" in truth:
                 return "logic_rl"
-            truths = [final_answer(text) for text in read_truths(truth, "auto", where)]
+            truths = [final_answer(text) for text in _read_truths(truth, "auto", where)]
             if any("\\" in text for text in truths):
                 return "math"
             return "numeric" if all(_NUMBER.fullmatch(text) for text in truths) else "exact_match"
-        source = cell(row, columns.data_source, where, "data_source")
+        source = _cell(row, columns.data_source, where, "data_source")
         if not isinstance(source, str) or source not in DATA_SOURCES:
             raise UserError(
                 f"{where}: data_source {source!r:.60} has no scorer{nearest(str(source), DATA_SOURCES)}"
@@ -177,12 +173,8 @@ class DatasetTask:
         return DATA_SOURCES[source]
 
 
-def find_columns(columns: ColumnsSpec, present: Sequence[str], where: Location) -> ColumnsSpec:
-    """Fill in the columns that are not configured from the common names among `present`.
-
-    Raises:
-        UserError: none or several columns can be the prompt or the answer.
-    """
+def _find_columns(columns: ColumnsSpec, present: Sequence[str], where: Location) -> ColumnsSpec:
+    """Fill in the columns that are not configured from the common names among `present`, if these are unambiguous."""
     verl = "reward_model" in present
     found = {}
     for field, names in (("prompt", PROMPT_COLUMNS), ("answer", ANSWER_COLUMNS)):
@@ -200,16 +192,8 @@ def find_columns(columns: ColumnsSpec, present: Sequence[str], where: Location) 
     return columns.model_copy(update=found | {"data_source": source})
 
 
-def read_prompt(value: object, where: Location) -> tuple[str, list[dict[str, str]]]:
-    """Convert a prompt to text and chat messages.
-
-    Args:
-        value: text, which becomes one user message, or a list of chat messages, whose contents are joined by empty lines.
-        where: location of the row, for error messages.
-
-    Raises:
-        UserError: the prompt is neither, or is empty.
-    """
+def _read_prompt(value: object, where: Location) -> tuple[str, list[dict[str, str]]]:
+    """Convert text, which becomes one user message, or a list of chat messages to text and chat messages."""
     turns = [{"role": "user", "content": value}] if isinstance(value, str) else value
     try:
         messages = [{"role": turn["role"], "content": turn["content"]} for turn in turns]  # type: ignore[attr-defined]
@@ -223,17 +207,8 @@ def read_prompt(value: object, where: Location) -> tuple[str, list[dict[str, str
     return text, messages
 
 
-def read_truths(value: object, scorer: str, where: Location) -> tuple[str, ...]:
-    """Convert the ground truth to accepted answers.
-
-    Args:
-        value: text or a number, a list of them, or `{"target": …}` as in question-answering datasets.
-        scorer: name of the scorer; `numeric` needs a number in every answer.
-        where: location of the row, for error messages.
-
-    Raises:
-        UserError: the value is none of these, or an answer is empty.
-    """
+def _read_truths(value: object, scorer: str, where: Location) -> tuple[str, ...]:
+    """Convert text, a number, a list of them or `{"target": …}` to accepted answers; `numeric` needs a number in each."""
     if isinstance(value, dict) and "target" in value:
         value = value["target"]
     truths = []
@@ -268,11 +243,7 @@ def _puzzle(truth: object, row: Row, where: Location) -> tuple[str, dict[str, An
 
 
 def files_of(path: str, field: str) -> list[Path]:
-    """The data file at `path`, or the sorted data files of a folder.
-
-    Args:
-        path: file or folder.
-        field: configuration field of `path`, for the error message.
+    """The data file at `path`, or the sorted data files of a folder; `field` of the configuration has the path.
 
     Raises:
         UserError: the path does not exist or has no file of a known format.
@@ -318,17 +289,8 @@ def read_file(file: Path) -> Iterator[tuple[Location, Row]]:
         raise UserError(f"{where}: not readable as {file.suffix[1:]} ({_first_line(error)})") from error
 
 
-def read_hub(path: str, subset: str, split: str) -> Iterator[tuple[Location, Row]]:
-    """Rows of a Hugging Face dataset, through the optional library `datasets`.
-
-    Args:
-        path: id of the dataset, or a folder written by its `save_to_disk`.
-        subset: name of its configuration, or empty.
-        split: name of the split.
-
-    Raises:
-        UserError: the library, the dataset or the split is missing.
-    """
+def _read_hub(path: str, subset: str, split: str) -> Iterator[tuple[Location, Row]]:
+    """Rows of a Hugging Face dataset, an id or a folder written by `save_to_disk`, through the optional library `datasets`."""
     try:
         import datasets
     except ImportError as error:
@@ -349,18 +311,8 @@ def read_hub(path: str, subset: str, split: str) -> Iterator[tuple[Location, Row
         yield f"{path} row {number}", dict(row)
 
 
-def cell(row: Row, column: str, where: Location, field: str) -> Any:
-    """Value of a column of a row.
-
-    Args:
-        row: the row.
-        column: name of the column; a dot selects a nested column unless a column has the full name.
-        where: location of the row, for the error message.
-        field: field of `task.columns`, for the error message.
-
-    Raises:
-        UserError: the column does not exist.
-    """
+def _cell(row: Row, column: str, where: Location, field: str) -> Any:
+    """Value of a column, set in `task.columns.field`; a dot selects a nested column unless a column has the full name."""
     if column in row:
         return row[column]
     value: Any = row

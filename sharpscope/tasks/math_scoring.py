@@ -73,12 +73,9 @@ def stated(answer: str) -> str:
 
 
 def score_math(text: str, truths: Sequence[str], time_limit: float = TIME_LIMIT) -> Reward:
-    """1 if the final answer is mathematically equal to one of the truths.
+    """1 if the final answer, extracted by `answers.final_answer` and `stated`, is mathematically equal to one of `truths`.
 
-    Args:
-        text: the response. Its answer is extracted by `answers.final_answer` and then `stated`.
-        truths: accepted answers.
-        time_limit: time limit of one comparison [s]. `parts["timed_out"]` is 1 if it was exceeded.
+    `parts["timed_out"]` is 1 if a comparison exceeded `time_limit` [s].
     """
     answer = as_latex(stated(final_answer(text)))
     outcomes = [equal(as_latex(final_answer(truth)), answer, time_limit) for truth in truths]

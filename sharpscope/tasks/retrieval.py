@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from sharpscope.errors import UserError
@@ -25,14 +25,6 @@ class Passage:
 
     title: str
     text: str
-
-
-class Retriever(Protocol):
-    """Interface of a retriever."""
-
-    def search(self, queries: Sequence[str]) -> list[list[Passage]]:
-        """The best passages for each query, in descending order of relevance."""
-        ...
 
 
 class Bm25Retriever:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from functools import reduce
 from itertools import permutations, product
+from operator import and_, or_
 from typing import Any
 
 from sharpscope.errors import UserError
@@ -83,14 +85,9 @@ def solve(puzzle: Puzzle) -> list[tuple[bool, ...]]:
             return (ones ^ parts[0]) | parts[1]
         if operator == "<=>":
             return ones ^ parts[0] ^ parts[1]
-        result = parts[0]
-        for part in parts[1:]:
-            result = result & part if operator == "and" else result | part
-        return result
+        return reduce(and_ if operator == "and" else or_, parts)
 
-    consistent = ones
-    for i, statement in enumerate(puzzle):
-        consistent &= ones ^ knight[i] ^ value(statement)
+    consistent = reduce(and_, (ones ^ knight[i] ^ value(statement) for i, statement in enumerate(puzzle)), ones)
     return [tuple(bool(a >> i & 1) for i in range(people)) for a in range(1 << people) if consistent >> a & 1]
 
 

@@ -15,7 +15,7 @@ from sharpscope.errors import UserError
 from sharpscope.tasks.answers import last_tagged
 from sharpscope.tasks.base import Example, Reward, content_id, once, stream_seed, take
 from sharpscope.tasks.dataset import SCORERS, DatasetTask
-from sharpscope.tasks.retrieval import Bm25Retriever, HttpRetriever, Passage, Retriever, read_corpus
+from sharpscope.tasks.retrieval import Bm25Retriever, HttpRetriever, Passage, read_corpus
 from sharpscope.tasks.tool_world import World, ask, make_world
 
 STOP = ("</search>", "</answer>")
@@ -66,11 +66,6 @@ def last_turn(text: str) -> str:
 def searches(text: str) -> int:
     """Number of responses with passages so far. The end of such a response counts even if the policy wrote it."""
     return text.count(_INFORMATION_END)
-
-
-def replies(text: str) -> int:
-    """Number of responses so far: passages and feedback."""
-    return searches(text) + text.count(FEEDBACK)
 
 
 def query_of(turn: str) -> str | None:
@@ -128,7 +123,7 @@ class ToolQa:
         return make_world(self.spec.things, stream_seed("world", self.spec.seed))
 
     @cached_property
-    def retriever(self) -> Retriever:
+    def retriever(self) -> HttpRetriever | Bm25Retriever:
         """The server, or BM25 over the corpus file or the world."""
         spec = self.spec
         if spec.retriever_url:
@@ -199,7 +194,7 @@ class ToolQa:
             text = example.whole(completion)
             turn = last_turn(text)
             query = query_of(turn)
-            if answered(turn) or replies(text) >= self.spec.turns:
+            if answered(turn) or searches(text) + text.count(FEEDBACK) >= self.spec.turns:
                 responses.append(None)
             elif query is None:
                 responses.append(FEEDBACK)
@@ -227,10 +222,9 @@ class ToolQa:
         )
         valid = follows_protocol(text)
         total = float(correct)
-        if self.spec.reward == "format":
-            if correct:
-                total = 1.0 if valid else 1.0 - FORMAT_SHARE
-            else:
-                total = FORMAT_SHARE if valid else ANSWER_SHARE if has_answer else 0.0
+        if self.spec.reward == "format" and correct != valid:
+            total = 1 - FORMAT_SHARE if correct else FORMAT_SHARE
+        elif self.spec.reward == "format" and has_answer and not correct:
+            total = ANSWER_SHARE
         parts = {"answer": float(correct), "format": float(valid), "searches": float(searches(text))}
         return Reward(total, parts, correct=correct)

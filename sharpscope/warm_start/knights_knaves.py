@@ -138,19 +138,14 @@ _CLAIM = re.compile(r"(\"|that )([A-Z][a-z]+) is a (knight|knave)(?=[\".,])")
 
 
 def longer_wording(quiz: str, rng: random.Random) -> str:
-    """Reword a puzzle like the published sets: capitalize "If …" and negate half of the single claims.
+    """Reword a puzzle like the published sets: capitalize "If …" and negate half of the single claims."""
 
-    "Ava is a knave" becomes the equivalent "Ava is not a knight".
-    """
-    quiz = re.sub(r"(\"|that )if ", r"\1If ", quiz)
-
-    def negate(match: re.Match[str]) -> str:
-        """The other role negated, half of the time."""
-        if rng.random() < 0.5:
-            return match[0]
+    def negated(match: re.Match[str]) -> str:
+        """Rewrite "Ava is a knave" as the equivalent "Ava is not a knight"."""
         return f"{match[1]}{match[2]} is not a {'knave' if match[3] == 'knight' else 'knight'}"
 
-    return _CLAIM.sub(negate, quiz)
+    quiz = re.sub(r"(\"|that )if ", r"\1If ", quiz)
+    return _CLAIM.sub(lambda match: match[0] if rng.random() < 0.5 else negated(match), quiz)
 
 
 _ROLES = (
@@ -215,8 +210,7 @@ def demonstrations(
         pools: number of people -> puzzles.
         weights: number of people -> sampling weight.
         guess_share: fraction with the style `guess`.
-        chat_share: fraction with a chat prompt (`chat`, `longer_wording`), whose completion starts after `<think>`. The rest
-            has the task's compact prompt.
+        chat_share: fraction with a chat prompt, whose completion starts after `<think>`; the rest has the compact prompt.
         seed: seed of all random draws.
     """
     rng = random.Random(seed)

@@ -105,15 +105,7 @@ def phrases() -> list[str]:
 def math_demonstrations(
     pool: Pool, families: Mapping[str, float], levels: Mapping[int, float], *, guess_share: float, seed: int
 ) -> Iterator[Demonstration]:
-    """Endless stream of demonstrations with random questions.
-
-    Args:
-        pool: questions by family and level.
-        families: family -> sampling weight.
-        levels: level -> sampling weight.
-        guess_share: fraction with the style `guess`.
-        seed: seed of all random draws.
-    """
+    """Endless stream of demonstrations with random questions of `pool`; families and levels have sampling weights."""
     rng = random.Random(seed)
     kinds = sorted(pool)
     weights = [families.get(family, 0.0) * levels.get(level, 0.0) for family, level in kinds]

@@ -13,13 +13,12 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import tokenizers
 import torch
-import transformers
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -144,7 +143,7 @@ def warm_start(
         The content of `warm_start.json`: loss, parameters, seconds, threads, versions, spec.
 
     Raises:
-        UserError: `out_dir` is not empty, or width, heads and vocabulary of the spec are incompatible.
+        UserError: `out_dir` is not empty.
     """
     out = Path(out_dir)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -157,13 +156,12 @@ def warm_start(
     sizes = {name: getattr(spec, name) for name in ("layers", "width", "feed_forward", "heads", "seed")}
     model = build_model(tokenizer, **sizes)
     loss = _train(spec, model, tokenizer, examples, on_progress or (lambda step, loss: None))
-    libraries = {"torch": torch, "transformers": transformers, "tokenizers": tokenizers}
     summary: dict[str, Any] = {
         "loss": loss,
         "parameters": model.num_parameters(),
         "seconds": round(time.monotonic() - start, 1),
         "threads": torch.get_num_threads(),
-        "versions": {name: library.__version__ for name, library in libraries.items()}
+        "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers")}
         | {"python": platform.python_version()},
         "spec": asdict(spec),
     }

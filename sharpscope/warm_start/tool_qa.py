@@ -95,13 +95,9 @@ def _fixed_texts(reply: str) -> set[str]:
 def tool_demonstrations(
     pool: Mapping[int, Sequence[SearchQuestion]], weights: Mapping[int, float], *, guess_share: float, seed: int
 ) -> Iterator[Demonstration]:
-    """Endless stream of conversations with random questions.
+    """Endless stream of conversations with random questions of `pool`; numbers of hops have sampling weights.
 
-    Args:
-        pool: number of hops -> questions.
-        weights: number of hops -> sampling weight.
-        guess_share: fraction with the style `guess`.
-        seed: seed of all random draws.
+    The share `guess_share` has the style `guess`.
     """
     rng = random.Random(seed)
     numbers = sorted(pool)

@@ -17,8 +17,6 @@ from sharpscope.packaged import data_path
 from sharpscope.policy.embedded import (
     END,
     PAD,
-    build_model,
-    build_tokenizer,
     embedded_policy,
     load_tokenizer,
 )
@@ -67,21 +65,7 @@ def test_any_text_comes_back(text):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        " ",
-        "  \n\t ",
-        "👩‍👩‍👧 naïve e\u0301 \u212b ﷽ 漢字",
-        "<think>a</think><answer>b</answer>",
-        "\x00\x7f",
-        "Is Zoey a knave?\r\n",
-        "<search>x</search><information> y</information>",
-        "x" * 100_000,
-        "Ava is a knight. " * 6_000,
-        "🙂é" * 20_000,
-    ],
-    ids=lambda text: repr(text[:12]),
+    "text", ["👩‍👩‍👧 naïve e\u0301 \u212b ﷽ 漢字", "<search>x</search>\x00\r\n", "x" * 100_000, "🙂é" * 20_000], ids=len
 )
 def test_awkward_and_long_texts_come_back(text):
     assert shipped().decode(shipped()(text)["input_ids"]) == text
@@ -100,16 +84,6 @@ def test_puzzles_are_short():
     lengths = [len(shipped()(prompt)["input_ids"]) for prompt in quizzes()]
     assert sum(lengths) / len(lengths) < 60
     assert max(len(shipped()(prompt)["input_ids"]) for prompt in quizzes("logic_rl", people=7)) < 512
-
-
-def test_a_vocabulary_too_small_for_the_bytes_is_refused():
-    with pytest.raises(UserError, match="vocabulary = 200: must be at least 269"):
-        build_tokenizer(["a"], ["Ava"], 200)
-
-
-def test_a_width_that_heads_do_not_divide_is_refused():
-    with pytest.raises(UserError, match="width = 18: must be a multiple of 2 × heads = 4"):
-        build_model(build_tokenizer(["Ava"], [], 270), layers=1, width=18, feed_forward=16, heads=2, seed=0)
 
 
 def test_an_unknown_policy_names_the_nearest():
