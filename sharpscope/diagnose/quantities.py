@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -99,9 +100,14 @@ def keys_of(quantity: Quantity, framework: str | None, keys: Iterable[str]) -> t
 def own_values(row: Mapping[str, Any]) -> dict[str, float]:
     """Canonical quantities of a row of our steps table, without those that it lacks."""
     found = {}
-    for quantity in QUANTITIES:
-        _, keys = keys_of(quantity, "sharpscope", row)
+    for name, keys in _own_keys(tuple(row)).items():
         values = [float(row[key]) for key in keys if row[key] is not None]
         if values:
-            found[quantity.name] = sum(values)
+            found[name] = sum(values)
     return found
+
+
+@cache
+def _own_keys(columns: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Of each quantity, the columns of our steps table that hold it."""
+    return {quantity.name: keys_of(quantity, "sharpscope", columns)[1] for quantity in QUANTITIES}

@@ -15,7 +15,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +175,10 @@ class Recorder(Guard):
     def observe_update(self, observer: StepObserver) -> None:
         """Measure what needs the update's loss, before the optimizer's step and with the gradient clipped."""
 
-    @abstractmethod
     def unhook(self) -> None:
-        """Remove what the recorder has put into the trainer."""
+        """Remove what the recorder has put into the trainer: hooks on the optimizer."""
+        for hook in self._hooks:
+            hook.remove()
 
     def give_up(self, error: Exception) -> None:
         """End the recording because of an error of its own, with a warning; the training goes on."""
@@ -217,8 +217,7 @@ class Recorder(Guard):
         if active := dropout_of(self.model):
             text = f"{active} is active: statistics, norms and shares are those of the model without dropout"
             self._warn("dropout", "info", text)
-        for hook in self._hooks:
-            hook.remove()
+        Recorder.unhook(self)
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self.together(self.before_update)),
             optimizer.register_step_post_hook(lambda *_: self.together(self.after_update)),
@@ -265,7 +264,7 @@ class Recorder(Guard):
             "task": self.task,
             "seed": self._seed,
             "config": self._recorded_config(),
-            "versions": environment.versions() | _versions(),
+            "versions": environment.versions(),
             "commit": environment.commit(),
             "device": environment.describe_device(self.policy.device),
             "threads": torch.get_num_threads(),
@@ -661,11 +660,3 @@ def _say(text: str) -> None:
     """Print a line to standard error, in the first process."""
     if distributed.is_rank_zero():
         sys.stderr.write(f"sharpscope: {text}\n")
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("transformers", "trl", "accelerate"):
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found

@@ -128,11 +128,6 @@ class LoopRecorder(Recorder):
             self.end(partial(self.stop, "failed", f"{type(error).__name__}: {error}"))
         self.close()
 
-    def unhook(self) -> None:
-        """Remove the hooks on the optimizer."""
-        for hook in self._hooks:
-            hook.remove()
-
     # -- one micro-batch ---------------------------------------------------------------------------------------------
 
     def _tokens(self, logp: Tensor, ids: Tensor, mask: Tensor, present: Tensor | None, given: dict[str, Any]) -> None:

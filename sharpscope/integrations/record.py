@@ -68,16 +68,6 @@ def record(
 
     Raises:
         UserError: the trainer, an option or the folder cannot be used; the message names it.
-
-    Examples:
-        The six lines that record a loop:
-
-        >>> rec = sharpscope.record(model, optimizer, tokenizer=tokenizer, out="runs/loop")  # doctest: +SKIP
-        >>> rec.tokens(logp, input_ids, completion_mask, old_logp=old, advantages=a, rewards=r, groups=g)  # doctest: +SKIP
-        >>> loss.backward()  # doctest: +SKIP
-        >>> rec.step(loss)  # doctest: +SKIP
-        >>> optimizer.step()  # doctest: +SKIP
-        >>> rec.close()  # doctest: +SKIP
     """
     options: dict[str, Any] = {"recording": recording, "correct": _judge(correct), "critical": critical_sharpness}
     if rotation is not None:
@@ -95,9 +85,9 @@ def record(
             raise UserError("weights: a loop of your own applies its own; leave them out")
         options |= {"temperature": temperature, "max_grad_norm": max_grad_norm, "task": task or "loop"}
         return LoopRecorder(model, optimizer, tokenizer, out, steps=steps, updates=updates_per_step, **options)
-    from sharpscope.integrations.trainers import SupervisedRecorder, check_supervised, is_supervised, is_trainer
+    from sharpscope.integrations.trainers import SupervisedRecorder, Trainer, check_supervised
 
-    if not is_trainer(model):
+    if not isinstance(model, Trainer):
         raise UserError(f"record: {type(model).__name__} is no trainer and no torch module; give one of them")
     names = [kind.__name__ for kind in type(model).__mro__]
     of_trl = any(kind.__module__.startswith("trl.") for kind in type(model).__mro__)
@@ -108,7 +98,7 @@ def record(
     name = type(model).__name__
     if any(given is not None for given in (weights, rotation)) and "GRPOTrainer" not in names:
         raise UserError(f"weights, rotation: {name} has no surrogate that they multiply; leave them out")
-    if is_supervised(model):
+    if not any("GRPO" in kind for kind in names):
         kind = check_supervised(model)
         return SupervisedRecorder(model, out, kind, task=task or kind, **options)
     if "AsyncGRPOTrainer" in names:

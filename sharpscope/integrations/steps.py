@@ -105,11 +105,6 @@ class Step:
     pending: list[Use] = field(default_factory=list)  # of the present update
     again: list[tuple[int, Use, Tensor]] = field(default_factory=list)  # update, use, (n, T): tokens used before
 
-    @property
-    def other_seconds(self) -> float:
-        """Seconds of generation and recording."""
-        return self.seconds["generation_s"] + self.seconds["recording_s"]
-
     def batch(self, serial: int) -> Batch:
         """The batch with this serial number."""
         return next(batch for batch in self.batches if batch.serial == serial)

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from sharpscope import distributed
 from sharpscope.errors import UserError
@@ -108,9 +108,8 @@ class TrainerRecorder(Recorder):
 
     def unhook(self) -> None:
         """Restore the trainer."""
+        super().unhook()
         trainer = self.trainer
-        for hook in self._hooks:
-            hook.remove()
         if getattr(trainer, "_sharpscope", None) is self:
             for name in self.wrapped:
                 delattr(trainer, name)
@@ -143,7 +142,7 @@ class TrainerRecorder(Recorder):
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         started = time.perf_counter()
-        before = self._step.other_seconds
+        before = sum(self._step.seconds.values())
         loss: Tensor = self._original["training_step"](*args, **kwargs)
         self.safely(lambda: self._micro_step_done(loss, started, before))
         if self.trainer.accelerator.sync_gradients:
@@ -151,9 +150,8 @@ class TrainerRecorder(Recorder):
         return loss
 
     def _micro_step_done(self, loss: Tensor, started: float, before: float) -> None:
-        done = time.perf_counter()
-        step = self._step
-        step.seconds["training_s"] += done - started - (step.other_seconds - before)
+        step = self._step  # what was generated and recorded meanwhile is no training
+        step.seconds["training_s"] += time.perf_counter() - started - (sum(step.seconds.values()) - before)
         step.micro += 1
         step.losses.append(loss.detach())
 
@@ -461,13 +459,3 @@ def _held_constant(trainer: Any) -> str:
     if getattr(args, "loss_type", None) == "dft":
         return "loss_type = 'dft'"
     return "use_weighting = True" if getattr(args, "use_weighting", False) else ""
-
-
-def is_trainer(trainer: Any) -> bool:
-    """Whether it is a transformers Trainer."""
-    return isinstance(trainer, Trainer)
-
-
-def is_supervised(trainer: Any) -> bool:
-    """Whether a Trainer is none of TRL's reinforcement learning."""
-    return not any("GRPO" in kind.__name__ for kind in type(trainer).__mro__)

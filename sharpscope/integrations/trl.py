@@ -27,7 +27,6 @@ from sharpscope.config.method import PpoClip
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
 from sharpscope.integrations.price import Work
-from sharpscope.integrations.record import record
 from sharpscope.integrations.steps import Batch, TokenLoss, prompt_texts, same_prompts, unused_tokens
 from sharpscope.integrations.trainers import TrainerRecorder, check_setup, refuse, rows_of_update
 from sharpscope.objective import Method, gradient_killed, k3, named_method
@@ -37,7 +36,6 @@ from sharpscope.recording.rows import evaluation_row
 from sharpscope.recording.step import RolloutBatch
 from sharpscope.tasks import Example, Reward
 
-__all__ = ["GrpoRecorder", "record"]
 ROW = "sharpscope_row"  # (n, 2): serial number of the batch, row in it
 OLDEST, NEWEST = (1, 0), (1, 16)
 EXCLUDED = ("1.15.0",)

@@ -17,7 +17,7 @@ import torch
 
 from sharpscope.config.policy import EMBEDDED_PREFIX
 
-OPTIONAL = ("accelerate", "peft")
+OPTIONAL = ("accelerate", "peft", "trl")
 PACKAGES = ("sharpscope", "torch", "transformers", "tokenizers", "numpy", "scipy", "pandas", "pyarrow", *OPTIONAL)
 TINY = 20 * 2**20
 """Weights up to this size [bytes] are computed with one thread: a second gains little, and waits for the first at each of

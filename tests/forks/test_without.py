@@ -126,7 +126,7 @@ def test_a_step_with_too_few_tokens_is_refused(spiked):
 @pytest.fixture(scope="module")
 def trl_run(tmp_path_factory):
     """(run recorded in TRL with two updates a step, folder of the trainer's checkpoints)."""
-    from sharpscope.integrations.trl import record
+    from sharpscope.integrations.record import record
     from tests.integrations.trainers import trainer
 
     folder = tmp_path_factory.mktemp("trl")

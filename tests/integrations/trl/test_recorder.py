@@ -22,7 +22,8 @@ pytest.importorskip("trl", reason="TRL is not installed (test extra)")
 from trl import GRPOTrainer
 
 from sharpscope.integrations import trl as recorded_step
-from sharpscope.integrations.trl import ROW, GrpoRecorder, record
+from sharpscope.integrations.record import record
+from sharpscope.integrations.trl import ROW, GrpoRecorder
 from tests.integrations.trainers import PROMPTS, evens, tokenizer, trainer
 
 ALL = {"token_gradients_every": 1, "exact_tokens": 2, "group_share": 1.0}

@@ -11,7 +11,7 @@ import sharpscope
 
 pytest.importorskip("trl", reason="TRL is not installed (test extra)")
 
-from sharpscope.integrations.trl import record
+from sharpscope.integrations.record import record
 from tests.integrations.same_batch import CASES, EPOCHS, EPS, GROUP, KL, LR, batch, check_equal, our_run
 from tests.integrations.trainers import tokenizer, trainer
 

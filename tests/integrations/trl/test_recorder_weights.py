@@ -12,7 +12,8 @@ import torch
 import sharpscope
 from sharpscope.config.methods import parse_method
 from sharpscope.errors import UserError
-from sharpscope.integrations.trl import WEIGHTABLE, record, token_loss
+from sharpscope.integrations.record import record
+from sharpscope.integrations.trl import WEIGHTABLE, token_loss
 from sharpscope.objective import StepTensors, calibrate, gradient_mass, prepare
 from sharpscope.seeds import generator
 from tests.integrations.trainers import trainer
