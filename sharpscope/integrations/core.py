@@ -591,12 +591,9 @@ class Recorder(Guard):
         x = (after - before[: len(mask)].cpu())[mask].double()
         return float((torch.expm1(x) - x).mean()) if len(x) else None
 
-    def absent(self, table: str) -> tuple[str, ...]:
-        """Columns of a table that are null in this training."""
-        return tuple(name for what, of in _ABSENT.items() if what not in self.given for name in of.get(table, ()))
-
     def _append(self, table: str, columns: dict[str, Any]) -> None:
-        self.writer.append(table, columns | dict.fromkeys(self.absent(table)))
+        absent = [name for what, of in _ABSENT.items() if what not in self.given for name in of.get(table, ())]
+        self.writer.append(table, columns | dict.fromkeys(absent))
 
     def _event(self, rule: str, severity: str, text: str, value: float = math.nan, limit: float = math.nan) -> None:
         self._events.append(Event(self.step_number, rule, severity, value, limit, "warn", text))

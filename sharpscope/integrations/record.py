@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from operator import lt
 from pathlib import Path
 from typing import Any
 
@@ -69,53 +71,47 @@ def record(
     Raises:
         UserError: the trainer, an option or the folder cannot be used; the message names it.
     """
-    options: dict[str, Any] = {"recording": recording, "correct": _judge(correct), "critical": critical_sharpness}
+    judge = correct if correct is None or callable(correct) else partial(lt, float(correct))
+    options: dict[str, Any] = {"recording": recording, "correct": judge, "critical": critical_sharpness}
     if rotation is not None:
+        options["rotate"] = method = _weighting(rotation)
         if weights is not None:
             raise UserError("rotation: the training uses weights already; give one of the two")
-        options["rotate"] = _weighting(rotation)
-        if options["rotate"].tokens is None and isinstance(options["rotate"].weight, UniformWeight):
-            raise UserError(
-                f"rotation = {rotation!r}: has no token weights; give one such as grpo-sg, or module:function"
-            )
-    if isinstance(model, nn.Module):
-        if optimizer is None or tokenizer is None:
-            raise UserError("record: a model needs its optimizer and tokenizer; record(model, optimizer, tokenizer=…)")
-        if weights is not None:
-            raise UserError("weights: a loop of your own applies its own; leave them out")
-        options |= {"temperature": temperature, "max_grad_norm": max_grad_norm, "task": task or "loop"}
-        return LoopRecorder(model, optimizer, tokenizer, out, steps=steps, updates=updates_per_step, **options)
+        if method.tokens is None and isinstance(method.weight, UniformWeight):
+            raise UserError(f"rotation = {method.name!r}: has no token weights; give one such as grpo-sg")
+    if not isinstance(model, nn.Module):
+        return _record_trainer(model, out, task, weights, options)
+    if optimizer is None or tokenizer is None:
+        raise UserError("record: a model needs its optimizer and tokenizer; record(model, optimizer, tokenizer=…)")
+    if weights is not None:
+        raise UserError("weights: a loop of your own applies its own; leave them out")
+    options |= {"temperature": temperature, "max_grad_norm": max_grad_norm, "task": task or "loop"}
+    return LoopRecorder(model, optimizer, tokenizer, out, steps=steps, updates=updates_per_step, **options)
+
+
+def _record_trainer(
+    trainer: Any, out: str | Path, task: str | None, weights: str | Method | None, options: dict[str, Any]
+) -> Any:
+    """The recorder of a trainer, after its checks."""
     from sharpscope.integrations.trainers import SupervisedRecorder, Trainer, check_supervised
 
-    if not isinstance(model, Trainer):
-        raise UserError(f"record: {type(model).__name__} is no trainer and no torch module; give one of them")
-    names = [kind.__name__ for kind in type(model).__mro__]
-    of_trl = any(kind.__module__.startswith("trl.") for kind in type(model).__mro__)
-    if of_trl:
-        from sharpscope.integrations.trl import check_version
+    kinds, name = type(trainer).__mro__, type(trainer).__name__
+    if not isinstance(trainer, Trainer):
+        raise UserError(f"record: {name} is no trainer and no torch module; give one of them")
+    grpo = "GRPOTrainer" in (kind.__name__ for kind in kinds)
+    if (weights is not None or "rotate" in options) and not grpo:
+        raise UserError(f"weights, rotation: {name} has no surrogate that they multiply; leave them out")
+    if any(kind.__module__.startswith("trl.") for kind in kinds):
+        from sharpscope.integrations.trl import GrpoRecorder, check_grpo, check_version, token_weights_of
 
         check_version()
-    name = type(model).__name__
-    if any(given is not None for given in (weights, rotation)) and "GRPOTrainer" not in names:
-        raise UserError(f"weights, rotation: {name} has no surrogate that they multiply; leave them out")
-    if not any("GRPO" in kind for kind in names):
-        kind = check_supervised(model)
-        return SupervisedRecorder(model, out, kind, task=task or kind, **options)
-    if "AsyncGRPOTrainer" in names:
-        raise UserError(f"record: {name} packs samples into trees and is not recorded; use GRPOTrainer")
-    from sharpscope.integrations.trl import GrpoRecorder, check_grpo, token_weights_of
-
-    check_grpo(model)
-    if weights is not None:
-        options["weights"] = token_weights_of(model, _weighting(weights))
-    return GrpoRecorder(model, out, task=task or "trl", **options)
-
-
-def _judge(correct: float | Callable[[float], bool] | None) -> Callable[[float], bool] | None:
-    if correct is None or callable(correct):
-        return correct
-    threshold = float(correct)
-    return lambda total: total > threshold
+        if grpo:
+            check_grpo(trainer)
+            if weights is not None:
+                options["weights"] = token_weights_of(trainer, _weighting(weights))
+            return GrpoRecorder(trainer, out, task=task or "trl", **options)
+    kind = check_supervised(trainer)
+    return SupervisedRecorder(trainer, out, kind, task=task or kind, **options)
 
 
 def _weighting(given: str | Method) -> Method:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -226,16 +226,14 @@ class Step:
 
     def pending_values(self, width: int, name: str = "coef") -> Tensor:
         """(n, width) coefficients of the present update, or their part `kl_coef`."""
-        values = (use.tokens.coef if name == "coef" else use.more[name] for use in self.pending)
-        return torch.cat([widened(value, width) for value in values])
+        return stacked([use.tokens.coef if name == "coef" else use.more[name] for use in self.pending], width)
 
     def record_update(self, moved: Norms, lr: float) -> None:
         """Record that the present update was made; `moved` are the norms of Δθ, `lr` its learning rate."""
         loss, norm, factor = self.gradient
         parts = [use.tokens for use in self.pending]
         width = max(part.used.shape[1] for part in parts)
-        columns = zip(*(part.tensors() for part in parts), strict=True)
-        whole = UpdateTokens(*(torch.cat([widened(value, width) for value in column]) for column in columns))
+        whole = UpdateTokens(*(stacked(column, width) for column in zip(*(p.tensors() for p in parts), strict=True)))
         made = UpdateResult(loss, norm, norm, moved.total, factor, False, lr=lr, summary=whole.summary())
         self.updates.append(replace(made, layers=(self.layers, moved.layers), rotation=self.rotation))
         for use in self.pending:
@@ -354,11 +352,16 @@ def widened(values: Tensor, width: int, fill: float = 0) -> Tensor:
     return torch.nn.functional.pad(values, (0, width - values.shape[1]), value=fill)
 
 
+def stacked(parts: Iterable[Tensor], width: int, fill: float = 0) -> Tensor:
+    """(Σ n, width) of values (n, T) one below the other, padded on the right with `fill`."""
+    return torch.cat([widened(part, width, fill) for part in parts])
+
+
 def _joined_tokens(parts: Sequence[StepTokens]) -> StepTokens:
     width = max(part.update.shape[1] for part in parts)
 
     def cat(name: str, of: Sequence[Any]) -> Tensor:
-        return torch.cat([widened(getattr(part, name), width, -1 if name == "update" else 0) for part in of])
+        return stacked((getattr(part, name) for part in of), width, -1 if name == "update" else 0)
 
     stats = TokenStats(**{f.name: cat(f.name, [part.stats for part in parts]) for f in fields(TokenStats)})
     return StepTokens(stats=stats, **{f.name: cat(f.name, parts) for f in fields(StepTokens) if f.name != "stats"})

@@ -120,7 +120,6 @@ class TrainerRecorder(Recorder):
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:
         status, reason = "failed", ""
-        self._training = True
         try:
             result = self._original["train"](*args, **kwargs)
             status, reason = "finished", "all steps done"

@@ -493,7 +493,7 @@ def test_a_training_that_fails_leaves_a_readable_run(tmp_path: Path):
 def test_the_asynchronous_trainer_is_refused_by_name(tmp_path: Path):
     experimental = pytest.importorskip("trl.experimental.async_grpo")
     one = experimental.AsyncGRPOTrainer.__new__(experimental.AsyncGRPOTrainer)
-    with pytest.raises(UserError, match=r"AsyncGRPOTrainer packs samples"):
+    with pytest.raises(UserError, match=r"AsyncGRPOTrainer is not recorded"):
         record(one, out=tmp_path / "run")
 
 
