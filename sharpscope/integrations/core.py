@@ -486,18 +486,9 @@ class Recorder(Guard):
         row |= {"completion_length_mean": float(lengths.double().mean())}
         if self.correct is None:
             row |= {"accuracy": None, "accuracy_completed": None}
-        health = StepHealth(
-            self.config.health,
-            number,
-            batch,
-            method,
-            progress,
-            self.policy.device,
-            vocabulary=self.policy.head.weight.shape[0],
-            earlier=self._earlier,
-            trainer=self.fields,
-            lr=self._lr,
-        )
+        said: dict[str, Any] = {"trainer": self.fields, "lr": self._lr, "earlier": self._earlier}
+        size, device = self.policy.head.weight.shape[0], self.policy.device
+        health = StepHealth(self.config.health, number, batch, method, progress, device, vocabulary=size, **said)
         health.before_updates(tokens.stats, tokens.weight)
         health.after_updates(row)
         self._events += health.events  # the rules only report here: a recorded training is never stopped
@@ -509,9 +500,8 @@ class Recorder(Guard):
         if probed or (spec.tokens_every and number % spec.tokens_every == 0):
             layers = {at: values for one in self._observed for at, values in one.by_layer.items()}
             columns = token_columns(number, batch, result, probed, self.policy.head, self.temperature, layers)
-            self._append(
-                "tokens", columns if all(b.sampled for b in step.batches) else columns | {"behavior_logp": None}
-            )
+            sampled = all(one.sampled for one in step.batches)
+            self._append("tokens", columns if sampled else columns | {"behavior_logp": None})
             if (later := step.later_uses(first)) is not None:
                 self._append("uses", {"step": number, **later})
         for observer in self._observed:

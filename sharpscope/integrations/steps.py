@@ -132,6 +132,7 @@ class Step:
         tokens.write(torch.arange(len(rows)), mask, clipped=clipped, **values)
 
         def keep(gradient: Tensor) -> None:
+            """Record the coefficients and what follows from them."""
             tokens.coef = torch.where(mask, gradient.detach()[:, :width].to("cpu", tokens.coef.dtype), 0.0)
             if known.clipped is None:
                 stopped = mask & (tokens.coef == 0) & (batch.tokens.advantage[rows][:, :width] != 0)
@@ -361,6 +362,7 @@ def _joined_tokens(parts: Sequence[StepTokens]) -> StepTokens:
     width = max(part.update.shape[1] for part in parts)
 
     def cat(name: str, of: Sequence[Any]) -> Tensor:
+        """One field of all parts."""
         return stacked((getattr(part, name) for part in of), width, -1 if name == "update" else 0)
 
     stats = TokenStats(**{f.name: cat(f.name, [part.stats for part in parts]) for f in fields(TokenStats)})

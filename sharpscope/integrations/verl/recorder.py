@@ -397,6 +397,7 @@ class VerlRecorder(Guard):
             own: list[float] = []
 
             def kept(**given: Any) -> Any:
+                """The loss of verl, whose value is kept."""
                 found = loss_fn(**given)
                 own.append(float(found[0]))  # a micro-batch's part of the loss
                 return found
