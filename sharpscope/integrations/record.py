@@ -93,7 +93,9 @@ def _record_trainer(
     trainer: Any, out: str | Path, task: str | None, weights: str | Method | None, options: dict[str, Any]
 ) -> Any:
     """The recorder of a trainer, after its checks."""
-    from sharpscope.integrations.trainers import SupervisedRecorder, Trainer, check_supervised
+    from transformers import Trainer
+
+    from sharpscope.integrations.trainers import SupervisedRecorder, check_supervised
 
     kinds, name = type(trainer).__mro__, type(trainer).__name__
     if not isinstance(trainer, Trainer):

@@ -203,29 +203,6 @@ def test_each_update_has_its_own_ratios_and_divergence(watched):
     assert steps["redrawn_groups"].isna().all()  # TRL draws no group again, and does not say so
 
 
-def test_coefficients_times_score_gradients_are_the_trainers_gradient(watched):
-    run, watch, one = watched["run"], watched["watch"], watched["trainer"]
-    tokens, rollouts = run.tokens(), run.rollouts
-    parameters = list(one.model.parameters())
-    for update in (0, 1, 4, 5):  # the updates that see a batch first, in steps 1 and 2
-        step, index = update // 4 + 1, update % 4
-        with torch.no_grad():
-            for parameter, value in zip(parameters, watch.before[update], strict=True):
-                parameter.copy_(value)
-        one.model.zero_grad()
-        one.model.eval()
-        part = tokens[(tokens["step"] == step) & (tokens["update"] == index)]
-        for rollout, mine in part.groupby("rollout"):
-            text = rollouts[(rollouts["step"] == step) & (rollouts["rollout"] == rollout)]["prompt"].iloc[0]
-            prompt = tokenizer()(text)["input_ids"]
-            ids = torch.tensor([prompt + mine.sort_values("position")["token_id"].tolist()])
-            logits = one.model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-            logp = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
-            (logp * torch.tensor(mine.sort_values("position")["loss_coef"].to_numpy())).sum().backward()
-        for parameter, theirs in zip(parameters, watch.gradients[update], strict=True):
-            torch.testing.assert_close(parameter.grad, theirs, rtol=1e-3, atol=1e-5)
-
-
 def test_norms_of_gradient_and_update_and_shares(watched):
     watch, run = watched["watch"], watched["run"]
     norm = [float(sum(g.double().square().sum() for g in gradient)) ** 0.5 for gradient in watch.gradients]
