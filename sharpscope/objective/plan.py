@@ -31,9 +31,6 @@ from sharpscope.config.token_weights import TokenWeight
 from sharpscope.config.weighting import Weighting, number, percentile, top_tokens
 from sharpscope.objective.values import Plan, StepTensors
 
-SATURATION_LIMIT = 0.95
-"""Share of the weights on one bound above which the weighting has no effect."""
-
 
 @torch.no_grad()
 def token_weights(spec: Weighting, step: StepTensors, generator: torch.Generator | None = None) -> Tensor:
@@ -226,63 +223,40 @@ def _share_count(name: str, share: float, mask: Tensor, warnings: list[str]) -> 
 
 @dataclass(frozen=True)
 class WeightSummary:
-    """Token weights of one step over its loss tokens, all dimensionless.
+    """Token weights of one step over its loss tokens, dimensionless.
 
-    `saturation_low` and `saturation_high` are the shares of the weights at L and at U, None for a weighting without
-    bounds. `ess` = (Σw)²/(n·Σw²) in (0, 1] is the effective sample size as a share of the tokens, 0 if every weight is
-    0.
+    `saturation_low` and `saturation_high` are the shares of the weights at L and at U, None for a weighting without bounds.
     """
 
     mean: float
-    std: float
-    minimum: float
-    maximum: float
     saturation_low: float | None
     saturation_high: float | None
-    ess: float
-
-    @property
-    def warning(self) -> str | None:
-        """One line if more than 95 % of the weights sit on one bound, else None."""
-        for share, bound in ((self.saturation_low, "lower"), (self.saturation_high, "upper")):
-            if share is not None and share > SATURATION_LIMIT:
-                return (
-                    f"{share:.1%} of the token weights sit on the {bound} bound: the method is plain GRPO up to the "
-                    "gradient's scale; use preset=calibrated or set tau and u0"
-                )
-        return None
 
 
 def summarize_weights(
     weighting: Weighting, weight: Tensor, mask: Tensor, *, progress: float = 0.0, mass: Tensor | None = None
 ) -> WeightSummary:
-    """Mean, population std, extremes, saturation and effective sample size of `weight` over the loss tokens.
+    """Mean and saturation of `weight` over the loss tokens.
 
     Args:
         weighting: gives the bounds. A weight within 1e-6 of a bound counts as on it.
         weight: (N, T).
         mask: (N, T) loss tokens, bool or 0/1.
         progress: in [0, 1], at which schedules are evaluated.
-        mass: (N, T) how much each token counts, ≥ 0; None: all the same. With masses m the mean is Σmw/Σm, and so on; `ess`
-            is (Σmw)²/(Σm·Σmw²).
+        mass: (N, T) how much each token counts, ≥ 0; None: all the same. With masses m the mean is Σmw/Σm, and so on.
 
     Returns:
-        The summary; NaN everywhere (None for the saturation) without a loss token or without mass.
+        The summary; NaN (None for the saturation) without a loss token or without mass.
     """
     inside = mask.bool()
     w = weight[inside].detach().double()
     share = torch.ones_like(w) if mass is None else mass[inside].detach().double()
     if not float(share.sum()) > 0:
-        return WeightSummary(math.nan, math.nan, math.nan, math.nan, None, None, math.nan)
+        return WeightSummary(math.nan, None, None)
     share = share / share.sum()
-    mean, square = float((share * w).sum()), float((share * w**2).sum())
     bounds = weighting.at(progress).bounds
     return WeightSummary(
-        mean=mean,
-        std=math.sqrt(float((share * (w - mean) ** 2).sum())),
-        minimum=float(w.min()),
-        maximum=float(w.max()),
+        mean=float((share * w).sum()),
         saturation_low=None if bounds is None else float(share[w <= bounds[0] + 1e-6].sum()),
         saturation_high=None if bounds is None else float(share[w >= bounds[1] - 1e-6].sum()),
-        ess=mean**2 / square if square > 0 else 0.0,
     )

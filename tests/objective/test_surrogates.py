@@ -8,7 +8,6 @@ from decimal import Decimal, localcontext
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from sharpscope.config.method import (
     CispoClip,
@@ -17,7 +16,7 @@ from sharpscope.config.method import (
     PpoClip,
 )
 from sharpscope.config.selections import AdvantageTokens, ClipCovTokens, HighEntropyTokens, ProbabilityTokens
-from sharpscope.config.token_weights import LinearWeight, SigmoidWeight
+from sharpscope.config.token_weights import SigmoidWeight
 from sharpscope.config.weighting import percentile
 from sharpscope.objective import (
     Method,
@@ -257,24 +256,10 @@ def test_weight_summary_by_value():
     weight = torch.tensor([[1.0, 1.0, 1.2, 1.4, 9.0]])
     mask = torch.tensor([[1, 1, 1, 1, 0]])
     got = summarize_weights(SigmoidWeight(), weight, mask)
-    assert (got.saturation_low, got.saturation_high, got.minimum, got.maximum) == (0.5, 0.25, 1.0, pytest.approx(1.4))
-    assert got.mean == pytest.approx(1.15)
-    assert got.std == pytest.approx(math.sqrt((2 * 0.15**2 + 0.05**2 + 0.25**2) / 4))
-    assert got.ess == pytest.approx(4.6**2 / (4 * (1 + 1 + 1.44 + 1.96)))
-    assert got.warning is None
+    assert (got.saturation_low, got.saturation_high, got.mean) == (0.5, 0.25, pytest.approx(1.15))
     unbounded = summarize_weights(named_method("cov-grpo").weight, weight, mask)
     assert unbounded.saturation_low is None
-    assert unbounded.warning is None
     assert math.isnan(summarize_weights(SigmoidWeight(), weight, torch.zeros_like(mask)).mean)
-
-
-@pytest.mark.parametrize(("at_bound", "warns"), [(95, False), (96, True)])
-def test_saturation_warns_above_95_percent(at_bound: int, warns: bool):
-    weight: Tensor = torch.full((1, 100), 0.9)
-    weight[0, :at_bound] = 1.0
-    got = summarize_weights(LinearWeight(), weight, torch.ones(1, 100))
-    assert got.saturation_high == pytest.approx(at_bound / 100)
-    assert (got.warning is not None) == warns
 
 
 @pytest.mark.parametrize("seed", range(5))
