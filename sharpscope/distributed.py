@@ -198,14 +198,27 @@ def exchange_rows(index: Tensor, tensors: Sequence[Tensor]) -> None:
 def map_rows(rows: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
     """`compute(rows)` (n, …) for a function that treats the `rows` (n,) independently; each process computes a part.
 
-    Every process gets all results.
+    Every process gets all results, or raises the UserError of the first process that has one.
     """
     if world_size() == 1:
         return compute(rows)
     part = rows[local_slice(len(rows))]
-    local = compute(part) if len(part) else None
-    results = [piece for piece in gather(None if local is None else local.detach().cpu()) if piece is not None]
-    return torch.cat(results).to(rows.device if local is None else local.device)
+    local: Tensor | UserError | None = None
+    try:
+        local = compute(part).detach() if len(part) else None
+    except UserError as error:  # the other processes wait for this one's rows
+        local = error
+    results = gather(local.cpu() if isinstance(local, Tensor) else local)
+    raise_first(results)
+    device = local.device if isinstance(local, Tensor) else rows.device
+    return torch.cat([piece for piece in results if isinstance(piece, Tensor)]).to(device)
+
+
+def raise_first(results: Iterable[object]) -> None:
+    """Raise the first of the gathered `results` that is a UserError."""
+    for result in results:
+        if isinstance(result, UserError):
+            raise result
 
 
 @torch.no_grad()

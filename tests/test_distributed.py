@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 
 import accelerate
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from sharpscope import distributed
 from sharpscope.distributed import Launch
-from sharpscope.errors import UserError
+from sharpscope.errors import CheckError, UserError
 from sharpscope.training import train
 
 
@@ -55,6 +56,28 @@ def test_one_process_is_the_identity():
     parameter = torch.nn.Parameter(torch.ones(2))
     distributed.sum_gradients([parameter])
     assert torch.equal(values, torch.arange(6.0).view(3, 2)) and parameter.grad is None
+
+
+def test_a_refusal_in_one_process_is_one_in_all(monkeypatch):
+    """The process that refuses still takes part in the exchange, for which the others wait; all raise the first one's reason."""
+    as_process(monkeypatch, 0, 2)
+    seen = []
+
+    def gathered(value):
+        seen.append(value)
+        return [value, UserError("another process's reason")]
+
+    def refuse(_):
+        raise CheckError("no", "local", 0.5, 0.01)
+
+    monkeypatch.setattr(distributed, "gather", gathered)
+    with pytest.raises(CheckError, match="no"):
+        distributed.map_rows(torch.arange(4), refuse)
+    with pytest.raises(UserError, match="another process's reason"):
+        distributed.map_rows(torch.arange(4), lambda rows: rows)
+    assert isinstance(seen[0], CheckError) and seen[1].tolist() == [0, 1]
+    copy = pickle.loads(pickle.dumps(seen[0]))  # how it gets to the others
+    assert (str(copy), copy.probe, copy.error, copy.tolerance) == ("no", "local", 0.5, 0.01)
 
 
 def launched(monkeypatch, kind="MULTI_CPU", precision="no", **environ):

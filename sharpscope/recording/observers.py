@@ -329,7 +329,7 @@ class _UpdateProbes:
             given = {"input_ids": part.input_ids, "mask": mask, "attention_mask": part.attention_mask}
             return probe(some, temperature=temperature, **{name: values[some] for name, values in given.items()})
 
-        return _map_rows(rows, of_rows, mask)
+        return distributed.map_rows(rows, of_rows)
 
     def put(self, name: str, values: Tensor) -> None:
         """Keep a column (n, P+T), and the probability that its rows were drawn."""
@@ -447,13 +447,13 @@ class _UpdateProbes:
         coef, rows = failure_coefficients(mask, drawn.correct)[mine], drawn.rollouts.rows(torch.arange(len(mask))[mine])
         total = [torch.zeros_like(p) for p in self.view.parameters]
         problem: UserError | None = None
-        if len(rows):
-            given = (rows.input_ids, _mask(rows), coef, rows.attention_mask, self.config.rollout.temperature)
-            try:
+        try:
+            if len(rows):
+                given = (rows.input_ids, _mask(rows), coef, rows.attention_mask, self.config.rollout.temperature)
                 total = logp_gradient(model, *given)
-            except UserError as error:
-                problem = error
-        _raise_together(problem)
+        except UserError as error:
+            problem = error
+        distributed.raise_first(distributed.gather(problem))
         return distributed.sum_tensors(total)
 
 
@@ -487,31 +487,6 @@ def sample_groups(group: Tensor, moved: Tensor, share: float, seeded: torch.Gene
     size = min(len(groups), max(2, round(share * len(groups))))
     drawn = groups[torch.randperm(len(groups), generator=seeded)[:size]]
     return torch.isin(group, drawn).nonzero()[:, 0], size / len(groups)
-
-
-def _map_rows(rows: Tensor, compute: Callable[[Tensor], Tensor], mask: Tensor) -> Tensor:
-    """`distributed.map_rows` of a probe, results (m, P+T) like rows of `mask`; a refusal in one process is raised in all."""
-    problem: UserError | None = None
-
-    def measured(some: Tensor) -> Tensor:
-        """Values of some rows; NaN if they cannot be measured, which is raised after the exchange."""
-        nonlocal problem
-        try:
-            return compute(some)
-        except UserError as error:  # the other processes wait for this one's rows
-            problem = error
-            return torch.full((len(some), mask.shape[1]), math.nan, device=mask.device)
-
-    values = distributed.map_rows(rows, measured)
-    _raise_together(problem)
-    return values
-
-
-def _raise_together(problem: UserError | None) -> None:
-    """Raise the problem of the first process that has one in every process."""
-    first = distributed.first_not_none([problem])
-    if first is not None:
-        raise first
 
 
 def _mask(part: Rollouts) -> Tensor:

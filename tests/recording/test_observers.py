@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 
 import numpy as np
 import pandas as pd
@@ -322,30 +321,6 @@ def test_a_probe_that_fails_its_check_is_left_out_and_the_run_goes_on(tiny_polic
     unchecked = sharpscope.load_run(tmp_path / "unchecked")
     assert "self_check" not in set(unchecked.events["rule"])
     assert unchecked.tokens().query("step == 2")["score_norm_local"].notna().all()
-
-
-def test_a_refusal_in_one_process_is_one_in_all(monkeypatch):
-    """The process that refuses still gives its rows, for which the others wait, and all raise the first one's reason."""
-    mask, given = torch.ones(3, 4), []
-
-    def gathered(rows, compute):
-        given.append(compute(rows))
-        return given[-1]
-
-    monkeypatch.setattr(observers.distributed, "map_rows", gathered)
-
-    def refuse(_):
-        raise CheckError("no", "local", 0.5, 0.01)
-
-    with pytest.raises(CheckError, match="no"):
-        observers._map_rows(torch.arange(2), refuse, mask)
-    assert given[0].shape == (2, 4) and bool(given[0].isnan().all())
-    assert observers._map_rows(torch.arange(2), lambda rows: mask[rows], mask).shape == (2, 4)
-    monkeypatch.setattr(observers.distributed, "first_not_none", lambda _: UserError("another process's reason"))
-    with pytest.raises(UserError, match="another process's reason"):
-        observers._map_rows(torch.arange(2), lambda rows: mask[rows], mask)
-    copy = pickle.loads(pickle.dumps(CheckError("no", "local", 0.5, 0.01)))  # how it gets to the others
-    assert (str(copy), copy.probe, copy.error, copy.tolerance) == ("no", "local", 0.5, 0.01)
 
 
 CRITICAL = {
