@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,14 +136,16 @@ def evaluate_model(
     from sharpscope.config import build_config, read_recorded
 
     tell = on_progress or (lambda text: None)
-    _check_numbers(prompts, samples, temperatures, pass_at)
+    if not all(1 <= k <= samples for k in pass_at):
+        raise UserError(f"-k {max(pass_at)}: pass@k needs --samples of at least k, it is {samples}; raise --samples")
     folder, recorded, step = Path(model), False, 0
     if (folder / "run.json").exists():
         saved = checkpoints(folder)
         if not saved:
             raise UserError(f"run '{folder}' has no checkpoint; evaluate one of its models by folder, or let it run on")
         recorded, model, step = True, str(saved[-1]), step_of(saved[-1])
-    values: dict[str, Any] = {"policy.model": model}
+    values: dict[str, Any] = {"policy.model": model, "evaluation.prompts": prompts, "evaluation.samples": samples}
+    values["evaluation.temperatures"] = list(temperatures)
     if task is None and not recorded and model.startswith(EMBEDDED_PREFIX):
         task = embedded_policy(model.removeprefix(EMBEDDED_PREFIX)).name
     if task is not None:
@@ -173,20 +174,6 @@ def evaluate_model(
         pass_at=pass_at,
     )
     return [row | _intervals(row, pass_at) for row in rows]
-
-
-def _check_numbers(prompts: int, samples: int, temperatures: Sequence[float], pass_at: Sequence[int]) -> None:
-    for option, number in (("--prompts", prompts), ("--samples", samples)):
-        if number < 1:
-            raise UserError(f"{option} {number}: must be at least 1")
-    for temperature in temperatures:
-        if not 0 <= temperature < math.inf:
-            raise UserError(f"--temperature {temperature:g}: must be 0 (greedy) or a positive number")
-    for k in pass_at:
-        if not 1 <= k <= samples:
-            raise UserError(
-                f"-k {k}: pass@k needs from 1 to --samples = {samples} completions per prompt; raise --samples"
-            )
 
 
 def _present_splits(task: Task, splits: Sequence[str] | None) -> list[str]:

@@ -178,7 +178,7 @@ class Updates:
     def _normalizer(self, rows: Tensor) -> tuple[Tensor, int]:
         """(n, T) factors of the terms of an update's loss, and the number of its tokens."""
         method, group, mask = self.method, self.rollouts.group[rows], loss_mask(self.rollouts, self.method)[rows]
-        options = {"keep": self.plan.keep[rows], "group": group, "dtype": self.tokens.stats.logp.dtype}
+        options: dict[str, Any] = {"keep": self.plan.keep[rows], "group": group, "dtype": self.tokens.stats.logp.dtype}
         return token_normalizer(method, mask, self.learner.max_new_tokens, **options), int(mask.sum())
 
     @torch.no_grad()

@@ -41,7 +41,7 @@ def test_mistakes_are_found_before_anything_is_drawn(place, tiny_policy, tmp_pat
         assert result.stdout == ""
     for option in ("--prompts", "--samples"):
         assert invoke(*place, option, "0").exit_code == 2  # refused as an option, before anything is loaded
-        with pytest.raises(UserError, match=f"{option} 0: must be at least 1"):
+        with pytest.raises(UserError, match=f"evaluation.{option.strip('-')}"):
             evaluate_model(str(tiny_policy), overrides=CHANGES, **{option.strip("-"): 0})
 
 

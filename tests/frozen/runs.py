@@ -70,7 +70,7 @@ def _runs() -> Iterator[tuple[str, str]]:
             if method == "dapo":
                 values["method.kl.coef"] = 0.0
             run = load_run(train(build_config(values=values)).run_dir)
-            for table in TABLES:
+            for table in TABLES.keys() - {"reductions"}:
                 frame = run.tokens() if table == "tokens" else getattr(run, table)
                 for column in frame.columns.drop(timing_columns(table), errors="ignore"):
                     data = frame[column].to_json(orient="values", double_precision=15)
