@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from sharpscope.policy import forward
 from sharpscope.policy.cache import take_rows
 from sharpscope.policy.forward import length_buckets, microbatches, score_completions
-from sharpscope.policy.head import output_head
 from sharpscope.policy.token_stats import STAT_NAMES
 from tests.models import ARCHITECTURES, tiny_model
 from tests.oracles.generation import completion_logp
-from tests.policy.helpers import COMPLETIONS, PROMPTS, completions_by_hand, rows, token_stats, weighted
+from tests.policy.helpers import COMPLETIONS, PROMPTS, completions_by_hand, rows, weighted
 
 
 def gradients(model: torch.nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
@@ -97,28 +96,6 @@ def test_text_of_the_environment_is_read_but_not_scored(share):
     assert torch.allclose(scored.logp, whole * mask, atol=1e-12)
     assert float(scored.stats.hidden_norm[:, 2:5].abs().sum()) == 0
     assert bool((scored.stats.hidden_norm[mask == 1] > 0).all())
-
-
-@pytest.mark.parametrize("with_grad", [False, True])
-def test_statistics_come_from_the_same_states_as_the_log_probabilities(with_grad):
-    model, batch, temperature = tiny_model("gpt_neox", tie=False), rows(), 0.7
-    scored = score_completions(model, batch, temperature, share_prompt=True, with_grad=with_grad, stats=True)
-    assert torch.allclose(scored.stats.logp, scored.logp.detach(), atol=1e-12)
-    assert not scored.stats.logp.requires_grad
-    hidden = model.base_model(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        position_ids=(batch.attention_mask.cumsum(1) - 1).clamp_min(0),
-    ).last_hidden_state[:, batch.prompt_width - 1 : -1]
-    expected = token_stats(hidden, output_head(model), batch.completion_ids, temperature, mask=batch.completion_mask)
-    for name in STAT_NAMES:
-        assert torch.allclose(getattr(scored.stats, name), getattr(expected, name), atol=1e-10), name
-
-
-def test_no_graph_is_kept_unless_asked_for():
-    scored = score_completions(tiny_model(), rows(), 1.0, share_prompt=True, with_grad=False)
-    assert not scored.logp.requires_grad
-    assert scored.stats is None
 
 
 def test_different_prompts_in_one_group_cannot_be_shared():

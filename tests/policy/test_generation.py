@@ -172,15 +172,6 @@ def test_one_seed_one_result_and_no_other_randomness():
     assert second != first.completion_ids.tolist()
 
 
-def test_every_row_may_end_at_once_and_every_end_counts():
-    policy = tiny_policy()
-    object.__setattr__(policy, "eos_ids", tuple(range(37)))
-    out = generate(policy, PROMPTS, GROUP, SamplingSpec(max_new_tokens=5), generator())
-    assert out.completion_mask.tolist() == [[1]] * 9
-    assert out.truncated.tolist() == [False] * 9
-    assert out.texts == [""] * 9
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_are_those_of_generate_and_logp_that_of_the_full_pass(name):
     architecture, overrides = MODELS[name]
@@ -320,20 +311,6 @@ def test_draw_equals_its_definition(tenths, u, top_p, top_k, temperature):
         assert any(j == int(token) and float(sampler) == pytest.approx(value, abs=1e-6) for j, value in near)
     else:
         assert sampler is None
-
-
-@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.75, 0), (1.0, 3)])
-def test_frequencies_follow_the_law(top_p, top_k):
-    count, z = 20_000, torch.tensor([0.3, 2.0, -1.0, 1.2, 0.9])
-    u = torch.rand(count, generator=generator(), dtype=torch.float64)
-    token, behavior, sampler = draw(z.expand(count, 5), u, SamplingSpec(top_p=top_p, top_k=top_k))
-    logp = behavior if sampler is None else sampler
-    seen = torch.bincount(token, minlength=5)
-    assert sum(math.exp(float(logp[token == j][0])) for j in range(5) if seen[j]) == pytest.approx(1, abs=1e-5)
-    for j in range(5):
-        if seen[j]:
-            p = math.exp(float(logp[token == j][0]))
-            assert abs(int(seen[j]) - count * p) < 5 * math.sqrt(count * p * (1 - p) + 1)
 
 
 def test_streams_of_completions_are_unlike_and_uniform():

@@ -67,12 +67,6 @@ def test_a_saved_model_speaks_like_the_original(saved):
     assert torch.equal(ours.completion_ids, theirs.completion_ids)
 
 
-def test_type_and_kernel_are_as_asked(saved):
-    policy = load_policy(spec(saved, dtype="float64", attention="eager"))
-    assert next(policy.model.parameters()).dtype == torch.float64
-    assert policy.model.config._attn_implementation == "eager"
-
-
 def test_attention_with_capped_logits_is_never_given_to_sdpa(tmp_path):
     tiny_model("gemma2", dtype=torch.float32).save_pretrained(tmp_path)
     word_tokenizer().save_pretrained(tmp_path)
@@ -111,16 +105,6 @@ def test_missing_weights_are_not_made_up(folder):
     assert "no weights for model.layers.1.mlp.up_proj.weight (2 in all)" in refusal(folder)
 
 
-def test_weights_of_another_shape_or_no_weights_at_all(folder):
-    path = folder / "model.safetensors"
-    weights = load_file(path)
-    weights["model.norm.weight"] = torch.ones(3)
-    save_file(weights, path, metadata={"format": "pt"})
-    assert "policy.model" in refusal(folder)
-    path.write_bytes(path.read_bytes()[:100])
-    assert "cannot be loaded" in refusal(folder)
-
-
 def test_code_in_a_checkpoint_is_not_run(folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
@@ -154,17 +138,6 @@ def test_tokenizers_that_do_not_fit():
     assert make_policy(tiny_model(), word_tokenizer(pad_token=None), "x").pad_id == 1
 
 
-def test_every_end_of_text_token_counts():
-    model = tiny_model()
-    model.generation_config.eos_token_id = [7, 1, 9]
-    assert make_policy(model, word_tokenizer(), "x").eos_ids == (1, 7, 9)
-    policy = make_policy(model, word_tokenizer(eos_token=None, pad_token=None), "x")
-    assert (policy.eos_ids, policy.pad_id) == ((7, 1, 9), 7)
-    object.__setattr__(policy, "eos_ids", tuple(range(5, 37)))
-    out = generate(policy, [[5, 6], [7]], 4, SamplingSpec(max_new_tokens=5), torch.Generator().manual_seed(0))
-    assert {int(out.completion_ids[row, n - 1]) in policy.eos_ids for row, n in enumerate(out.lengths)} == {True}
-
-
 def test_a_model_that_sees_later_tokens_is_refused():
     config = AutoConfig.for_model("xlm", vocab_size=37, emb_dim=16, n_layers=1, n_heads=2, causal=False)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -173,30 +146,6 @@ def test_a_model_that_sees_later_tokens_is_refused():
             parameter.normal_(0, 0.3)
     with pytest.raises(UserError, match="XLMWithLMHeadModel: its logits depend on later tokens"):
         check_head(model, output_head(model))
-
-
-def test_recurrent_layers_are_refused():
-    config = AutoConfig.for_model(
-        "qwen3_next",
-        vocab_size=37,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        layer_types=["linear_attention", "full_attention"],
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=8,
-        shared_expert_intermediate_size=8,
-        linear_num_value_heads=2,
-        linear_num_key_heads=1,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-    )
-    with pytest.raises(UserError, match="layers of type linear_attention"):
-        make_policy(AutoModelForCausalLM.from_config(config), word_tokenizer(), "x")
 
 
 def write_gguf(path: Path) -> dict[str, torch.Tensor]:

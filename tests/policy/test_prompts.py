@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from sharpscope.errors import UserError
-from sharpscope.objective import named_method
 from sharpscope.policy import (
     Policy,
     SamplingSpec,
@@ -17,10 +16,7 @@ from sharpscope.policy import (
     render_prompts,
     with_openings,
 )
-from sharpscope.recording.probe_sets import Drawer
 from sharpscope.tasks import Example, Reward
-from sharpscope.training.evaluate import evaluate
-from sharpscope.training.rollouts import DataOrder, draw_rollouts
 from tests.models import tiny_model
 from tests.policy.helpers import tiny_policy, word_tokenizer
 
@@ -126,9 +122,10 @@ def test_what_the_template_opens_is_prefill_and_fed_once(thinker, given, seen, p
 class Hearer:
     """A task that keeps the texts it was given to score and to answer."""
 
-    name, stop = "hearer", tuple("aeiou")
+    name = "hearer"
 
     def __init__(self) -> None:
+        self.stop = tuple("aeiou")
         self.scored: list[str] = []
         self.heard: list[str] = []
 
@@ -144,20 +141,11 @@ class Hearer:
         return None
 
 
-@pytest.mark.parametrize("place", ["training", "evaluation", "probes", "conversation"])
-def test_every_scorer_is_told_what_the_template_opened(thinker, toy_config, place):
-    task, config = Hearer(), toy_config()
-    examples, spec = task.splits()["train"], SamplingSpec(max_new_tokens=12)
-    if place == "training":
-        drawn = draw_rollouts(
-            thinker, task, DataOrder(examples, 0), named_method("grpo"), config.rollout, seed=0, step=1
-        )
-        assert {example.prompt for example in drawn.examples} == {example.prompt for example in examples}
-    elif place == "evaluation":
-        evaluate(thinker, task, step=0, splits=["heldout"], prompts=4, temperatures=[1.0], samples=4, spec=spec, seed=0)
-    elif place == "probes":
-        Drawer(config, thinker, task)(examples, 4, 0)
-    else:
-        draw_scored(thinker, task, examples, 4, spec, 0)
-    told = task.heard if place == "conversation" else task.scored
+@pytest.mark.parametrize("interactive", [True, False])
+def test_scorers_and_replies_are_given_what_the_template_opened(thinker, interactive):
+    task = Hearer()
+    if not interactive:
+        del task.stop
+    draw_scored(thinker, task, task.splits()["train"], 4, SamplingSpec(max_new_tokens=12), 0)
+    told = task.heard if interactive else task.scored
     assert told and all(text.startswith("<think>\n") for text in told)

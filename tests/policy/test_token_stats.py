@@ -174,15 +174,6 @@ def test_memory_does_not_grow_with_the_length(monkeypatch):
     assert largest == [rows * V, rows * V]
 
 
-def test_no_tokens_and_no_temperature():
-    head = Head(torch.randn(5, 4))
-    empty = token_stats(torch.randn(2, 3, 4), head, torch.zeros(2, 3, dtype=torch.long), 1.0, mask=torch.zeros(2, 3))
-    assert empty.entropy.shape == (2, 3)
-    assert float(empty.entropy.abs().sum()) == 0
-    with pytest.raises(ValueError, match="temperature 0"):
-        token_stats(torch.randn(2, 3, 4), head, torch.zeros(2, 3, dtype=torch.long), 0.0)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_filtered_policy_by_its_definition(temperature, monkeypatch):
     """Tokens below min_p·max p have probability 0, the others are renormalized; whatever the size of a chunk."""

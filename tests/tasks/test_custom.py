@@ -133,14 +133,6 @@ def test_an_error_inside_a_factory_is_not_blamed_on_its_options():
     assert isinstance(caught.value.__cause__, TypeError)  # what --debug shows
 
 
-def test_an_error_of_a_scorer_names_the_task():
-    def score(example, completion):
-        return example.meta["absent"]
-
-    with pytest.raises(UserError, match="score: raised KeyError: 'absent'"):
-        custom((EXAMPLES, score)).score(EXAMPLES["train"][0], "")
-
-
 def documented_task() -> str:
     """The first task in the documentation, as it stands there."""
     text = (Path(__file__).parents[2] / "docs/guides/model-and-task.md").read_text(encoding="utf-8")

@@ -12,7 +12,6 @@ from sharpscope.errors import UserError
 from sharpscope.tasks import Example, ToolQaSpec, make_task
 from sharpscope.tasks.tool_qa import (
     FEEDBACK,
-    INSTRUCTION,
     Passage,
     ToolQa,
     follows_protocol,
@@ -62,14 +61,6 @@ def test_questions_follow_their_chain_and_never_name_their_answer(task):
         for relation in reversed(asked.group(1).split(" of the ")):
             thing = task.world.facts[thing][relation]
         assert thing == example.answer
-
-
-def test_splits_share_no_question(task):
-    splits = task.splits()
-    asked = [{example.prompt for example in examples} for examples in splits.values()]
-    assert sum(map(len, asked)) == len(set.union(*asked)) == 110
-    alone = make_task(ToolQaSpec(**SMALL | {"hops": [2]})).splits()["train"]
-    assert alone == [example for example in splits["train"] if example.meta["level"] == 2]
 
 
 def test_a_perfect_player_answers_every_question(task):
@@ -133,11 +124,6 @@ def test_turns_end(task):
     assert task.score(EXAMPLE, text).total == 0.0
 
 
-def test_an_end_tag_inside_a_longer_token_is_still_heard(task):
-    assert "<information>" in task.respond(EXAMPLE, "<search>city</search>\n")
-    assert task.respond(EXAMPLE, "<answer>x</answer>.\n") is None
-
-
 CONVERSATIONS = [
     ("<think>a</think><answer>the hague.</answer>", True, True),
     (f"<think>a</think><search>b</search>{FOUND}<think>c</think><answer>Den Haag</answer>\n", True, True),
@@ -198,12 +184,6 @@ def test_the_protocol_is_judged_as_the_slow_version_does():
 def test_a_hundred_kilobytes_break_nothing(task, text):
     assert task.score(EXAMPLE, text).total == 0.0
     assert task.respond(EXAMPLE, text) in (FEEDBACK, None)
-
-
-def test_the_published_prompt():
-    example = make_task(ToolQaSpec(**SMALL | {"style": "search_r1"})).splits()["train"][0]
-    assert example.prompt == INSTRUCTION.replace("{prompt}", example.meta["question"])
-    assert example.prompt.endswith(f"Question: {example.meta['question']}\n")
 
 
 def test_impossible_settings_are_refused():
