@@ -17,7 +17,7 @@ from sharpscope.config.probes import ProbesSpec
 from sharpscope.errors import UserError
 from sharpscope.forks.outcomes import FixedRollouts
 from sharpscope.forks.start import Snapshot
-from sharpscope.forks.without import Outcomes, Tell, drawn_by
+from sharpscope.forks.without import Outcomes, StepAgain, Tell, drawn_by
 from sharpscope.policy import load_policy
 from sharpscope.recording.from_checkpoint import WRONG
 from sharpscope.recording.norms import clip_factor, gradient_norms, layer_groups, update_norms
@@ -55,8 +55,7 @@ class TrainerStep:
                 f"--model {checkpoint}: its log-probabilities differ from those recorded before step {step} by {gap:.2g} nats a token "
                 f"(limit {WRONG:g}); give the checkpoint that was saved after step {step - 1}"
             )
-        self.step, self.scorer, self.rollouts = step, rows.scorer, rows.rollouts
-        self.model, self.parameters = policy.model, [p for p in policy.model.parameters() if p.requires_grad]
+        self.step, self.tell, self.parameters = step, tell, [p for p in policy.model.parameters() if p.requires_grad]
         self.groups, self.optimizer = layer_groups(policy.model), load_adamw(Path(checkpoint), policy.model)
         self.updates = run.updates[run.updates["step"] == step].sort_values("update").to_dict("records")
         self.coef = self._coefficients(run)
@@ -67,8 +66,9 @@ class TrainerStep:
             examples = DataOrder(task.splits()["heldout"], derive(config.seed, "fork held-out")).take(spec.prompts)
             draw = drawn_by(config, policy, task, examples, spec.samples, derive(config.seed, "fork heldout", step))
         fixed = FixedRollouts(rows.rollouts, torch.zeros(len(rows.rollouts)), rows.stats)
-        self.outcomes = Outcomes(self.scorer, fixed, ProbesSpec(), rows.temperature, draw)
-        self.tell: Tell | None = tell
+        outcomes = Outcomes(rows.scorer, fixed, ProbesSpec(), rows.temperature, draw)
+        given = (step, rows.scorer, rows.rollouts, outcomes, rows.temperature, int(run.seed or 0))
+        self.again = StepAgain(*given, self.update, self.snapshot.restore)
 
     def _coefficients(self, run: Run) -> list[tuple[Tensor, Tensor]]:
         """(coefficients (N, T), first use (N, T)) of each update of the step."""
@@ -87,25 +87,19 @@ class TrainerStep:
             made.append((values, own))
         return made
 
-    def restore(self) -> None:
-        """Put the state back."""
-        self.snapshot.restore()
-
     def update(self, without: Tensor | None, observe: Callable[[PendingUpdate], None] | None) -> Sequence[UpdateResult]:
         """Restore the state and make the step; the model keeps its weights."""
-        self.restore()
+        self.snapshot.restore()
         made = []
         for recorded, (values, first) in zip(self.updates, self.coef, strict=True):
             coef = values if without is None else values.masked_fill(without, 0.0)
             for parameter, part in zip(self.parameters, self.rows.gradient(coef), strict=True):
                 parameter.grad = part
             norm = gradient_norms(self.parameters, self.groups)
-            if self.tell is not None and abs(norm.total / recorded["grad_norm"] - 1) > NORM_GAP:
-                self.tell(
-                    f"the gradient's norm at the checkpoint is {norm.total:.3g}, the recorded one {recorded['grad_norm']:.3g}"
-                )
-            self.tell = None
             if observe is not None:
+                if not made and abs(norm.total / recorded["grad_norm"] - 1) > NORM_GAP:
+                    was = f"{norm.total:.3g}, the recorded one {recorded['grad_norm']:.3g}"
+                    self.tell(f"the gradient's norm at the checkpoint is {was}")
                 every = torch.arange(len(values))
                 observe(PendingUpdate(int(recorded["update"]), every, first, coef, norm.total))
             recorded_factor = float(recorded["clip_factor"])

@@ -29,7 +29,7 @@ from sharpscope.recording.environment import set_threads
 from sharpscope.recording.rows import weight_columns
 from sharpscope.recording.step import RolloutBatch, StepTokens, UpdateRotation, loss_mask, step_tensors
 from sharpscope.tasks import make_task
-from sharpscope.training.rollouts import draw_rollouts, step_advantages
+from sharpscope.training.rollouts import step_advantages
 from sharpscope.training.updates import Gradient
 
 if TYPE_CHECKING:
@@ -186,7 +186,11 @@ def rotate(
         start.warm_up(warm_up)
     tell("drawing completions")
     batch = start.draw()
-    _check_signal(batch)
+    if batch.zero_variance_share == 1:
+        raise UserError(
+            "rotate: the rewards of each prompt's completions are all equal, so plain GRPO has no gradient; choose another seed, "
+            "more prompts (--set rollout.prompts_per_step=64) or a task of another difficulty"
+        )
     stats = start.scorer.statistics(batch.rollouts)
     rows: dict[str, dict[str, Any]] = {}
     references: dict[str, list[Gradient]] = {}
@@ -206,14 +210,6 @@ def rotate(
         noise = angle if math.isnan(noise) else noise
     described = start.described(batch, None if run is None else Path(run))
     return Rotations(_table([rows[name] for name in chosen]), noise, described, _weights(start.weights), start.methods)
-
-
-def _check_signal(batch: RolloutBatch) -> None:
-    if batch.zero_variance_share == 1:
-        raise UserError(
-            "rotate: the rewards of each prompt's completions are all equal, so plain GRPO has no gradient; choose another seed, "
-            "more prompts (--set rollout.prompts_per_step=64) or a task of another difficulty"
-        )
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------------
@@ -237,12 +233,8 @@ class _Start(State):
 
     def draw(self) -> RolloutBatch:
         """The batch that the run's next step draws; a divergence in the reward is left out."""
-        config, statistics = self.config, self.scorer.statistics
-        method = config.method.model_copy(update={"kl": Kl()})
-        order = replace(self._order, cursor=self._cursor)
-        return draw_rollouts(
-            self.policy, self.task, order, method, config.rollout, config.seed, self.seed_step, statistics
-        )
+        method = self.config.method.model_copy(update={"kl": Kl()})
+        return self.drawn(method, replace(self._order, cursor=self._cursor), self.config.seed, self.seed_step)
 
     def measured(
         self, name: str, batch: RolloutBatch, stats: TokenStats, references: dict[str, list[Gradient]]
@@ -422,11 +414,8 @@ def weight_curves(methods: Mapping[str, Method]) -> pd.DataFrame:
     for name, method in methods.items():
         for axis, x in (("logit", np.linspace(-5.0, 35.0, 401)), ("probability", np.linspace(0.001, 0.999, 500))):
             values = torch.from_numpy(x)
-            step = (
-                StepTensors.from_columns(logit=values)
-                if axis == "logit"
-                else StepTensors.from_columns(logp=values.log())
-            )
+            given = {"logit": values} if axis == "logit" else {"logp": values.log()}
+            step = StepTensors.from_columns(**given)
             try:
                 weight = token_weights(method.weight, step, torch.Generator().manual_seed(0))[:, 0].numpy()
             except (UserError, ValueError):

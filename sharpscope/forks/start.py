@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,22 +84,14 @@ def resolve(
             raise UserError(f"{extra}: goes without the folder of a run, which has its own; remove one of the two")
         folder = Path(run)
         if not (folder / "config.yaml").is_file():
-            raise UserError(f"run {folder}: {_why_not(folder, command)}")
+            if not (folder / RUN_FILE).exists():
+                raise UserError(f"run {folder}: is not the folder of a run")
+            raise UserError(
+                f"run {folder}: was recorded in another trainer, so that its next step cannot be made again; "
+                f"sharpscope {command} --model CHECKPOINT --task TASK takes a checkpoint of it"
+            )
         config = read_recorded(folder, overrides=overrides)
     return config
-
-
-def _why_not(folder: Path, command: str) -> str:
-    """Why a folder is not a run of `sharpscope run`, and what to do."""
-    if not folder.is_dir():
-        return "does not exist; give the folder of a run"
-    if not (folder / RUN_FILE).exists():
-        return "has no config.yaml; give the folder of a run"
-    trainer = (read_run_info(folder).get("trainer") or {}).get("name", "another trainer")
-    return (
-        f"was recorded from {trainer}, whose weights and order of prompts it does not have, so that its next step cannot be made "
-        f"again; sharpscope {command} --model CHECKPOINT --task TASK takes a checkpoint of it"
-    )
 
 
 def saved_states(run: Path | str | None, wanted: Sequence[str | int]) -> list[Path | None]:
@@ -129,11 +122,6 @@ def saved_states(run: Path | str | None, wanted: Sequence[str | int]) -> list[Pa
         if step not in steps:
             steps.append(step)
     return [saved.get(step) for step in steps]
-
-
-def usable_checkpoints(run: Path | str) -> dict[int, Path]:
-    """Step -> folder of the checkpoints that are whole."""
-    return {step_of(folder): folder for folder in checkpoints(Path(run)) if damage(folder) is None}
 
 
 def arms_of(texts: Sequence[str], token_weights: str | None, config: RunConfig) -> dict[str, Method]:
@@ -219,6 +207,17 @@ class State:
             state=MethodState(**copy.deepcopy(self._state)),
         )
 
+    def drawn(
+        self, method: Method, order: DataOrder, seed: int, step: int, shared: SharedDraws | None = None
+    ) -> RolloutBatch:
+        """Rollouts of the next prompts of `order` with the seeds of `step`."""
+        shared = SharedDraws() if shared is None else shared
+        reference = self.learner(method).reference_logp if method.kl_in_reward else None
+        statistics, spec = partial(shared.statistics, self.scorer), self.config.rollout
+        return draw_rollouts(
+            self.policy, self.task, order, method, spec, seed, step, statistics, shared.draw, reference
+        )
+
     def warm_up(self, steps: int) -> None:
         """If no optimizer state is stored, fill AdamW's moments with gradients of the first method at the starting weights."""
         self.warmed = 0 if self.warm else steps
@@ -227,20 +226,9 @@ class State:
         method = next(iter(self.methods.values()))
         learner, seed = self.learner(method), derive(self.config.seed, "fork warm-up")
         order = replace(self._order, cursor=0, seed=seed)
-        reference_logp = learner.reference_logp if method.kl_in_reward else None
         set_learning_rate(self.optimizer, 0.0)
         for number in range(1, self.warmed + 1):
-            drawn = draw_rollouts(
-                self.policy,
-                self.task,
-                order,
-                method,
-                self.config.rollout,
-                seed,
-                number,
-                self.scorer.statistics,
-                reference_logp=reference_logp,
-            )
+            drawn = self.drawn(method, order, seed, number)
             learner.learn(drawn.rollouts, drawn.advantage, number, self.progress(), method=method, stats=drawn.stats)
         set_learning_rate(self.optimizer, self.lr)
 
@@ -284,13 +272,6 @@ class Snapshot:
         """Set the weights to θ₀ + scale·displacement; the optimizer's state is not touched."""
         for parameter, start, part in zip(self.parameters, self._start, displacement, strict=True):
             parameter.copy_(start + part * scale)
-
-    def collect(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """Copies of tensors like the trainable parameters; None becomes zeros."""
-        return [
-            torch.zeros_like(start) if tensor is None else tensor.detach().clone()
-            for tensor, start in zip(tensors, self._start, strict=True)
-        ]
 
 
 def _radius_of(config: RunConfig, checkpoint: Path | None) -> float | None:
@@ -379,19 +360,17 @@ class Start(State):
         """
         shared = SharedDraws()
         for name, method in self.methods.items():
-            if method.weight.needs_calibration:
-                weights = (self._calibrated(method, batch, shared) for batch in range(self.spec.batches))
-                weight = next((weight for weight in weights if weight is not None), UniformWeight())
-                self.methods[name] = method.model_copy(update={"weight": weight})
-
-    def _calibrated(self, method: Method, batch: int, shared: SharedDraws) -> TokenWeight | None:
-        """The method's weight, calibrated on a batch; None if it needs a gradient, and the batch has none."""
-        drawn = self.rollouts(method, batch, shared=shared)
-        stats = shared.statistics(self.scorer, drawn.rollouts)
-        tensors = step_tensors(drawn.rollouts, drawn.advantage, stats, stats.logp, self.progress(), method)
-        if method.weight.needs_gradient and not bool(tensors.mass.any()):
-            return None
-        return calibrate(method.weight, tensors)
+            if not method.weight.needs_calibration:
+                continue
+            weight: TokenWeight = UniformWeight()
+            for batch in range(self.spec.batches):
+                drawn = self.rollouts(method, batch, shared=shared)
+                stats = shared.statistics(self.scorer, drawn.rollouts)
+                tensors = step_tensors(drawn.rollouts, drawn.advantage, stats, stats.logp, self.progress(), method)
+                if not method.weight.needs_gradient or bool(tensors.mass.any()):
+                    weight = calibrate(method.weight, tensors)
+                    break
+            self.methods[name] = method.model_copy(update={"weight": weight})
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
@@ -402,20 +381,6 @@ class Start(State):
     def order(self, batch: int) -> DataOrder:
         """The data order at the first prompt of a batch; that of batch 0 is the run's own."""
         return replace(self._order, cursor=self._cursor + batch * self.config.rollout.prompts_per_step)
-
-    def _drawn(self, method: Method, order: DataOrder, seed: int, step: int, shared: SharedDraws) -> RolloutBatch:
-        return draw_rollouts(
-            self.policy,
-            self.task,
-            order,
-            method,
-            self.config.rollout,
-            seed,
-            step,
-            lambda rollouts: shared.statistics(self.scorer, rollouts),
-            shared.draw,
-            self.learner(method).reference_logp if method.kl_in_reward else None,
-        )
 
     def rollouts(
         self,
@@ -428,8 +393,7 @@ class Start(State):
     ) -> RolloutBatch:
         """The rollouts of step `number` of an arm."""
         order = self.order(batch) if order is None else order
-        step = self._seed_step(batch, number)
-        return self._drawn(method, order, self.config.seed, step, SharedDraws() if shared is None else shared)
+        return self.drawn(method, order, self.config.seed, self._seed_step(batch, number), shared)
 
     def make_step(
         self,
@@ -484,27 +448,11 @@ class Start(State):
         without: Tensor | None = None,
         before_step: Callable[[PendingUpdate], None] | None = None,
     ) -> ArmUpdate:
-        """Restore the state, and make the step of an arm. The model keeps the arm's weights.
-
-        Args:
-            name: of the arm.
-            batch: index of the batch, from 0.
-            shared: draws of the starting policy.
-            without: (N, T) bool, tokens whose coefficients are set to 0.
-            before_step: observes each update between its gradient and the optimizer's step.
-        """
+        """Restore the state, and make the step of an arm on a batch; the model keeps the arm's weights. See `Learner.learn`."""
         self.snapshot.restore()
-        method = self.methods[name]
-        result = self.make_step(
-            self.learner(method),
-            method,
-            self.order(batch),
-            0,
-            batch=batch,
-            shared=shared,
-            without=without,
-            before_step=before_step,
-        )
+        method, order = self.methods[name], self.order(batch)
+        options: dict[str, Any] = {"without": without, "before_step": before_step}
+        result = self.make_step(self.learner(method), method, order, 0, batch=batch, shared=shared, **options)
         return ArmUpdate(self.snapshot.displacement(), result)
 
     # -- fixed completions -------------------------------------------------------------------------------------------

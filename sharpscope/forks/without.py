@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from sharpscope.config import ForkSpec, RunConfig, validate
 from sharpscope.config.probes import ProbesSpec
 from sharpscope.errors import UserError
 from sharpscope.forks.outcomes import FixedRollouts, Reading, failure_objective
-from sharpscope.forks.start import Start, resolve, usable_checkpoints
+from sharpscope.forks.start import Start, resolve
 from sharpscope.policy import Policy, Rollouts
 from sharpscope.policy.generation import draw_scored
 from sharpscope.policy.scoring import Scorer
@@ -34,6 +34,7 @@ from sharpscope.recording.step import PendingUpdate, UpdateResult
 from sharpscope.seeds import generator
 from sharpscope.tasks import Example, Task, make_task
 from sharpscope.traces import MAX_SATURATION, Run, RunLock, TraceWriter, load_run, update_run_info
+from sharpscope.training.checkpoint import checkpoints, damage, step_of
 
 Tell = Callable[[str], None]
 ALL = "all tokens"
@@ -50,7 +51,8 @@ class Leading:
     others: list[tuple[int, int]]
 
 
-class StepAgain(Protocol):
+@dataclass(frozen=True)
+class StepAgain:
     """A step of a run that can be made again from its state.
 
     Attributes:
@@ -58,18 +60,20 @@ class StepAgain(Protocol):
         scorer: of the policy.
         rollouts: of the step.
         outcomes: measures the present weights.
+        temperature, seed: of the run.
+        update: restores the state and makes the step without the tokens (N, T) marked; the model keeps its weights. The function
+            given observes each update between its gradient and the optimizer's step.
+        restore: puts the state back.
     """
 
     step: int
     scorer: Scorer
     rollouts: Rollouts
     outcomes: Outcomes
-
-    def update(self, without: Tensor | None, observe: Callable[[PendingUpdate], None] | None) -> Sequence[UpdateResult]:
-        """Restore the state and make the step; the model keeps its weights."""
-
-    def restore(self) -> None:
-        """Put the state back."""
+    temperature: float
+    seed: int
+    update: Callable[[Tensor | None, Callable[[PendingUpdate], None] | None], Sequence[UpdateResult]]
+    restore: Callable[[], None]
 
 
 @dataclass
@@ -151,39 +155,35 @@ def drawn_by(
     return draw
 
 
-class OwnStep:
+def recorded_step(config: RunConfig, run: Path, step: int, spec: ForkSpec, tell: Tell) -> StepAgain:
     """Step `step` of one of our runs, from the nearest checkpoint before it; the steps between are made again."""
+    found = {step_of(folder): folder for folder in checkpoints(run) if damage(folder) is None}
+    nearest = max((at for at in found if at < step), default=0)
+    start = Start(config, spec, {"own": config.method}, found.get(nearest), make_task(config.task))
+    if nearest + 1 < step:
+        tell(f"the nearest checkpoint is of step {nearest}: steps {nearest + 1} to {step - 1} are made again")
+    start.advance(step - 1 - nearest, tell)
+    rollouts = start.rollouts(start.methods["own"], 0).rollouts
+    seed, examples = start.draw_seed("heldout", 0), start.heldout_examples(0)
+    draw = drawn_by(config, start.policy, start.task, examples, spec.samples, seed)
+    fixed, temperature = start.fixed("heldout", 0), config.rollout.temperature
+    outcomes = Outcomes(start.scorer, fixed, config.probes, temperature, draw, start.run_radius)
+    rows = load_run(run).rollouts
+    texts = list(rows[rows["step"] == step].sort_values("rollout")["completion"])
+    if texts and texts != list(rollouts.texts):
+        tell(
+            f"the completions of step {step} are not those that the run recorded: it ran on another machine or version"
+        )
 
-    def __init__(self, config: RunConfig, run: Path, step: int, spec: ForkSpec, tell: Tell) -> None:
-        saved = {at: folder for at, folder in usable_checkpoints(run).items() if at < step}
-        nearest = max(saved, default=0)
-        start = self.start = Start(config, spec, {"own": config.method}, saved.get(nearest), make_task(config.task))
-        if nearest + 1 < step:
-            tell(f"the nearest checkpoint is of step {nearest}: steps {nearest + 1} to {step - 1} are made again")
-        start.advance(step - 1 - nearest, tell)
-        self.step, self.scorer = step, start.scorer
-        self.rollouts = start.rollouts(start.methods["own"], 0).rollouts
-        seed, examples = start.draw_seed("heldout", 0), start.heldout_examples(0)
-        draw = drawn_by(config, start.policy, start.task, examples, spec.samples, seed)
-        fixed, temperature = start.fixed("heldout", 0), config.rollout.temperature
-        self.outcomes = Outcomes(self.scorer, fixed, config.probes, temperature, draw, start.run_radius)
-        rows = load_run(run).rollouts
-        texts = list(rows[rows["step"] == step].sort_values("rollout")["completion"])
-        if texts and texts != list(self.rollouts.texts):
-            tell(
-                f"the completions of step {step} are not those that the run recorded: it ran on another machine or version"
-            )
+    def update(without: Tensor | None, observe: Callable[[PendingUpdate], None] | None) -> Sequence[UpdateResult]:
+        """Make the step."""
+        return start.update("own", 0, without=without, before_step=observe).result.updates
 
-    def restore(self) -> None:
-        """Put the state back."""
-        self.start.snapshot.restore()
-
-    def update(self, without: Tensor | None, observe: Callable[[PendingUpdate], None] | None) -> Sequence[UpdateResult]:
-        """Restore the state and make the step; the model keeps its weights."""
-        return self.start.update("own", 0, without=without, before_step=observe).result.updates
+    restore = start.snapshot.restore
+    return StepAgain(step, start.scorer, rollouts, outcomes, temperature, config.seed, update, restore)
 
 
-def leading_tokens(step: StepAgain, top: int, temperature: float, seed: int) -> tuple[Leading, Sequence[UpdateResult]]:
+def leading_tokens(step: StepAgain, top: int) -> tuple[Leading, Sequence[UpdateResult]]:
     """The `top` tokens with the largest |share| of the step, and the updates that they are part of, which are made."""
     rollouts, scorer = step.rollouts, step.scorer
     shares = torch.full(rollouts.completion_mask.shape, math.nan, dtype=torch.float64)
@@ -199,15 +199,9 @@ def leading_tokens(step: StepAgain, top: int, temperature: float, seed: int) -> 
         part, width = rollouts.rows(update.rows), rollouts.prompt_width
         coef = torch.nn.functional.pad(update.loss_coef.to(part.input_ids.device), (width, 0))
         gradient = [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in parameters]
-        along = attribute(
-            scorer.model,
-            part.input_ids,
-            (coef != 0).long(),
-            coef.to(gradient[0].dtype),
-            gradient,
-            part.attention_mask,
-            temperature,
-        )
+        mask, coef = (coef != 0).long(), coef.to(gradient[0].dtype)
+        given = (part.input_ids, mask, coef, gradient, part.attention_mask, step.temperature)
+        along = attribute(scorer.model, *given)
         own = along[:, width:].double().cpu() / update.grad_norm**2
         shares[update.rows] = torch.where(update.first_use & shares[update.rows].isnan(), own, shares[update.rows])
 
@@ -220,7 +214,7 @@ def leading_tokens(step: StepAgain, top: int, temperature: float, seed: int) -> 
             f"--without-tokens top:{top}: only {len(order)} tokens of step {step.step} have a part in its gradient; give at most "
             f"{len(order) // 2}"
         )
-    rest = order[top:][torch.randperm(len(order) - top, generator=generator(seed, "without", step.step))[:top]]
+    rest = order[top:][torch.randperm(len(order) - top, generator=generator(step.seed, "without", step.step))[:top]]
     wide = size.shape[1]
     places = [[divmod(int(place), wide) for place in chosen] for chosen in (order[:top], rest)]
     return Leading(places[0], [float(shares[place]) / max(updates, 1) for place in places[0]], places[1]), made
@@ -270,13 +264,8 @@ def without_tokens(
         last = int(loaded.steps["step"].max()) if len(loaded.steps) else 0
         raise UserError(f"--step {step}: the run has steps 1 to {last}")
     spec: ForkSpec = validate(ForkSpec, {**settings, "warm_up": 0, "batches": 1})
-    kept = {
-        "step": step,
-        "top": top,
-        "model": model,
-        "task": task,
-        **spec.model_dump(mode="json", include={"prompts", "samples"}),
-    }
+    kept = {"step": step, "top": top, "model": model, "task": task}
+    kept |= spec.model_dump(mode="json", include={"prompts", "samples"})
     name = hashlib.sha256(json.dumps(["without", kept, list(overrides)]).encode()).hexdigest()[:8]
     if name in (loaded.info.get("forks") or {}):
         tell(f"step {step}: measured before")
@@ -288,25 +277,22 @@ def without_tokens(
     if model is not None:
         config = None if task is None else resolve("fork", None, model, task, None, overrides)
         set_threads(threads, model)
-        other = TrainerStep(loaded, step, model, config, spec, tell)
-        _write(loaded, other, name, kept, other.rows.temperature, int(loaded.seed or 0), tell)
-        return load_run(run), name
-    config = resolve("fork", run, None, task, None, overrides)
-    set_threads(config.threads if threads is None else threads, config.policy.model)
-    own = OwnStep(config, Path(run), step, spec, tell)
-    _write(loaded, own, name, kept, config.rollout.temperature, config.seed, tell)
+        again = TrainerStep(loaded, step, model, config, spec, tell).again
+    else:
+        config = resolve("fork", run, None, task, None, overrides)
+        set_threads(config.threads if threads is None else threads, config.policy.model)
+        again = recorded_step(config, Path(run), step, spec, tell)
+    _write(loaded, again, name, kept, tell)
     return load_run(run), name
 
 
-def _write(
-    run: Run, own: StepAgain, name: str, settings: Mapping[str, Any], temperature: float, seed: int, tell: Tell
-) -> None:
+def _write(run: Run, again: StepAgain, name: str, settings: Mapping[str, Any], tell: Tell) -> None:
     """Make the arms of the fork `name` and write their rows, and the settings and leading tokens into run.json."""
     top = settings["top"]
-    own.restore()
-    start = own.outcomes.measure()
+    again.restore()
+    start = again.outcomes.measure()
     tell("leading tokens")
-    leading, made = leading_tokens(own, top, temperature, seed)
+    leading, made = leading_tokens(again, top)
     arms: dict[str, list[tuple[int, int]]] = {
         ALL: [],
         f"without top {top}": leading.tokens,
@@ -315,12 +301,12 @@ def _write(
     rows: list[dict[str, Any]] = []
     for arm, places in arms.items():
         if places:
-            left_out = torch.zeros(own.rollouts.completion_mask.shape, dtype=torch.bool)
+            left_out = torch.zeros(again.rollouts.completion_mask.shape, dtype=torch.bool)
             left_out[tuple(torch.tensor(places).T)] = True
-            made = own.update(left_out, None)
-        readings = own.outcomes.measure() | update_readings(made)
+            made = again.update(left_out, None)
+        readings = again.outcomes.measure() | update_readings(made)
         sound = not any(update.problem for update in made)
-        common = {"step": own.step - 1, "fork": name, "batch": 0, "arm": arm, "reference": ALL}
+        common = {"step": again.step - 1, "fork": name, "batch": 0, "arm": arm, "reference": ALL}
         saturated = readings.get("saturation", Reading(0.0)).value > MAX_SATURATION
         for outcome, reading in readings.items():
             finite = math.isfinite(reading.value)
@@ -337,7 +323,7 @@ def _write(
                 }
             )
         tell(f"{arm}: measured")
-    own.restore()
+    again.restore()
     tokens = [
         {"rollout": row, "position": position, "share": share}
         for (row, position), share in zip(leading.tokens, leading.shares, strict=True)

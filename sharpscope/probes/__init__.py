@@ -10,11 +10,8 @@ from sharpscope.config.probes import ProbesSpec
 from sharpscope.probes.attribution import (
     attribute,
     coming_step,
-    directional_derivative,
     failure_coefficients,
-    heldout_influence,
     logp_gradient,
-    nll_coefficients,
 )
 from sharpscope.probes.critical import CriticalSharpness, critical_sharpness, update_direction, update_slope
 from sharpscope.probes.directions import NOISE_BOUND, Rotation, noise_rotation, rotation

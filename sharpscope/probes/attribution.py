@@ -91,22 +91,6 @@ def attribute(
         return shares
 
 
-def directional_derivative(
-    model: nn.Module,
-    input_ids: Tensor,
-    mask: Tensor,
-    direction: Sequence[Tensor],
-    attention_mask: Tensor | None = None,
-    temperature: float = 1.0,
-    *,
-    check: Check = "first",
-) -> Tensor:
-    """The directional derivative ⟨∇log π_t, u⟩ (N, S) of each token where the mask is 1, 0 elsewhere; see `attribute`."""
-    with guarded(model, weights=False):
-        rows = make_rows(model, input_ids, mask, attention_mask, temperature)
-        return _checked_derivative(model, structure_of(model), rows, direction, temperature, check)
-
-
 def _checked_derivative(
     model: nn.Module,
     structure: Structure,
@@ -193,41 +177,6 @@ def failure_coefficients(mask: Tensor, success: Tensor) -> Tensor:
         success: (N,) R in [0, 1].
     """
     return -mask.to(success) * success[:, None] / len(mask)
-
-
-def nll_coefficients(mask: Tensor) -> Tensor:
-    """Coefficients c (N, S) with Σ c·∇log π = ∇ of the mean negative log-likelihood over the tokens of the mask."""
-    return -mask.float() / mask.sum().clamp_min(1)
-
-
-def heldout_influence(
-    model: nn.Module,
-    input_ids: Tensor,
-    mask: Tensor,
-    coef: Tensor,
-    heldout_gradient: Sequence[Tensor],
-    attention_mask: Tensor | None = None,
-    temperature: float = 1.0,
-    *,
-    check: Check = "first",
-) -> Tensor:
-    """c_t⟨∇log π_t, ∇L_heldout⟩ (N, S): the first-order decrease of a held-out loss per unit learning rate.
-
-    A descent step on token t changes the weights by −η·c_t·∇log π_t and the held-out loss by −η·c_t⟨∇log π_t, ∇L_heldout⟩, so
-    tokens with positive values lower the held-out loss.
-
-    Args:
-        model: see `score_norms`.
-        input_ids: (N, S) tokens.
-        mask: (N, S), 1 on the tokens of interest.
-        coef: (N, S) c_t = ∂L/∂log π_t.
-        heldout_gradient: ∇L_heldout, tensors like the trainable parameters; `logp_gradient` computes it from
-            `failure_coefficients` or `nll_coefficients`.
-        attention_mask: (N, S), 0 on padding; None for no padding.
-        temperature: softmax temperature.
-        check: see `score_norms`.
-    """
-    return attribute(model, input_ids, mask, coef, heldout_gradient, attention_mask, temperature, check=check)
 
 
 @torch.no_grad()

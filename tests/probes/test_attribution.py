@@ -12,9 +12,7 @@ from sharpscope.probes import (
     attribute,
     attribution,
     failure_coefficients,
-    heldout_influence,
     logp_gradient,
-    nll_coefficients,
 )
 from sharpscope.probes.token_gradients import rows
 from tests.models import ARCHITECTURES, random_batch, tiny_model
@@ -160,7 +158,7 @@ def test_failure_and_nll_coefficients_give_their_gradients():
     nll = -torch.cat(rows).mean()
     for scalar, coef in (
         (failure, failure_coefficients(batch["mask"], success)),
-        (nll, nll_coefficients(batch["mask"]).double()),
+        (nll, -batch["mask"].double() / batch["mask"].sum()),
     ):
         expected = torch.autograd.grad(scalar, parameters, retain_graph=True)
         found = logp_gradient(model, batch["input_ids"], batch["mask"], coef, batch["attention_mask"], T)
@@ -173,8 +171,9 @@ def test_influence_is_positive_where_a_token_lowers_the_heldout_loss():
     model, batch, heldout = tiny_model("qwen2"), random_batch(), random_batch(seed=9)
     coef = coefficients(batch)
     arguments = (heldout["input_ids"], heldout["mask"])
-    gradient = logp_gradient(model, *arguments, nll_coefficients(heldout["mask"]).double(), heldout["attention_mask"])
-    found = heldout_influence(model, batch["input_ids"], batch["mask"], coef, gradient, batch["attention_mask"], T)
+    coef_nll = -heldout["mask"].double() / heldout["mask"].sum()
+    gradient = logp_gradient(model, *arguments, coef_nll, heldout["attention_mask"])
+    found = run(model, batch, coef, gradient)
 
     def loss(moved):
         with torch.no_grad():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from sharpscope.probes import attribute, directional_derivative, logp_gradient, score_norms
+from sharpscope.probes import attribute, logp_gradient, score_norms
 from sharpscope.probes.token_gradients import attention
 from sharpscope.probes.token_gradients import rows as rows_module
 from sharpscope.probes.token_gradients.structure import structure_of
@@ -153,7 +153,7 @@ def test_shared_prompts_under_sliding_windows_and_soft_caps(monkeypatch):
     direction = [torch.ones_like(p) for p in model.parameters()]
 
     def everything():
-        derivative = directional_derivative(model, direction=direction, **given)
+        derivative = attribute(model, coef=given["mask"].double(), direction=direction, **given)
         return score_norms(model, **given).squared, attribute(model, coef=coef, **given), derivative
 
     shared = everything()

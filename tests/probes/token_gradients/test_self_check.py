@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sharpscope.errors import CheckError, UserError
-from sharpscope.probes import attribute, directional_derivative, score_norms
+from sharpscope.probes import attribute, score_norms
 from sharpscope.probes.fingerprint import remembered
 from sharpscope.probes.token_gradients import exact, forward_mode, local
 from sharpscope.probes.token_gradients.structure import structure_of
@@ -33,7 +33,7 @@ def test_a_padding_token_within_a_row_has_no_gradient_in_any_mode(tie):
     expected = torch.zeros(batch["mask"].shape, dtype=torch.float64)
     for place, gradient in gradients.items():
         expected[place] = sum((g * u).sum() for g, u in zip(gradient, direction, strict=True))
-    found = directional_derivative(model, **given(batch), direction=direction, check="off")
+    found = attribute(model, **given(batch), coef=batch["mask"].double(), direction=direction, check="off")
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -47,7 +47,7 @@ def call(model, probe, batch=None, **options):
         return score_norms(model, **given(batch), method=probe, directions=2, **options).checked
     generator = torch.Generator().manual_seed(1)
     direction = [torch.randn(p.shape, generator=generator).to(p) for p in model.parameters() if p.requires_grad]
-    directional_derivative(model, **given(batch), direction=direction, **options)
+    attribute(model, **given(batch), coef=batch["mask"].to(direction[0]), direction=direction, **options)
     return structure_of(model).checked["derivative"] if options.get("check") != "off" else None
 
 
