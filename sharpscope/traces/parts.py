@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from functools import lru_cache, reduce
-from operator import and_
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from sharpscope.traces.files import ASIDE, TRACES, publish
@@ -25,9 +23,6 @@ RUN = "run"
 _REPEATING = {"advantage", "ratio", "weight"}
 # Readers skip row groups in which these columns are all null.
 _STATISTICS = {"step", RUN} | {c.name for table in TABLES.values() for c in table.columns if c.probe}
-_FORMAT = ds.ParquetFileFormat(
-    default_fragment_scan_options=ds.ParquetFragmentScanOptions(page_checksum_verification=True)
-)
 
 
 class DamagedPartError(ValueError):
@@ -36,7 +31,6 @@ class DamagedPartError(ValueError):
 
 def read_part(
     path: Path,
-    table: str,
     columns: Sequence[str],
     steps: Collection[int] | None = None,
     required: Sequence[str] = (),
@@ -46,10 +40,9 @@ def read_part(
 
     Args:
         path: of the file.
-        table: name of its table.
-        columns: columns to return, in this order. A column that the file lacks (an older schema) is null.
+        columns: columns to return, in this order; none without a row. A column that the file lacks (an older schema) is null.
         steps: steps to return; None returns all.
-        required: return only steps with rows in which all of these columns were recorded.
+        required: skip row groups in which one of these columns is all null.
         run: name of a run in the file of a packed data set; "" in the file of one run.
 
     Raises:
@@ -57,32 +50,63 @@ def read_part(
         DamagedPartError: the file has no footer or another schema version, or a page fails its checksum.
     """
     stat = path.stat()
+    metadata, groups = _footer(str(path), stat.st_mtime_ns, stat.st_size)
+    chosen = [
+        index
+        for index, of_run, first, last in groups
+        if of_run == run
+        and (steps is None or any(first <= step <= last for step in steps))
+        and not any(_all_null(metadata, index, name) for name in required)
+    ]
+    if not chosen:
+        return pa.table({})
+    stored = metadata.schema.names
     try:
-        data = _opened(path, table, stat.st_mtime_ns, stat.st_size)
-        conditions = [pc.field(RUN) == run] if run else []
-        if steps is not None:
-            conditions.append(pc.field("step").isin(list(steps)))
-        if required:
-            known = reduce(and_, [*conditions, *(pc.field(name).is_valid() for name in required)])
-            found = data.to_table(["step"], filter=known, use_threads=False)["step"].unique().to_pylist()
-            conditions.append(pc.field("step").isin(found))
-        condition = reduce(and_, conditions) if conditions else None
-        return data.to_table(list(columns), filter=condition, use_threads=False)
+        with pq.ParquetFile(path, metadata=metadata, page_checksum_verification=True) as file:
+            loaded = dict.fromkeys([*(name for name in columns if name in stored), "step"])
+            table = file.read_row_groups(chosen, columns=list(loaded), use_threads=False)
     except (pa.ArrowException, OSError, MemoryError) as error:
         raise DamagedPartError(f"its pages cannot be read ({_one_line(error)})") from error
+    if steps is not None:
+        table = table.filter(pc.is_in(table["step"], pa.array(list(steps), pa.int32())))
+    for name in columns:
+        if name not in stored:
+            table = table.append_column(name, pa.nulls(table.num_rows))
+    return table.select(list(columns))
 
 
-@lru_cache(maxsize=4096)
-def _opened(path: Path, table: str, _modified: int, _size: int) -> ds.Dataset:
-    """A Parquet file with a valid footer."""
+def row_groups(path: Path, run: str = "") -> list[tuple[int, int, int]]:
+    """First step, last step and number of rows of a file's row groups, from its footer; raises as `read_part`."""
+    stat = path.stat()
+    metadata, groups = _footer(str(path), stat.st_mtime_ns, stat.st_size)
+    return [(first, last, metadata.row_group(at).num_rows) for at, of_run, first, last in groups if of_run == run]
+
+
+def _all_null(metadata: pq.FileMetaData, group: int, column: str) -> bool:
+    if column not in metadata.schema.names:
+        return True
+    part = metadata.row_group(group)
+    known = part.column(metadata.schema.names.index(column)).statistics
+    return known is not None and known.has_null_count and known.null_count == part.num_rows
+
+
+@lru_cache(maxsize=65536)
+def _footer(path: str, _modified: int, _size: int) -> tuple[pq.FileMetaData, list[tuple[int, str, int, int]]]:
+    """A file's metadata, and index, run, first and last step of its row groups."""
     try:
-        stored = pq.read_schema(path)
+        metadata = pq.read_metadata(path)
     except (pa.ArrowException, OSError) as error:
         raise DamagedPartError(f"truncated, or not a Parquet file ({_one_line(error)})") from error
-    version = (stored.metadata or {}).get(VERSION_KEY, b"?").decode()
+    version = (metadata.metadata or {}).get(VERSION_KEY, b"?").decode()
     if version not in map(str, READABLE_VERSIONS):
         raise DamagedPartError(f"it has schema version {version}, this version reads {READABLE_VERSIONS}")
-    return ds.dataset(path, pa.schema([pa.field(RUN, pa.string()), *arrow_schema(table)]), _FORMAT)
+    names, groups = metadata.schema.names, []
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        run = group.column(names.index(RUN)).statistics.min if RUN in names else ""
+        steps = group.column(names.index("step")).statistics
+        groups.append((index, run, steps.min, steps.max))
+    return metadata, groups
 
 
 def parquet_options(schema: pa.Schema) -> dict[str, Any]:
@@ -128,14 +152,14 @@ def rewind(run_dir: str | Path, step: int) -> dict[str, str]:
     for name, table in TABLES.items():
         for path in sorted((Path(run_dir) / TRACES / name).glob("part-*.parquet")):
             try:
-                steps = read_part(path, name, ["step"])["step"].to_numpy()
+                steps = read_part(path, ["step"])["step"].to_numpy()
             except DamagedPartError:
                 continue
             if (steps > step).all():
                 path.unlink()
             elif (steps > step).any():
                 try:
-                    rows = read_part(path, name, table.names)
+                    rows = read_part(path, table.names)
                     write_part(rows.filter(pc.less_equal(rows["step"], step)).cast(arrow_schema(name)), path)
                 except DamagedPartError as error:
                     renamed = path.rename(path.with_name(f".damaged-{path.name}"))

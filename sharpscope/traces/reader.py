@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -18,7 +18,7 @@ import pyarrow as pa
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces.files import CONFIG_FILE, RUN_FILE, TRACES, has_writer, parse_run_info, read_run_info
 from sharpscope.traces.packs import is_pack, packed_runs
-from sharpscope.traces.parts import DamagedPartError, read_part
+from sharpscope.traces.parts import DamagedPartError, read_part, row_groups
 from sharpscope.traces.schema import READABLE_VERSIONS, TABLES, arrow_schema
 from sharpscope.traces.token_text import token_texts
 from sharpscope.traces.writer import TraceWriter
@@ -27,6 +27,7 @@ _DEPTH = 4
 TEXT, _OF_TEXT = "text", ("step", "rollout", "position", "token_id")
 _NOTEBOOK = "sharpscope.analysis.notebook"  # a higher layer, imported when asked for
 _ARRAY = "array"
+T = TypeVar("T")
 
 
 class DamagedPartWarning(UserWarning):
@@ -183,8 +184,7 @@ class Run(_Tables):
         """A table in Arrow format, which distinguishes null (not recorded) from NaN (recorded)."""
         names, schema = _columns(table, columns), arrow_schema(table)
         wanted = pa.schema([schema.field(name) for name in names], schema.metadata)
-        rows = [part.cast(wanted) for part in self._tables(table, _steps(steps), names)]
-        return pa.concat_tables([wanted.empty_table(), *rows])
+        return pa.concat_tables([wanted.empty_table(), *self._tables(table, _steps(steps), names)])
 
     @cached_property
     def reductions(self) -> list[Reduction] | None:
@@ -221,13 +221,16 @@ class Run(_Tables):
         return import_module(_NOTEBOOK).show_tokens(self, step, height)
 
     def rows(self, table: str) -> int:
-        """Number of rows of a table."""
-        return len(self.arrow(table, columns=["step"]))
+        """Number of rows of a table; reads footers only."""
+        return sum(count for groups in self._parts(table, row_groups, self._key) for *_, count in groups)
 
     @property
     def token_steps(self) -> list[int]:
-        """Steps with token rows."""
-        return sorted(self.arrow("tokens", columns=["step"])["step"].unique().to_pylist())
+        """Steps with token rows; reads footers only if every row group holds one step."""
+        groups = [group for groups in self._parts("tokens", row_groups, self._key) for group in groups]
+        if any(first != last for first, last, _ in groups):
+            return sorted(self.arrow("tokens", columns=["step"])["step"].unique().to_pylist())
+        return sorted({first for first, *_ in groups})
 
     def verify(self) -> dict[str, str]:
         """Read and check every page of every part; returns `damaged`."""
@@ -239,6 +242,13 @@ class Run(_Tables):
         self, table: str, steps: set[int] | None, columns: list[str], required: Sequence[str] = ()
     ) -> Iterator[pa.Table]:
         """Rows of each sound part of a table, in order."""
+        schema = pa.schema([arrow_schema(table).field(name) for name in columns])
+        for rows in self._parts(table, read_part, columns, steps, required, self._key):
+            if rows.num_rows:
+                yield rows.cast(schema)
+
+    def _parts(self, table: str, read: Callable[..., T], *arguments: Any) -> Iterator[T]:
+        """`read(path, *arguments)` of each sound part of a table, in order."""
         root = self.path if self._pack is None else self._pack
         pattern = f"{TRACES}/{table}/[!.]*.parquet" if self._pack is None else f"{table}.parquet"
         for path in sorted(root.glob(pattern)):
@@ -246,7 +256,7 @@ class Run(_Tables):
             if name in self.damaged:
                 continue
             try:
-                rows = read_part(path, table, columns, steps, required, self._key)
+                made = read(path, *arguments)
             except FileNotFoundError:
                 continue  # a resumed run removed it: its rows are recorded again
             except DamagedPartError as error:
@@ -254,8 +264,7 @@ class Run(_Tables):
                     self.damaged[name] = str(error)
                     _warn(f"{self.name}: {name} is set aside: {error}", DamagedPartWarning)
                 continue
-            if rows.num_rows:
-                yield rows
+            yield made
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, method={self.method!r}, seed={self.seed}, status={self.status!r})"
