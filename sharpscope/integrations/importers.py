@@ -79,8 +79,8 @@ def read(source: Path, kind: str, options: Options, notes: list[str]) -> Iterato
     if not files:
         raise UserError(f"{source}: has no files of {kind}; {form.written}")
     if kind == "prime-rl":
-        partly = {step for step, path in files if not (path.parent / "STABLE").exists()}
-        notes += [f"step {step} is not complete (no file STABLE) and is left out" for step in sorted(partly)]
+        partly = dict.fromkeys(step for step, path in files if not (path.parent / "STABLE").exists())
+        notes += [f"step {step} is not complete (no file STABLE) and is left out" for step in partly]
         files = [(step, path) for step, path in files if step not in partly]
     parts: dict[int | None, list[tuple[int | None, Path]]] = {}
     for step, path in files:
@@ -400,9 +400,9 @@ def verifiers(records: Iterator[Record], _: Options, notes: list[str], __: set[s
                 mask = [int(keep and new) for node, new in path for keep in node["mask"]]
                 tokens = {name: [v for node, _ in path for v in _stream(node, name)] for name in streams}
                 tokens = {name: values for name, values in tokens.items() if values != [None] * len(ids)}
-                if "trainer_logprobs" not in tokens:
+                if "trainer_logprobs" not in tokens and "logprobs" in tokens:
                     _note(notes, SAMPLERS)
-                    tokens["trainer_logprobs"] = tokens.pop("logprobs", None)
+                    tokens["trainer_logprobs"] = tokens.pop("logprobs")
                 columns = "logp=trainer_logprobs behavior_logp=logprobs entropy=entropies advantage=advantages"
                 values = _renamed(tokens, columns + " ref_logp=reference_logprobs")
                 start = mask.index(1) if 1 in mask else len(ids)

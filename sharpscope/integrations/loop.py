@@ -166,14 +166,13 @@ class LoopRecorder(Recorder):
         for serial, rows, mine in self._pieces(names, partial(self._open, sequences, texts, known, given)):
             self._step.compare(serial, rows, theirs[mine])
             keep = self._step.use(serial, rows, loss.rows(mine))
-            hook = partial(
-                self._keep, lambda gradient, keep=keep, mine=mine: keep(sequences.gather(gradient, shift)[mine])
-            )
-            logp.register_hook(hook)
+            logp.register_hook(partial(self._keep, keep, partial(sequences.gather, shift=shift), mine))
         self._step.seconds["recording_s"] += time.perf_counter() - started
 
-    def _keep(self, keep: Callable[[Tensor], None], gradient: Tensor) -> None:
-        self.safely(lambda: keep(gradient))
+    def _keep(
+        self, keep: Callable[[Tensor], None], taken: Callable[[Tensor], Tensor], mine: Tensor, gradient: Tensor
+    ) -> None:
+        self.safely(lambda: keep(taken(gradient)[mine]))
 
     def _pieces(
         self, names: Sequence[Hashable], opened: Callable[[list[int]], int]

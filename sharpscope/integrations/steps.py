@@ -50,7 +50,7 @@ class TokenLoss:
 
     def rows(self, rows: Tensor) -> TokenLoss:
         """The values of some rows."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         return TokenLoss(**{name: None if value is None else value[rows] for name, value in values.items()})
 
 

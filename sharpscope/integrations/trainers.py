@@ -379,12 +379,16 @@ class SupervisedRecorder(TrainerRecorder):
         tokens, number = int(mask.sum()), found.labels
         if found.kind == "log_probs":
             self._step.gaps.append((sequences.gather(found.values.to(ours)) - ours).abs()[mask].cpu())
-            coefficients = sequences.gather
-        else:  # −Σ log π / N
-            if number and tokens:
-                gap = abs(float(found.values) * number + float(ours[mask].double().sum())) / tokens
-                self._step.gaps.append(torch.full((tokens,), gap))
-            coefficients = lambda gradient: torch.full_like(ours, -float(gradient) / number if number else 0.0)  # noqa: E731
+        elif number and tokens:  # the model's loss is −Σ log π / N
+            gap = abs(float(found.values) * number + float(ours[mask].double().sum())) / tokens
+            self._step.gaps.append(torch.full((tokens,), gap))
+
+        def coefficients(gradient: Tensor) -> Tensor:
+            """(n, T) ∂L/∂log π from the gradient that reaches the log-probabilities or the model's loss."""
+            if found.kind == "log_probs":
+                return sequences.gather(gradient)
+            return torch.full_like(ours, -float(gradient) / number if number else 0.0)
+
         found.keep = lambda gradient: self.safely(lambda: keep(coefficients(gradient)))
 
     @contextmanager
@@ -408,7 +412,7 @@ class SupervisedRecorder(TrainerRecorder):
 
         # TRL's DPO before 1.16 computes log-probabilities by a function
         module: Any = import_module("trl.trainer.dpo_trainer") if self.pairs else None
-        softmax = getattr(module, "selective_log_softmax", None)
+        softmax: Any = getattr(module, "selective_log_softmax", None)
 
         def hooked(*args: Any, **kwargs: Any) -> Tensor:
             """The function's log-probabilities, of which the first that require a gradient are hooked."""
