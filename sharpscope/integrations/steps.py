@@ -50,8 +50,9 @@ class TokenLoss:
 
     def rows(self, rows: Tensor) -> TokenLoss:
         """The values of some rows."""
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return TokenLoss(**{name: None if value is None else value[rows] for name, value in values.items()})
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        kept: dict[str, Any] = {name: value[rows] for name, value in values.items() if value is not None}
+        return replace(self, **kept)
 
 
 @dataclass

@@ -119,8 +119,11 @@ def _to_arrow(name: str, columns: Mapping[str, Any]) -> pa.Table:
     arrays = []
     for column in table.columns:
         value, label = values.get(column.name), f"{name}.{column.name}"
-        value = value if column.name in lengths else np.full(rows, value)
-        array = (_texts if column.type in ("string", "json") else _numbers)(label, column, value)
+        if value is None:
+            array = pa.nulls(rows, arrow_schema(name).field(column.name).type)
+        else:
+            value = value if column.name in lengths else np.full(rows, value)
+            array = (_texts if column.type in ("string", "json") else _numbers)(label, column, value)
         if array.null_count and not column.nullable:
             raise SchemaError(f"{label} may not be null, but {array.null_count} of {rows} rows are")
         arrays.append(array)
