@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from sharpscope.config import (
 )
 from sharpscope.config.policy import EMBEDDED_PREFIX
 from sharpscope.errors import UserError, nearest
-from sharpscope.forks.outcomes import Reading, inner, matching_scale, sam_reading
+from sharpscope.forks.outcomes import Reading, inner, matching_scale, outcome_rows, sam_reading
 from sharpscope.forks.start import ArmUpdate, SharedDraws, Start, arms_of, resolve, saved_states
 from sharpscope.policy import TokenStats
 from sharpscope.probes import rotation
@@ -133,7 +133,8 @@ def _state_rows(start: Start, folder: Path, name: str, missing: Sequence[int], w
     began = time.perf_counter()
     for count, batch in enumerate(missing, 1):
         # One append, so that an interruption never leaves a part of a batch.
-        writer.append("forks", _joined(_batch_rows(start, name, batch)))
+        rows = list(_batch_rows(start, name, batch))
+        writer.append("forks", {column: [row[column] for row in rows] for column in rows[0]})
         writer.flush()
         left = (time.perf_counter() - began) / count * (len(missing) - count) / 60
         arms = len(start.methods)
@@ -177,16 +178,22 @@ def _batch_rows(start: Start, name: str, batch: int) -> Iterator[dict[str, Any]]
         norm = math.sqrt(inner(update.displacement, update.displacement))
         if reference is None:
             reference = (update, at_step.readings["kl"].value)
-        own = {"arm": arm, **common}
         turned = rotation(update.displacement, reference[0].displacement)
         effects = {"update_norm": norm, "update_rotation": turned.angle, "update_scale": turned.scale}
         for comparison in ("step", "kl"):
             point = at_step if comparison == "step" else measured.matched(update, at_step, reference[1])
-            seconds = time.perf_counter() - began
+            same = {"arm": arm, **common, "comparison": comparison, "scale": point.scale}
+            same["seconds"] = time.perf_counter() - began
             began = time.perf_counter()
-            yield {**own, "comparison": comparison, **measured.columns(update, point, seconds)}
+            sound = point.matched and update.sound
+
+            def valid(_: str, reading: Reading, sound: bool = sound) -> bool:
+                """NaN of the share: no importance weights."""
+                return sound and not reading.effective_share < EFFECTIVE_SHARE
+
+            yield from outcome_rows(same, point.readings, measured.start, valid)
             if comparison == "step":
-                yield {**own, "comparison": comparison, **_effect_columns(effects, update.sound, seconds)}
+                yield from outcome_rows(same, {name: Reading(value) for name, value in effects.items()}, {}, valid)
 
 
 class _Measured:
@@ -241,51 +248,6 @@ class _Measured:
         if "sharpness" in wanted:
             readings["sam_sharpness"] = sam_reading(self.origin, self.sets["train"], stats["train"])
         return readings
-
-    def columns(self, update: ArmUpdate, point: _Point, seconds: float) -> dict[str, Any]:
-        """Columns of the outcomes at a point."""
-        names = list(point.readings)
-        share = [point.readings[name].effective_share for name in names]
-        finite = [math.isfinite(point.readings[name].value) for name in names]
-        enough = [not one < EFFECTIVE_SHARE for one in share]  # NaN: no importance weights
-        return {
-            "outcome": names,
-            "value": [_null(point.readings[name].value) for name in names],
-            "start": [_null(self.start[name].value) if name in self.start else None for name in names],
-            "std_error": [_null(point.readings[name].std_error) for name in names],
-            "effective_share": [_null(one) for one in share],
-            "valid": [a and b and point.matched and update.sound for a, b in zip(finite, enough, strict=True)],
-            "scale": point.scale,
-            "seconds": seconds,
-        }
-
-
-def _joined(blocks: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Blocks of columns one after the other; a value that is not a list is that of all rows of its block."""
-    columns: dict[str, list[Any]] = {}
-    for block in blocks:
-        rows = len(block["outcome"])
-        for name, value in block.items():
-            columns.setdefault(name, []).extend(value if isinstance(value, list) else [value] * rows)
-    return columns
-
-
-def _effect_columns(effects: Mapping[str, float], sound: bool, seconds: float) -> dict[str, Any]:
-    """Columns of quantities of the update itself."""
-    return {
-        "outcome": list(effects),
-        "value": [_null(value) for value in effects.values()],
-        "start": None,
-        "std_error": None,
-        "effective_share": None,
-        "valid": [sound and math.isfinite(value) for value in effects.values()],
-        "scale": 1.0,
-        "seconds": seconds,
-    }
-
-
-def _null(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 # -- what is forked, and where its rows go ---------------------------------------------------------------------------

@@ -7,9 +7,9 @@ estimated by Σ_i w_i·F_i / Σ_i w_i (self-normalized importance weighting), F_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,6 +36,31 @@ class Reading:
     value: float
     std_error: float = math.nan
     effective_share: float = math.nan
+
+
+def outcome_rows(
+    common: Mapping[str, Any],
+    readings: Mapping[str, Reading],
+    start: Mapping[str, Reading],
+    valid: Callable[[str, Reading], bool],
+) -> list[dict[str, Any]]:
+    """Rows of the table `forks`, one for each outcome; `valid` is asked of those that are finite."""
+
+    def null(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    return [
+        {
+            **common,
+            "outcome": name,
+            "value": null(reading.value),
+            "start": null(start[name].value) if name in start else None,
+            "std_error": null(reading.std_error),
+            "effective_share": null(reading.effective_share),
+            "valid": math.isfinite(reading.value) and valid(name, reading),
+        }
+        for name, reading in readings.items()
+    ]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from sharpscope.config import ForkSpec, RunConfig, validate
 from sharpscope.config.probes import ProbesSpec
 from sharpscope.errors import UserError
-from sharpscope.forks.outcomes import FixedRollouts, Reading, failure_objective
+from sharpscope.forks.outcomes import FixedRollouts, Reading, failure_objective, outcome_rows
 from sharpscope.forks.start import Start, resolve
 from sharpscope.policy import Policy, Rollouts
 from sharpscope.policy.generation import draw_scored
@@ -307,21 +307,10 @@ def _write(run: Run, again: StepAgain, name: str, settings: Mapping[str, Any], t
         readings = again.outcomes.measure() | update_readings(made)
         sound = not any(update.problem for update in made)
         common = {"step": again.step - 1, "fork": name, "batch": 0, "arm": arm, "reference": ALL}
+        common |= {"comparison": "step", "scale": 1.0}
         saturated = readings.get("saturation", Reading(0.0)).value > MAX_SATURATION
-        for outcome, reading in readings.items():
-            finite = math.isfinite(reading.value)
-            rows.append(
-                common
-                | {
-                    "comparison": "step",
-                    "outcome": outcome,
-                    "value": reading.value if finite else None,
-                    "start": start[outcome].value if outcome in start and math.isfinite(start[outcome].value) else None,
-                    "std_error": reading.std_error if math.isfinite(reading.std_error) else None,
-                    "valid": finite and sound and not (saturated and outcome == "sam_sharpness"),
-                    "scale": 1.0,
-                }
-            )
+        bad = "" if sound and not saturated else "sam_sharpness"
+        rows += outcome_rows(common, readings, start, lambda outcome, _, sound=sound, bad=bad: sound and outcome != bad)
         tell(f"{arm}: measured")
     again.restore()
     tokens = [

@@ -48,16 +48,15 @@ def test_equal_arms_differ_by_exactly_zero_and_their_order_does_not_matter(train
     start = start_of(trained, spec, 2, **{name: arm_method(text, trained) for name, text in arms.items()})
     found = {}
     for row in experiment._batch_rows(start, "x", 1):
-        found[row["arm"], row["comparison"], tuple(row["outcome"])] = row["value"]
+        found[row["arm"], row["comparison"], row["outcome"]] = row["value"]
     names = {key[1:] for key in found}
-    assert len(names) == 3
     for key in names:
         assert found[("a", *key)] == found[("c", *key)]
         assert found[("a", *key)] != found[("b", *key)]
     other = start_of(trained, spec, 2, **{name: arm_method(arms[name], trained) for name in "acb"})
     again = {}
     for row in experiment._batch_rows(other, "x", 1):
-        again[row["arm"], row["comparison"], tuple(row["outcome"])] = row["value"]
+        again[row["arm"], row["comparison"], row["outcome"]] = row["value"]
     assert again == found
 
 
@@ -65,19 +64,18 @@ def test_rows_of_far_updates_or_without_their_scale_are_not_valid(trained, monke
     start = start_of(trained, None, 2, **{name: arm_method(name, trained) for name in ("grpo", "ar")})
     for share, expected in ((1e-6, True), (1.0, False)):
         monkeypatch.setattr(experiment, "EFFECTIVE_SHARE", share)
-        for row in [row for row in experiment._batch_rows(start, "x", 0) if "heldout_failure" in row["outcome"]]:
-            valid = dict(zip(row["outcome"], row["valid"], strict=True))
-            assert [valid[name] for name in ("heldout_failure", "train_failure")] == [expected] * 2 and valid["kl"]
+        for row in experiment._batch_rows(start, "x", 0):
+            assert row["valid"] == (expected or not row["outcome"].endswith("_failure"))
     monkeypatch.setattr(experiment, "matching_scale", lambda divergence, *_: (divergence(0.5) and 0.5, False))
     rows = [row for row in experiment._batch_rows(start, "x", 0) if row["comparison"] == "kl" and row["arm"] == "ar"]
-    assert [any(row["valid"]) for row in rows] == [False]
+    assert not any(row["valid"] for row in rows)
 
 
 def test_matched_comparisons_match(trained):
     arms = {name: arm_method(name, trained) for name in ("grpo", "ar", "lopti", "high-entropy")}
     start = start_of(trained, ForkSpec(**SMALL), 2, **arms)
     rows = list(experiment._batch_rows(start, "x", 0))
-    value = {(r["arm"], r["comparison"], o): v for r in rows for o, v in zip(r["outcome"], r["value"], strict=True)}
+    value = {(r["arm"], r["comparison"], r["outcome"]): r["value"] for r in rows}
     for row in rows:
         assert row["scale"] == 1.0 or row["comparison"] != "step"
         if row["comparison"] == "kl":
