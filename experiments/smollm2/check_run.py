@@ -35,15 +35,29 @@ SETTINGS = ["checkpoint.every=1", "checkpoint.keep_last=3", "evaluation.every=0"
 SETTINGS += ["recording.tokens_every=1", "recording.token_gradients_every=0", "recording.rotation_every=0"]
 
 
-def train(*words: str) -> None:
-    """Run the command."""
-    subprocess.run([sys.executable, "-m", "sharpscope", "run", *words, "--quiet"], check=True)
+def train(*words: str, until: Path | None = None) -> None:
+    """Run the command; with `until`, kill it once that checkpoint is there."""
+    command = [sys.executable, "-m", "sharpscope", "run", *words, "--quiet"]
+    if until is None:
+        subprocess.run(command, check=True)
+        return
+    process = subprocess.Popen(command)
+    while not until.exists() and process.poll() is None:
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    """Folder of a run's checkpoint."""
+    return folder / "checkpoints" / f"step-{step:06d}"
 
 
 def state(folder: Path, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Weights and optimizer state of a checkpoint."""
-    place = folder / "checkpoints" / f"step-{step:06d}"
-    return load_file(place / "model.safetensors"), load_file(place / "optimizer.safetensors")
+    files = (checkpoint(folder, step) / name for name in ("model.safetensors", "optimizer.safetensors"))
+    weights, moments = map(load_file, files)
+    return weights, moments
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> str:
@@ -57,7 +71,7 @@ class Step:
 
     def __init__(self, folder: Path, step: int) -> None:
         run = sharpscope.load_run(folder)
-        words = AutoTokenizer.from_pretrained(folder / "checkpoints" / f"step-{step:06d}")
+        words = AutoTokenizer.from_pretrained(checkpoint(folder, step))
         self.tokens = run.tokens(steps=[step]).sort_values(["rollout", "position"])
         self.updates = run.updates[run.updates["step"] == step].sort_values("update")
         rows = run.rollouts[run.rollouts["step"] == step].sort_values("rollout")
@@ -115,18 +129,19 @@ def main() -> None:
     given = parser.parse_args()
     whole, cut = given.out / "whole", given.out / "interrupted"
     sets = [word for field in SETTINGS for word in ("--set", field)]
-    base = ["experiments/smollm2/sums.yaml", "--model", given.model, *sets]
+    base = ["experiments/smollm2/sums.yaml", "--model", given.model, "--steps", str(STEPS), *sets]
     if not whole.exists():
-        train(*base, "--steps", str(STEPS), "--out", str(whole))
-        train(*base, "--steps", str(STEPS - 1), "--out", str(cut))
-        train("--resume", str(cut), "--steps", str(STEPS))
+        train(*base, "--out", str(whole))
+    if not cut.exists():
+        train(*base, "--out", str(cut), until=checkpoint(cut, STEPS - 1))
+        train("--resume", str(cut))
     print("| | equal to step 3 of the run | processor s |\n|---|---|---|")
     before, _ = state(whole, STEPS - 1)
     after, moments = state(whole, STEPS)
     again, again_moments = state(cut, STEPS)
     print(f"| weights and AdamW's moments of the resumed run | {same(again | again_moments, after | moments)} | |")
     config, began = resolve("fork", whole, None, None, None, ()), time.process_time()
-    place = whole / "checkpoints" / f"step-{STEPS - 1:06d}"
+    place = checkpoint(whole, STEPS - 1)
     start = Start(config, ForkSpec(warm_up=0), {"grpo": config.method}, place, make_task(config.task))
     start.update("grpo", 0, SharedDraws())
     moved = dict(start.policy.model.named_parameters())
