@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "data" / "studies" / "2" / "corrected.parquet"
 PAGES = (Path(__file__).parent / "RESULTS.md", ROOT / "docs" / "study.md")
 README = (
-    "Where its weights act, greedy accuracy does not differ from plain GRPO's (<!--= diff greedy sg grpo --><!-- --> points, "
+    "Where its weights act, greedy accuracy is not higher than plain GRPO's (<!--= diff greedy sg grpo --><!-- --> points, "
     "<!--= seeds --><!-- --> seeds)"
 )
 ARMS = {
