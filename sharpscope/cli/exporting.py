@@ -18,7 +18,6 @@ def export(
     project: Annotated[str, typer.Option(help="Project of the logger (not for TensorBoard).")] = "sharpscope",
     follow: Annotated[bool, typer.Option("--follow", help="Continue until the runs end.")] = False,
     online: Annotated[bool, typer.Option("--online", help="Upload to Weights & Biases.")] = False,
-    tokens: Annotated[int, typer.Option(min=0, help="Number of sampled tokens that `reduced` keeps per run.")] = 1_500,
 ) -> None:
     """Export curves to a logger, or runs as packed or reduced data.
 
@@ -45,7 +44,7 @@ def export(
     elif to == "reduced":
         named = [item for path in runs for item in load_runs(path).by_name.items()]
         with progress("reducing") as update:
-            written, skipped = reduce_runs(named, out, tokens, lambda name: update(f"reducing {name}"))
+            written, skipped = reduce_runs(named, out, tell=lambda name: update(f"reducing {name}"))
         for line in skipped:
             typer.echo(f"  skipped: {printable(line)}")
         files = [file for folder in written for file in folder.rglob("*") if file.is_file()]

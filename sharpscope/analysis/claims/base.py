@@ -128,16 +128,13 @@ class Evidence:
         p_supported: p-value of the test whose rejection supports the claim if the effect points as claimed.
         as_claimed: whether the effect points as claimed.
         p_refuted: p-value of the test whose rejection refutes the claim.
-        smallest_p, smallest_p_refuted: the smallest values of both that the sample size allows.
-        parts: number of sign-flip tests that both p-values join; 0 if they do not come from sign flips.
+        sizes: number of values of each sign-flip test that both p-values join.
     """
 
     p_supported: float | None = None
     as_claimed: bool = False
     p_refuted: float | None = None
-    smallest_p: float = 0.0
-    smallest_p_refuted: float = 0.0
-    parts: int = 0
+    sizes: tuple[int, ...] = ()
 
 
 def directional(values: NDArray[np.floating], direction: Direction, margin: float) -> Evidence:
@@ -147,9 +144,8 @@ def directional(values: NDArray[np.floating], direction: Direction, margin: floa
     one-sided; `margin` is on the values' scale.
     """
     turned = (1.0 if direction == "higher" else -1.0) * np.asarray(values, dtype=np.float64)
-    smallest, smallest_refuted = smallest_sign_flip_p(len(turned)), smallest_sign_flip_p(len(turned), "less")
     refuted = sign_flip_p(turned, "less", shift=margin)
-    return Evidence(sign_flip_p(turned), bool(turned.mean() > 0), refuted, smallest, smallest_refuted, parts=1)
+    return Evidence(sign_flip_p(turned), bool(turned.mean() > 0), refuted, (len(turned),))
 
 
 def every(evidence: Iterable[Evidence]) -> Evidence:
@@ -160,9 +156,7 @@ def every(evidence: Iterable[Evidence]) -> Evidence:
         max((e.p_supported for e in parts if e.p_supported is not None), default=None),
         all(e.as_claimed for e in parts),
         None if refuted is None else min(1.0, len(parts) * refuted),
-        max((e.smallest_p for e in parts), default=0.0),
-        min(1.0, len(parts) * min((e.smallest_p_refuted for e in parts), default=0.0)),
-        parts=sum(e.parts for e in parts),
+        tuple(size for e in parts for size in e.sizes),
     )
 
 
@@ -483,11 +477,13 @@ def too_few(claim: Claim, n: int, evidence: Evidence, level: float) -> str:
     unit = claim.unit.replace("pairs", "pair", 1) if n == 1 else claim.unit
     if n < claim.minimal_n:
         return f"{n} {unit}; the rule needs {claim.minimal_n}: {claim.minimal_n - n} more"
-    for verdict, smallest in (("supported", evidence.smallest_p), ("refuted", evidence.smallest_p_refuted)):
+    tests, sizes = len(evidence.sizes), evidence.sizes or (n,)
+    least = {"supported": smallest_sign_flip_p(min(sizes)), "refuted": tests * smallest_sign_flip_p(max(sizes), "less")}
+    for verdict, smallest in least.items():
         if smallest > level:
-            text = f"{n} {unit} can give no p below {smallest:.3g} for {verdict}, the rule needs {level:g}"
-            needed = clusters_needed(level, evidence.parts)
-            return f"{text}: {needed - n} more" if evidence.parts and needed > n else text
+            text = f"{n} {unit} can give no p below {min(1.0, smallest):.3g} for {verdict}, the rule needs {level:g}"
+            needed = clusters_needed(level, tests)
+            return f"{text}: {needed - n} more" if needed > n else text
     return ""
 
 

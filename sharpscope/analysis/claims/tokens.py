@@ -26,7 +26,6 @@ from sharpscope.analysis.statistics import (
     ClusterSlope,
     cluster_moments,
     sign_flip_p,
-    smallest_sign_flip_p,
     weighted_ranks,
 )
 from sharpscope.analysis.study import Study
@@ -115,7 +114,7 @@ def score_norm(study: Study) -> ClaimData:
     seeds = _clustered(results, "moments", "seed")
     margin = study.terms.margin(C2.key, C2.margin)
     low, high = 1 - margin, 1 + margin
-    interval, smallest = slope.interval(), smallest_sign_flip_p(slope.clusters, "greater")
+    interval = slope.interval()
     positive = ranks.value > 0 and ranks.p(0.0) <= study.terms.level
     holds = interval is None or interval.low <= 1 <= interval.high
     sample = np.concatenate([r.values["sample"] for r in results])
@@ -127,8 +126,7 @@ def score_norm(study: Study) -> ClaimData:
                 max(slope.p(low, "greater"), slope.p(high, "less")),
                 low < slope.value < high,
                 min(slope.p(low, "less"), slope.p(high, "greater")),
-                smallest,
-                smallest,
+                (slope.clusters,),
             ),
         ),
         conditions=(
