@@ -153,13 +153,17 @@ def _table(estimates: pd.DataFrame) -> pd.DataFrame:
         row = {"loss": functional or "gradient", "prompts": split_of(str(name)), "quantity": quantity}
         row |= {"rho": first["rho"]}
         if several:
-            row |= dict(zip(same["checkpoint"], same["value"], strict=True))
+            row |= {label: _number(value) for label, value in zip(same["checkpoint"], same["value"], strict=True)}
         else:
-            row |= {"value": first["value"], "± s.e.": first["std_error"], "± prompts": first["prompt_std_error"]}
-            row |= {"saturation": first["saturation"]}
+            errors = {"± s.e.": "std_error", "± prompts": "prompt_std_error", "saturation": "saturation"}
+            row |= {"value": _number(first["value"])} | {title: first[column] for title, column in errors.items()}
         good = "yes" if same["converged"].ne(False).all() else "NO"
         rows.append(row | {"conv.": "–" if same["converged"].isna().all() else good})
     return pd.DataFrame(rows)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None or math.isnan(value) else f"{value:.4g}"
 
 
 def save_pictures(pictures: Iterable[tuple[str, Figure]], out: Path) -> None:

@@ -91,9 +91,9 @@ def _sections(rotations: Rotations) -> list[Section]:
         )
     notes = [
         f"Noise of this batch: {noise} between its gradient (plain GRPO) and the expected one.",
-        "gradient, update: rotation and ratio of norms against plain GRPO (*: against the same method with weights 1); kept: share of that",
-        "gradient on tokens that keep one; dose: length of the difference of both updates, in units of the reference's; bound: the largest",
-        "rotation by weights alone if tokens' gradients are orthogonal; at L, at U: share of the gradient at either bound.",
+        "gradient, update: rotation and ratio of norms against plain GRPO (*: against the same method with weights 1); kept: share of "
+        "that gradient on tokens that keep one; dose: length of the difference of both updates, in units of the reference's; bound: the "
+        "largest rotation by weights alone if tokens' gradients are orthogonal; at L, at U: share of the gradient at either bound.",
     ]
     if batch["recorded"] is not None:
         same = "are those" if batch["recorded"] else "are not those (another machine or version, or --set)"
