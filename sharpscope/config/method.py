@@ -500,11 +500,6 @@ class Method(Part):
         return isinstance(self.advantage, TokenBaselineAdvantage) or self.kl_in_reward
 
     @property
-    def pointwise(self) -> bool:
-        """Whether `prepare` gives the same rows for any subset of the batch: no batch statistics, no randomness."""
-        return self.weight.pointwise and self.tokens is None and self.penalty is None
-
-    @property
     def pass_count(self) -> int:
         """Number of optimizer passes over each mini-batch."""
         return 1 if self.passes is None else 2

@@ -36,11 +36,6 @@ class UniformWeight(Weighting):
 
     kind: Literal["uniform"] = "uniform"
 
-    @property
-    def pointwise(self) -> bool:
-        """True."""
-        return True
-
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
         """Ones."""
         return xp.ones_like(step.logp)
@@ -247,11 +242,6 @@ class CustomWeight(Weighting):
     def bounds(self) -> tuple[float, float] | None:
         """Bounds that the function is registered with."""
         return find_token_weight(self.function).bounds
-
-    @property
-    def pointwise(self) -> bool:
-        """Whether the function is registered as pointwise."""
-        return find_token_weight(self.function).pointwise
 
     @property
     def title(self) -> str:
@@ -494,11 +484,6 @@ class ReverseWeight(Control):
     def bounds(self) -> tuple[float, float] | None:
         """Those of `of`."""
         return self.of.bounds
-
-    @property
-    def pointwise(self) -> bool:
-        """See `Weighting`."""
-        return self.of.pointwise
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
         """L + U − w."""

@@ -5,17 +5,14 @@ Importing this module does not import torch: formulas get it as `xp`.
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import model_validator
 
 from sharpscope.config.base import Part
+from sharpscope.config.functions import import_function
 from sharpscope.errors import NonFiniteError, UserError, nearest
 
 if TYPE_CHECKING:
@@ -37,7 +34,6 @@ class Registered:
     """A function (StepTensors, **arguments) → weights (N, T), and its declared properties."""
 
     function: WeightFunction
-    pointwise: bool = False
     bounds: tuple[float, float] | None = None
 
 
@@ -45,13 +41,12 @@ _REGISTRY: dict[str, Registered] = {}
 
 
 def register_token_weight(
-    name: str, *, pointwise: bool = False, bounds: tuple[float, float] | None = None
+    name: str, *, bounds: tuple[float, float] | None = None
 ) -> Callable[[WeightFunction], WeightFunction]:
     """Decorator that makes `function(step, **arguments) -> weights (N, T)` available as `{kind: custom, function: name}`.
 
     Args:
         name: without a colon.
-        pointwise: a token's weight depends on the statistics of that token only (no batch statistics, no randomness).
         bounds: (L, U) with L ≤ w ≤ U; checked. The control `reverse` and the saturation need them.
 
     Raises:
@@ -60,7 +55,7 @@ def register_token_weight(
     Examples:
         >>> import torch
         >>> import sharpscope
-        >>> @sharpscope.register_token_weight("one_minus_p", pointwise=True)
+        >>> @sharpscope.register_token_weight("one_minus_p", bounds=(0.0, 1.0))
         ... def one_minus_p(step):
         ...     return 1 - step.logp.exp()
         >>> from types import SimpleNamespace
@@ -77,7 +72,7 @@ def register_token_weight(
         if known is not None and _origin(known.function) != _origin(function):
             taken = ":".join(_origin(known.function))
             raise UserError(f"register_token_weight {name!r}: already taken by {taken}; choose another name")
-        _REGISTRY[name] = Registered(function, pointwise, bounds)
+        _REGISTRY[name] = Registered(function, bounds)
         return function
 
     return decorate
@@ -90,37 +85,18 @@ def _origin(function: Any) -> tuple[str, str]:
 def find_token_weight(name: str) -> Registered:
     """The registered function called `name`, or the one at the import path `package.module:function`.
 
-    The module is looked for as Python does, and then in the working directory.
-
     Raises:
         UserError: no such name, module or function, or it cannot be called.
     """
     if name in _REGISTRY:
         return _REGISTRY[name]
-    module_name, colon, attribute = name.partition(":")
-    if not colon or not module_name or not attribute:
+    module, _, attribute = name.partition(":")
+    if not (module and attribute):
         known = nearest(name, _REGISTRY) if _REGISTRY else ""
         raise UserError(f"weight function {name!r}: neither registered nor `package.module:function`{known}")
-    function = getattr(_module(name, module_name), attribute, None)
-    if not callable(function):
-        raise UserError(f"weight function {name!r}: module {module_name!r} has no function {attribute!r}")
+    function = import_function(name, "weight function")
     # A decorated function that is named by its path keeps what the decorator declares.
     return next((known for known in _REGISTRY.values() if known.function is function), Registered(function))
-
-
-def _module(name: str, module_name: str) -> ModuleType:
-    here = str(Path.cwd())
-    added = here not in sys.path
-    if added:  # an installed console script does not look where it is started
-        sys.path.append(here)
-    try:
-        return importlib.import_module(module_name)
-    except Exception as error:  # whatever a user's module raises while it is imported
-        text = f"importing {module_name!r} failed with {type(error).__name__}: {error}; check the path and the module"
-        raise UserError(f"weight function {name!r}: {text}") from error
-    finally:
-        if added:
-            sys.path.remove(here)
 
 
 # -- base --------------------------------------------------------------------------------------------------------------
@@ -131,11 +107,6 @@ class Weighting(Part):
 
     statistic: ClassVar[str | None] = None
     """The one statistic that the weight is a function of: logit, log_odds, logp, prob or entropy; else None."""
-
-    @property
-    def pointwise(self) -> bool:
-        """Whether a token's weight depends on the statistics of that token only, without batch statistics or randomness."""
-        return self.statistic is not None
 
     @property
     def bounds(self) -> tuple[float, float] | None:

@@ -69,8 +69,7 @@ def calibrate(weighting: TokenWeight, step: StepTensors) -> TokenWeight:
 def prepare(method: Method, step: StepTensors, generator: torch.Generator | None = None) -> Plan:
     """Weights, token selection and passes of a step from the statistics of π_old; they stay fixed over its updates.
 
-    Means, covariances and quantiles run over all loss tokens of the step, never a microbatch. If `method.pointwise`, a
-    subset of rows gives the same rows of the plan.
+    Means, covariances and quantiles run over all loss tokens of the step, never a microbatch.
 
     Args:
         method: the objective, with calibrated weights.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from sharpscope.config.functions import import_function
 from sharpscope.config.tasks import CustomSpec
 from sharpscope.errors import UserError, nearest
 from sharpscope.tasks.base import Example, Reward, Task, content_id, once, respond_all
@@ -93,26 +91,13 @@ def _own(what: str, call: Callable[[], Any]) -> Any:
 
 def _find(path: str) -> Factory:
     """The registered factory of that name, or `module:function`, also from the working directory."""
-    module_name, colon, attribute = path.partition(":")
-    if not colon:
-        if path not in _REGISTRY:
-            raise UserError(
-                f"task.factory = '{path}': no registered task{nearest(path, _REGISTRY)} or give module:function"
-            )
-        return _REGISTRY[path]
-    before = list(sys.path)
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise UserError(f"task.factory = '{path}': cannot import '{module_name}' ({error})") from error
-    finally:
-        sys.path[:] = before
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        hint = nearest(attribute, vars(module))
-        raise UserError(f"task.factory = '{path}': module '{module_name}' has no function '{attribute}'{hint}")
-    return factory
+    if ":" in path:
+        return import_function(path, "task.factory")
+    if path not in _REGISTRY:
+        raise UserError(
+            f"task.factory = '{path}': no registered task{nearest(path, _REGISTRY)} or give module:function"
+        )
+    return _REGISTRY[path]
 
 
 class CheckedTask:

@@ -19,7 +19,7 @@ from sharpscope.objective import Method, StepTensors, named_method, token_weight
 from tests.objective.data import step_of, weights_of
 
 
-@register_token_weight("test-gentle", pointwise=True, bounds=(0.5, 1.0))
+@register_token_weight("test-gentle", bounds=(0.5, 1.0))
 def gentle(step: StepTensors, power: float = 0.5) -> torch.Tensor:
     """0.5 + π^power/2."""
     return 0.5 + (power * step.logp).exp() / 2
@@ -28,9 +28,9 @@ def gentle(step: StepTensors, power: float = 0.5) -> torch.Tensor:
 def test_a_registered_function_works_and_keeps_what_it_declares():
     weight = CustomWeight(function="test-gentle", arguments={"power": 1.0})
     assert weights_of(weight, step_of(logp=[0.0, math.log(0.5)])) == pytest.approx([1.0, 0.75])
-    assert weight.pointwise and weight.bounds == (0.5, 1.0)
+    assert weight.bounds == (0.5, 1.0)
     assert weights_of(ReverseWeight(of=weight), step_of(logp=[0.0])) == pytest.approx([0.5])
-    assert CustomWeight(function=f"{__name__}:gentle").pointwise
+    assert CustomWeight(function=f"{__name__}:gentle").bounds == (0.5, 1.0)
     logp = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
     step = step_of(logp=[-1.0])
     assert not token_weights(weight, type(step)(**(vars(step) | {"logp": logp}))).requires_grad
@@ -43,7 +43,7 @@ def test_a_function_by_import_path_from_the_working_directory(tmp_path: Path, mo
     weight = CustomWeight(function="my_weights:steep")
     assert sys.path == before
     assert weights_of(weight, step_of(logp=[math.log(0.5)])) == pytest.approx([0.25])
-    assert not weight.pointwise and weight.bounds is None
+    assert weight.bounds is None
     del sys.modules["my_weights"]
 
 
@@ -78,7 +78,7 @@ def test_names_cannot_be_taken_twice_or_look_like_paths():
     ):
         with pytest.raises(UserError, match=says):
             register_token_weight(name, **options)(lambda step: step.logp)
-    register_token_weight("test-gentle", pointwise=True, bounds=(0.5, 1.0))(gentle)  # a module that is imported again
+    register_token_weight("test-gentle", bounds=(0.5, 1.0))(gentle)  # a module that is imported again
     assert find_token_weight("test-gentle").function is gentle
     with pytest.raises(UserError, match="did you mean 'test-gentle'"):
         CustomWeight(function="test-gentel")

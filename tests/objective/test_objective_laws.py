@@ -271,32 +271,6 @@ def pad(case: Case, extra: int) -> Case:
     return Case(case.reward, step, widen(case.now), widen(case.reference), widen(case.proximal))
 
 
-@pytest.mark.parametrize("name", sorted(ORACLES))
-def test_pointwise_methods_plan_any_rows_alike_and_others_do_not_claim_to(name: str):
-    case = make_case(named_method(name), 4)
-    method = ready(name, case)
-    of_the_batch = {
-        "cov-grpo",
-        "cov-grpo-completion",
-        "clip-cov",
-        "kl-cov",
-        "papo",
-        "high-entropy",
-        "stapo",
-        "lp-reg",
-        "stare",
-    }
-    assert not (method.pointwise and name in of_the_batch)
-    if not method.pointwise:
-        assert name in of_the_batch or method.tokens is not None or name in {"pepo", "entropy-schedule"}
-        return
-    index = torch.tensor([6, 1, 3])
-    part, whole = prepare(method, case.step.rows(index)), prepare(method, case.step).rows(index)
-    for field, value in vars(part).items():
-        if isinstance(value, Tensor):
-            assert torch.equal(value, getattr(whole, field)), field
-
-
 @pytest.mark.parametrize("name", ["lopti", "ar-lopti"])
 def test_lopti_passes_cover_each_token_once(name: str):
     for seed in range(5):

@@ -104,7 +104,7 @@ def test_numbers_become_rewards(number):
     ("act", "says"),
     [
         (lambda: make_task(CustomSpec(factory="min")), "no registered task"),
-        (lambda: make_task(CustomSpec(factory="no_such_module:f")), "cannot import 'no_such_module'"),
+        (lambda: make_task(CustomSpec(factory="no_such_module:f")), "importing 'no_such_module' failed"),
         (lambda: make_task(CustomSpec(factory="json:dmups")), "did you mean 'dumps'"),
         (lambda: custom((EXAMPLES, nought), options={"size": 3}), "unexpected keyword argument 'size'"),
         (lambda: custom((EXAMPLES, 3)), "returned tuple without splits and score"),
