@@ -30,8 +30,8 @@ class LeaveOneOutAdvantage(Part):
 class WhitenedAdvantage(Part):
     """Returns minus their mean, divided by their std over all loss tokens of the step (REINFORCE++, arXiv 2501.03262).
 
-    A_t = (G_t − mean G)/√(var G + 1e-8), G_t = R_i; with `kl.place=reward` the divergence at and after t is subtracted from G_t
-    (without a baseline; otherwise from R_i). Long completions count more often in mean and var (divided by n − 1, as in verl).
+    A_t = (G_t − mean G)/√(var G + 1e-8), G_t = R_i for every token. Long completions count
+    more often in mean and var (divided by n − 1, as in verl).
     With `baseline=group`, R_i − mean R replaces R_i.
     """
 
@@ -50,8 +50,7 @@ class TokenBaselineAdvantage(Part):
     """Optimal token baseline: A_t = R_i − Σ_j R_j·V_jt / (Σ_j V_jt + 1e-8) over the group (arXiv 2602.07078).
 
     V_jt = Σ_{s ≤ t} ‖p_s − e_y‖² = Σ_{s ≤ t} (1 − 2·π_s + Σ_v π_v²), under the policy at the start of the step. The sum over
-    j has the completions with a t-th loss token; where one is left, A_t = R_i as in verl. With `kl.place=reward`,
-    R is R less the divergence at and after t.
+    j has the completions with a t-th loss token; where one is left, A_t = R_i as in verl.
     """
 
     kind: Literal["token_baseline"] = "token_baseline"
@@ -224,15 +223,7 @@ class MaskedCorrection(Band):
     high: float = Field(5.0, gt=0, description="Largest ρ kept, > low; IcePop 5 (TRL's masks: 3).")
 
 
-class GeometricCorrection(Band):
-    """Leave a completion out of the surrogate unless low ≤ exp(mean_t ln ρ_t) ≤ high, ρ = π_old/μ; no other factor."""
-
-    kind: Literal["geometric"] = "geometric"
-    low: float = Field(0.99, gt=0, description="Smallest geometric mean kept; 0.99 as in SkyRL.")
-    high: float = Field(1.01, gt=0, description="Largest geometric mean kept, > low; 1.01 as in SkyRL.")
-
-
-Correction = Annotated[TruncatedCorrection | MaskedCorrection | GeometricCorrection, Field(discriminator="kind")]
+Correction = Annotated[TruncatedCorrection | MaskedCorrection, Field(discriminator="kind")]
 
 Clip = Annotated[
     PpoClip | CispoClip | DualClip | SapoClip | GmpoClip | DppoMask | VespoGate | DelightGate,
@@ -240,33 +231,14 @@ Clip = Annotated[
 ]
 
 
-class OffPolicyMask(Part):
-    """Leave tokens with A < 0 out of the surrogate where their completion's mean ln μ − ln π > threshold (arXiv 2512.02556, eq. 9).
-
-    μ is the sampler's policy, or π_old where the sampler's log-probabilities are not known, as in TRL.
-    """
-
-    threshold: float = Field(0.5, ge=0)
-    """Largest mean [nats]; 0.5 as in TRL's documentation (the paper gives none)."""
-
-
 class Kl(Part):
-    """β·k per token, in the loss or in the reward; k estimates KL(π‖π_ref), with d = ln π − ln π_ref."""
+    """β·k per token in the loss; k estimates KL(π‖π_ref), with d = ln π − ln π_ref."""
 
     coef: float = Field(0.0, ge=0, description="β; 0 needs no reference model.")
     estimator: Literal["k1", "k2", "k3", "k3_corrected"] = "k3"
     """k1: d, whose gradient is zero on average at ratio 1; k2: d²/2; k3: exp(−d) − 1 + d; k3_corrected: r·k3 with
     gradient r·d, unbiased off policy (arXiv 2512.02556; r as in `ratio`)."""
     weighted: bool = Field(False, description="Whether to multiply the term by the token's weight (TR-GRPO).")
-    place: Literal["loss", "reward"] = "loss"
-    """loss: added to the loss; reward: subtracted from the token's reward, with π_old in place of π, before the
-    advantages. Estimators of an advantage for each completion take the sum over the completion."""
-
-    @model_validator(mode="after")
-    def _of_the_reward(self) -> Self:
-        if self.place == "reward" and (self.weighted or self.estimator == "k3_corrected"):
-            raise ValueError("kl.place=reward needs kl.estimator k1, k2 or k3 and kl.weighted=false")
-        return self
 
 
 class FixedEntropyBonus(Part):
@@ -277,22 +249,6 @@ class FixedEntropyBonus(Part):
 
     kind: Literal["fixed"] = "fixed"
     coef: NonNegative = Field(0.001, description="Weight of the mean entropy [loss per nat]; ours, tune it.")
-
-
-class AdaptiveEntropyBonus(Part):
-    """A bonus as in `fixed` whose coefficient holds the entropy at a target (Skywork-OR1, arXiv 2505.22312).
-
-    After an update whose tokens had mean entropy H, coef ← min(coef + step, 1) if H ≤ target, else max(coef − step, 0);
-    it starts at 0. An update has the bonus if H of the update before was ≤ target; the first one has none.
-    """
-
-    kind: Literal["adaptive"] = "adaptive"
-    target: float = Field(0.2, gt=0, description="Target of H [nats]; 0.2 as in TRL.")
-    step: float = Field(0.005, gt=0)
-    """Change of the coefficient per update [loss per nat]; 0.005 as in TRL."""
-
-
-EntropyBonus = Annotated[FixedEntropyBonus | AdaptiveEntropyBonus, Field(discriminator="kind")]
 
 
 class KlCovPenalty(Part):
@@ -431,10 +387,10 @@ class Method(Part):
     completions, their tokens not in the token count (as TRL's mask_truncated_completions)."""
     correction: Correction | None = None
     """Factor of the surrogate for the difference between the sampler's policy and π_old."""
-    off_policy: OffPolicyMask | None = None
-    """Mask of completions that the policy has moved away from."""
     kl: Kl = Field(default_factory=Kl, description="Divergence from the reference policy.")
-    entropy: EntropyBonus | None = Field(None, description="Bonus for the policy's entropy, another term of the loss.")
+    entropy: FixedEntropyBonus | None = Field(
+        None, description="Bonus for the policy's entropy, another term of the loss."
+    )
     tokens: Tokens | None = Field(None, description="Loss tokens in the surrogate; null: all.")
     penalty: Penalty | None = Field(None, description="Additional loss term on selected tokens.")
     proximal: EwmaProximal | None = None
@@ -447,7 +403,7 @@ class Method(Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        clip, ratio, advantage = self.clip, self.ratio, self.advantage
+        clip, ratio = self.clip, self.ratio
         if self.passes is not None and not isinstance(ratio, TokenRatio):
             raise ValueError("passes needs ratio.kind=token: a sequence ratio couples the tokens of both passes")
         kind = "null" if clip is None else clip.kind
@@ -457,18 +413,10 @@ class Method(Part):
         plain = clip is None or isinstance(clip, PpoClip | CispoClip)
         if self.weight_on == "ratio" and not plain:
             raise ValueError(f"weight_on=ratio needs clip null, ppo or cispo, not {kind}; set weight_on=surrogate")
-        if kind == "vespo" and self.correction is not None and getattr(self.correction, "level", "") != "token":
-            raise ValueError(
-                "clip.kind=vespo needs correction null, or truncate or mask with correction.level=token: "
-                "the factors enter its product of ratios"
-            )
+        if kind == "vespo" and self.correction is not None and self.correction.level != "token":
+            raise ValueError("clip.kind=vespo needs correction.level=token: the factors enter its product of ratios")
         if self.kl.coef > 0 and self.kl.estimator == "k3_corrected" and self.proximal is not None:
             raise ValueError("kl.estimator=k3_corrected needs proximal=null: its ratio is π/π_old")
-        if self.kl_in_reward and isinstance(advantage, DecoupledAdvantage | MeanScaledAdvantage):
-            raise ValueError(
-                f"kl.place=reward has no effect with advantage.kind={advantage.kind}, which does not see the total reward; "
-                "set kl.place=loss"
-            )
         if getattr(ratio, "to", "old") == "sampler" and (self.correction is not None or self.proximal is not None):
             raise ValueError(
                 "ratio.to=sampler needs correction=null and proximal=null: its ratio is already to the sampler"
@@ -485,11 +433,6 @@ class Method(Part):
         return self.kl.coef > 0
 
     @property
-    def kl_in_reward(self) -> bool:
-        """Whether the divergence from the reference is subtracted from the reward."""
-        return self.kl.coef > 0 and self.kl.place == "reward"
-
-    @property
     def needs_proxy(self) -> bool:
         """Whether the loss compares with π_old without its least likely tokens."""
         return isinstance(self.penalty, LpRegPenalty)
@@ -497,7 +440,7 @@ class Method(Part):
     @property
     def needs_statistics(self) -> bool:
         """Whether the advantages depend on token statistics of the policy at the start of the step."""
-        return isinstance(self.advantage, TokenBaselineAdvantage) or self.kl_in_reward
+        return isinstance(self.advantage, TokenBaselineAdvantage)
 
     @property
     def pass_count(self) -> int:

@@ -36,7 +36,7 @@ def reference_method(method: Method) -> Method:
     """
     kl = method.kl.model_copy(update={"weighted": False})
     removed: dict[str, Any] = dict.fromkeys(
-        ("tokens", "correction", "off_policy", "penalty", "entropy", "passes", "sharpness", "module_clip", "label")
+        ("tokens", "correction", "penalty", "entropy", "passes", "sharpness", "module_clip", "label")
     )
     removed |= {"weight": UniformWeight(), "weight_on": "surrogate", "truncated": "keep", "kl": kl}
     unweighted = method.model_copy(update=removed)

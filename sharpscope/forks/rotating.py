@@ -241,8 +241,6 @@ class _Start(State):
     ) -> tuple[dict[str, Any], float]:
         """The row of a method, and the noise angle of its reference if that is plain GRPO, else NaN."""
         method, progress = self.methods[name], self.progress()
-        if method.kl_in_reward:
-            raise UserError("kl.place = reward: changes the rewards, which are the same for all methods here; use loss")
         advantage = step_advantages(method, batch.rollouts, batch.rewards, stats)
         tensors = step_tensors(batch.rollouts, advantage, stats, stats.logp, progress, method)
         method = method.model_copy(update={"weight": calibrate(method.weight, tensors)})

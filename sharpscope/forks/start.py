@@ -204,7 +204,7 @@ class State:
             self._learner,
             reference=self.reference if method.needs_reference else None,
             proximal=self.proximal if method.proximal is not None else None,
-            state=MethodState(**copy.deepcopy(self._state)),
+            state=MethodState.stored(copy.deepcopy(self._state)),
         )
 
     def drawn(
@@ -228,7 +228,16 @@ class State:
         order = replace(self._order, cursor=0, seed=seed)
         set_learning_rate(self.optimizer, 0.0)
         for number in range(1, self.warmed + 1):
-            drawn = self.drawn(method, order, seed, number)
+            drawn = draw_rollouts(
+                self.policy,
+                self.task,
+                order,
+                method,
+                self.config.rollout,
+                seed,
+                number,
+                self.scorer.statistics,
+            )
             learner.learn(drawn.rollouts, drawn.advantage, number, self.progress(), method=method, stats=drawn.stats)
         set_learning_rate(self.optimizer, self.lr)
 
@@ -381,6 +390,19 @@ class Start(State):
     def order(self, batch: int) -> DataOrder:
         """The data order at the first prompt of a batch; that of batch 0 is the run's own."""
         return replace(self._order, cursor=self._cursor + batch * self.config.rollout.prompts_per_step)
+
+    def _drawn(self, method: Method, order: DataOrder, seed: int, step: int, shared: SharedDraws) -> RolloutBatch:
+        return draw_rollouts(
+            self.policy,
+            self.task,
+            order,
+            method,
+            self.config.rollout,
+            seed,
+            step,
+            lambda rollouts: shared.statistics(self.scorer, rollouts),
+            shared.draw,
+        )
 
     def rollouts(
         self,

@@ -14,7 +14,6 @@ from sharpscope.objective.loss import (
     gradient_killed,
     gradient_mass,
     k3,
-    kl_reward,
     policy_loss,
     token_normalizer,
 )

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sharpscope.config.method import (
-    AdaptiveEntropyBonus,
     CispoClip,
     Clip,
     DelightGate,
     DppoMask,
     DualClip,
-    EntropyBonus,
-    FixedEntropyBonus,
     GmpoClip,
     HolderRatio,
     Kl,
     KlCovPenalty,
     LpRegPenalty,
     Method,
-    OffPolicyMask,
     PpoClip,
     Ratio,
     SapoClip,
@@ -53,8 +50,8 @@ def policy_loss(
 
     With x_t = w_t·r_t (`weight_on=ratio`) or r_t, S(x, A) the clipped objective, c_t the normalizer and P the tokens of
     this pass: loss = Σ_{t ∈ P} c_t·{ −keep_t·[w_t]·b_t·S(x_t, A_t) + penalty_t·D_t + β·[w_t]·k_t }, where [w_t] is the
-    weight where it belongs and 1 elsewhere, D_t the divergence of KL-Cov or Lp-Reg, k_t the estimator `kl.estimator` (0
-    for `kl.place=reward`) and b_t the sampler correction, times π_prox/π_behavior for a decoupled objective. No gradient
+    weight where it belongs and 1 elsewhere, D_t the divergence of KL-Cov or Lp-Reg, k_t the estimator `kl.estimator`
+    and b_t the sampler correction, times π_prox/π_behavior for a decoupled objective. No gradient
     flows through w, b, the masks or the bounds.
 
     Args:
@@ -103,8 +100,6 @@ def policy_loss(
     if method.correction is not None and not isinstance(method.clip, VespoGate):
         objective = plan.correction * objective
     keep = plan.keep
-    if method.off_policy is not None:
-        keep = keep & on_policy_tokens(method.off_policy, logp.detach(), plan)
     surrogate = -(torch.where(keep, objective, 0.0) * active).sum()
     loss = surrogate
     if isinstance(method.penalty, KlCovPenalty):
@@ -115,7 +110,7 @@ def policy_loss(
     kl, divergence = torch.zeros_like(logp), None
     if reference_logp is not None:
         kl = k3(logp, torch.where(mask, reference_logp.detach(), 0.0))
-        if method.kl.coef > 0 and not method.kl_in_reward:
+        if method.kl.coef > 0:
             term = kl_term(method.kl, kl, torch.where(mask, logp - reference_logp.detach(), 0.0), ratio)
             if method.kl.weighted:
                 term = weight * term
@@ -132,16 +127,17 @@ class MethodState:
     """What a method keeps between updates.
 
     Attributes:
-        coef: coefficient of an adaptive entropy bonus.
-        last: mean entropy of the last update's tokens [nats]; None before the first update or without a bonus.
         weight: the settings of a token weight that moves from step to step, as of the last one.
         norms: moving average of the gradient norm of each module type (`ModuleClip`).
     """
 
-    coef: float = 0.0
-    last: float | None = None
     weight: dict[str, Any] = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def stored(cls, values: Mapping[str, Any]) -> MethodState:
+        """The state in a checkpoint, also in one of an earlier version, which kept more."""
+        return cls(**{known.name: values[known.name] for known in fields(cls) if known.name in values})
 
     def moved(self, weight: TokenWeight, entropy: Tensor) -> TokenWeight:
         """The token weight of a step whose loss tokens have this entropy (M,) [nats]; remembered if it moves."""
@@ -150,18 +146,6 @@ class MethodState:
         self.weight = {} if now is weight else now.model_dump()
         return now
 
-    def applied(self, spec: EntropyBonus | None) -> float:
-        """The coefficient in the next update's loss; schedules of a fixed bonus must be resolved (`at`)."""
-        if isinstance(spec, AdaptiveEntropyBonus):
-            return self.coef if self.last is not None and self.last <= spec.target else 0.0
-        return float(spec.coef) if isinstance(spec, FixedEntropyBonus) else 0.0  # type: ignore[arg-type]
-
-    def count(self, spec: EntropyBonus | None, entropy: float) -> None:
-        """Change the coefficient after an update whose tokens had this mean entropy [nats]."""
-        if isinstance(spec, AdaptiveEntropyBonus):
-            self.coef = min(self.coef + spec.step, 1.0) if entropy <= spec.target else max(self.coef - spec.step, 0.0)
-        self.last = entropy
-
 
 def entropy_bonus(coef: float, plan: Plan, entropy: Tensor, tokens: int, *, pass_index: int = 0) -> Tensor:
     """This microbatch's share of coef·(mean entropy of an update's loss tokens), to be subtracted from the loss.
@@ -169,7 +153,7 @@ def entropy_bonus(coef: float, plan: Plan, entropy: Tensor, tokens: int, *, pass
     The mean is over tokens whatever `aggregate` is, as in TRL.
 
     Args:
-        coef: as `EntropyControl.applied` gives it.
+        coef: of `FixedEntropyBonus`, resolved.
         plan: the rows of the plan that belong to this microbatch.
         entropy: (n, T) [nats] of the current policy, with gradient.
         tokens: loss tokens of all completions of the update, of all passes.
@@ -259,13 +243,6 @@ def dppo_masked(clip: DppoMask, ratio: Tensor, advantage: Tensor, logp: Tensor) 
     return above.int() - below.int()
 
 
-def on_policy_tokens(spec: OffPolicyMask, logp: Tensor, plan: Plan) -> Tensor:
-    """(n, T) bool: tokens that the off-policy mask keeps, A ≥ 0 or mean_t (ln μ − ln π) of the completion ≤ threshold."""
-    count = plan.mask.sum(-1, keepdim=True).clamp(min=1)
-    gap = torch.where(plan.mask, plan.sampler_logp - logp, 0.0).sum(-1, keepdim=True) / count
-    return (gap <= spec.threshold) | (plan.advantage >= 0)  # (n, 1) | (n, T)
-
-
 def gradient_killed(clip: PpoClip, ratio: Tensor, advantage: Tensor) -> Tensor:
     """Tokens whose surrogate is constant, int32: 1 where x > 1 + high and A > 0, −1 where x < 1 − low and A < 0.
 
@@ -293,19 +270,6 @@ def kl_term(spec: Kl, k3_value: Tensor, difference: Tensor, ratio: Tensor) -> Te
         case "k3_corrected":
             return ratio * k3_value
     return k3_value
-
-
-def kl_reward(method: Method, logp: Tensor, reference_logp: Tensor, mask: Tensor) -> Tensor:
-    """−β·k of each token (N, T), float64, for `kl.place=reward`: k by `kl.estimator` with π_old in place of π; 0 outside the mask.
-
-    Args:
-        method: its `kl` decides.
-        logp: (N, T) [nats] under π_old.
-        reference_logp: (N, T) [nats] under the reference policy.
-        mask: (N, T) bool, tokens that the policy sampled.
-    """
-    old, reference = (torch.where(mask, x, 0.0).double() for x in (logp, reference_logp))
-    return -method.kl.coef * kl_term(method.kl, k3(old, reference), old - reference, torch.ones_like(old))
 
 
 def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:

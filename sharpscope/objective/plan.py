@@ -10,7 +10,6 @@ from torch import Tensor
 
 from sharpscope.config.method import (
     Correction,
-    GeometricCorrection,
     KlCovPenalty,
     LpRegPenalty,
     Method,
@@ -131,9 +130,6 @@ def _correction(spec: Correction | None, log_ratio: Tensor, mask: Tensor) -> Ten
     if spec is None:
         return torch.ones_like(log_ratio)
     total = log_ratio.sum(-1, keepdim=True)  # (N, 1)
-    if isinstance(spec, GeometricCorrection):
-        mean = (total / mask.sum(-1, keepdim=True).clamp(min=1)).exp()
-        return ((mean >= spec.low) & (mean <= spec.high)).to(log_ratio.dtype).expand_as(log_ratio)
     ratio = (log_ratio if spec.level == "token" else total.expand_as(log_ratio)).exp()
     if isinstance(spec, TruncatedCorrection):
         return ratio.clamp(max=spec.high)

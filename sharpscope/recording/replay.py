@@ -221,7 +221,7 @@ def _check_method(rows: StepRows, method: Method) -> None:
             f"--method {name}: its update is not Σ c ∇ log π of one pass over the tokens; give a method without SAM, entropy bonus, "
             "Lopti's passes, Lp-Reg and CAPO"
         )
-    sampler = method.correction is not None or method.off_policy is not None
+    sampler = method.correction is not None
     for needed, column, what in (
         (method.needs_reference, "ref_logp", "log-probabilities of the reference policy"),
         (sampler, "behavior_logp", "log-probabilities of the sampler"),

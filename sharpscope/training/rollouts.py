@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sharpscope.config.method import DecoupledAdvantage
-from sharpscope.objective import Method, estimate_advantages, kl_reward, overlong_penalty
+from sharpscope.objective import Method, estimate_advantages, overlong_penalty
 from sharpscope.policy import Policy, Rollouts, RolloutSpec, TokenStats, draw_scored, join_rollouts
 from sharpscope.recording.step import RolloutBatch
 from sharpscope.seeds import derive, generator
@@ -52,7 +52,6 @@ def draw_rollouts(
     step: int,
     statistics: Callable[[Rollouts], TokenStats] | None = None,
     draw: Draw | None = None,
-    reference_logp: Callable[[Rollouts], Tensor] | None = None,
 ) -> RolloutBatch:
     """The rollouts of one step.
 
@@ -62,8 +61,6 @@ def draw_rollouts(
     Args:
         statistics: gives π_old's token statistics; called once, for methods whose advantages need them.
         draw: draws and scores the completions of some examples; None for `draw_group`.
-        reference_logp: gives log-probabilities (N, T) [nats] under the reference policy; called once, for methods with a
-            divergence in the reward.
     """
     draw = draw or draw_group
     examples = order.take(spec.prompts_per_step)
@@ -84,15 +81,11 @@ def draw_rollouts(
     if sampling.overlong is not None:
         penalty = overlong_penalty(sampling, rollouts.lengths.cpu(), spec.max_new_tokens)
         rollouts, rewards = _with_part(rollouts, rewards, "overlong", penalty)
-    stats = token_reward = None
+    stats = None
     if method.needs_statistics:
         assert statistics is not None, f"{method.advantage.kind} needs the statistics of the tokens"
         stats = statistics(rollouts)
-    if method.kl_in_reward:
-        assert reference_logp is not None and stats is not None, "method.kl.place=reward needs the reference policy"
-        token_reward = kl_reward(method, stats.logp, reference_logp(rollouts), rollouts.completion_mask.bool())
-        rollouts, rewards = _with_part(rollouts, rewards, "kl", token_reward.sum(1).cpu())
-    advantage = step_advantages(method, rollouts, rewards, stats, token_reward)
+    advantage = step_advantages(method, rollouts, rewards, stats)
     return RolloutBatch(examples, rollouts, rewards, advantage, redrawn, stats)
 
 
@@ -101,7 +94,6 @@ def step_advantages(
     rollouts: Rollouts,
     rewards: list[Reward],
     stats: TokenStats | None,
-    token_reward: Tensor | None = None,
 ) -> Tensor:
     """Advantages of a step's completions, (N,) or (N, T), float64.
 
@@ -128,7 +120,6 @@ def step_advantages(
         correct=correct.to(rows.device)[rows],
         logp=None if stats is None else stats.logp.to(rows.device)[rows],
         collision=None if stats is None else stats.collision.to(rows.device)[rows],
-        token_reward=None if token_reward is None else token_reward.to(rows.device)[rows],
     )
     advantage = usable.new_zeros(len(rewards), *usable.shape[1:])
     advantage[rows] = usable

@@ -108,7 +108,8 @@ class Updates:
     @property
     def _entropy_coef(self) -> float:
         """Coefficient of the entropy bonus in the present update."""
-        return self.learner.state.applied(self.method.at(self.progress).entropy)
+        entropy = self.method.at(self.progress).entropy
+        return 0.0 if entropy is None else float(entropy.coef)  # type: ignore[arg-type]  # schedules are resolved
 
     def skip(self, gradient: _Gradient, norm: float) -> UpdateResult:
         """Leave the update out."""
@@ -161,8 +162,6 @@ class Updates:
         self._move_proximal()
         self.tokens.count(gradient.rows, gradient.tokens)
         learner.optimizer.zero_grad(set_to_none=True)
-        if gradient.entropy is not None:
-            learner.state.count(self.method.entropy, gradient.entropy)
         broken = not math.isfinite(moved.total)
         text = BROKEN if broken else ""
         return self._result(
@@ -171,7 +170,7 @@ class Updates:
 
     def _moving(self, rows: Tensor) -> Tensor:
         """(n,) bool on the CPU: whether the loss of `rows` (n,) has a gradient, or is 0 at all weights."""
-        if self.method.entropy is not None or (self.method.kl.coef > 0 and not self.method.kl_in_reward):
+        if self.method.entropy is not None or self.method.kl.coef > 0:
             return torch.ones(len(rows), dtype=torch.bool)
         return ((self.plan.advantage[rows] != 0) | (self.plan.penalty[rows] != 0)).any(1).cpu()
 

@@ -152,9 +152,6 @@ def test_a_label_names_what_was_changed():
         ({"clip": {"kind": "dual", "high": 0.5, "bound": 1.4}}, "bound = 1.4 must be above"),
         ({"correction": {"kind": "mask", "low": 2.0, "high": 1.0}}, "must be below high"),
         ({"kl": Kl(coef=0.1, estimator="k3_corrected"), "proximal": {"kind": "ewma"}}, "needs proximal=null"),
-        ({"kl": {"place": "reward", "weighted": True}}, "kl.place=reward needs"),
-        ({"kl": {"place": "reward", "coef": 0.1}, "advantage": {"kind": "decoupled"}}, "has no effect with"),
-        ({"kl": {"place": "reward", "coef": 0.1}, "advantage": {"kind": "mean_scaled"}}, "does not see"),
     ],
 )
 def test_combinations_without_a_meaning_are_refused(parts: dict, message: str):

@@ -26,7 +26,7 @@ from sharpscope.config.token_weights import SigmoidWeight
 def test_the_reference_has_weights_1_and_no_mask(name):
     method = named_method(name)
     reference = reference_method(method)
-    removed = ("tokens", "passes", "sharpness", "penalty", "correction", "off_policy", "entropy")
+    removed = ("tokens", "passes", "sharpness", "penalty", "correction", "entropy")
     assert reference.weight.kind == "uniform" and all(getattr(reference, part) is None for part in removed)
     assert reference.truncated == "keep" and not reference.kl.weighted
     assert type(method).model_validate(reference.model_dump()) == reference

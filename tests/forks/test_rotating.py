@@ -78,30 +78,6 @@ def test_a_checkpoint_gives_the_numbers_of_the_trace(folder, step):
     assert found.batch["step"] == step and found.batch["recorded"] is True and found.batch["tokens"] == traced["tokens"]
 
 
-def test_an_adaptive_entropy_bonus_has_its_coefficient_of_the_checkpoint(tiny_policy, tmp_path):
-    entropy = {"kind": "adaptive", "target": 50.0, "step": 0.1}
-    values = {
-        **TOY,
-        "policy.model": str(tiny_policy),
-        "out": str(tmp_path / "run"),
-        "method": "grpo",
-        "steps": 3,
-        "evaluation.every": 0,
-        "recording.rotation_every": 1,
-        "recording.token_gradients_every": 0,
-        "update.mini_batches": 1,
-        "checkpoint.every": 1,
-        "checkpoint.keep_last": 5,
-        **{f"method.entropy.{name}": value for name, value in entropy.items()},
-    }
-    train(build_config(values=values))
-    own = "own=grpo" + "".join(f"+entropy.{name}={value}" for name, value in entropy.items())
-    found = rotate([own], run=tmp_path / "run", checkpoint=2).table.iloc[0]
-    traced = sharpscope.load_run(tmp_path / "run").steps.set_index("step").loc[3]
-    np.testing.assert_allclose(found[ANGLES].astype(float), traced[ANGLES].astype(float), rtol=1e-3)
-    assert found["gradient_rotation"] > 0.1
-
-
 def test_methods_with_equal_gradients_share_passes_and_the_numbers_are_those_of_each(tiny_policy, monkeypatch):
     names = [
         "grpo",
@@ -280,7 +256,5 @@ def test_bad_checkpoints_and_a_batch_without_signal(folder, tiny_policy):
         rotate(["grpo"], run=folder, checkpoint="step-000007")
     with pytest.raises(UserError, match="plain GRPO has no gradient"):
         rotate(["grpo"], model=str(tiny_policy), overrides=[*FRESH, "task.factory=tests.toy_task:equally_rewarded"])
-    with pytest.raises(UserError, match=r"--methods grpo\+kl.*kl.place = reward"):
-        rotate(["grpo+kl.coef=0.1+kl.place=reward"], model=str(tiny_policy), overrides=FRESH)
     with pytest.raises(UserError, match="learning rate is 0"):
         rotate(["grpo"], run=folder, overrides=["optimizer.schedule=linear"])

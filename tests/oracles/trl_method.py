@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from sharpscope.config.method import (
-    AdaptiveEntropyBonus,
     Advantage,
     CispoClip,
     DecoupledAdvantage,
@@ -14,7 +13,6 @@ from sharpscope.config.method import (
     GroupAdvantage,
     Kl,
     MaskedCorrection,
-    OffPolicyMask,
     PpoClip,
     SapoClip,
     SequenceRatio,
@@ -49,14 +47,12 @@ def trl_method(trainer: Any, weights: Method | None) -> tuple[Method, list[str]]
         notes.append(f"the loss is TRL's loss_type '{loss_type}', which config.method does not describe")
     bonus: Any = None
     coef = float(getattr(args, "entropy_coef", 0.0) or 0.0)
-    adaptive = bool(getattr(args, "use_adaptive_entropy", False))
     if coef < 0:
         notes.append(f"the loss has an entropy bonus with the negative coefficient {coef:g}")
-    elif adaptive or coef > 0:
-        bonus = _adaptive_entropy(args, coef) if adaptive else FixedEntropyBonus(coef=coef)
+    elif coef > 0:
+        bonus = FixedEntropyBonus(coef=coef)
         if float(trainer.top_entropy_quantile) < 1:
             notes.append("TRL's entropy bonus is over the tokens with the highest entropy only")
-    threshold = getattr(args, "off_policy_mask_threshold", None)
     corrected = bool(trainer.beta) and bool(getattr(args, "use_bias_correction_kl", False))
     # VESPO's product is of the tokens' ratios
     sequence = trainer.importance_sampling_level == "sequence" and loss_type != "vespo"
@@ -73,17 +69,11 @@ def trl_method(trainer: Any, weights: Method | None) -> tuple[Method, list[str]]
         aggregate=AGGREGATES.get(loss_type, "sequence_mean"),
         truncated="mask" if getattr(args, "mask_truncated_completions", False) else "keep",
         correction=_correction(trainer, notes),
-        off_policy=None if threshold is None else OffPolicyMask(threshold=float(threshold)),
         kl=Kl(coef=float(trainer.beta), estimator="k3_corrected" if corrected else "k3"),
         entropy=bonus,
         tokens=tokens,
     )
     return method, notes
-
-
-def _adaptive_entropy(args: Any, coef: float) -> AdaptiveEntropyBonus:
-    assert (coef, args.entropy_coef_min, args.entropy_coef_max) == (0.0, 0.0, 1.0)
-    return AdaptiveEntropyBonus(target=float(args.entropy_target), step=float(args.entropy_coef_delta))
 
 
 def _advantage(trainer: Any) -> Advantage:

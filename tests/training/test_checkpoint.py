@@ -50,7 +50,7 @@ def cut_off(tiny_policy, tmp_path_factory):
         "checkpoint.every": 2,
         "checkpoint.keep_last": 3,
         "method": "clip-cov",
-        "method.entropy": {"kind": "adaptive", "target": 100.0},
+        "method.entropy": {"kind": "fixed", "coef": 0.01},
         "method.weight": {"kind": "stare", "step": 0.05, "target": 100.0},
         "method.module_clip": {"kind": "aggc", "high": 1.01},
     }

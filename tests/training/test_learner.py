@@ -14,7 +14,6 @@ import torch
 
 from sharpscope import distributed
 from sharpscope.config.method import (
-    AdaptiveEntropyBonus,
     FixedEntropyBonus,
     GradientNormPenalty,
     Kl,
@@ -267,7 +266,6 @@ IDLE = [
     *("grpo", "grpo-sg", "ar-lopti", "gspo", "dapo", "cov-grpo", "stapo", "lp-reg", "rloo"),
     named_method("grpo").model_copy(update={"entropy": FixedEntropyBonus(coef=0.1)}),
     named_method("grpo").model_copy(update={"kl": Kl(coef=0.1)}),
-    named_method("grpo").model_copy(update={"kl": Kl(coef=0.1, place="reward")}),
     named_method("grpo").model_copy(update={"sharpness": Sam(rho=0.5)}),
 ]
 
@@ -294,7 +292,7 @@ def test_groups_without_an_advantage_have_no_backward_pass_and_change_nothing(wo
         passes, run = sum(run), []
         patch.setattr(updates_module.Updates, "_moving", lambda self, rows: torch.ones(len(rows), dtype=torch.bool))
         wanted, all_learned = gradient(policy, drawn, value, **changes)
-    has_own_gradient = value.entropy is not None or (value.kl.coef > 0 and not value.kl_in_reward)
+    has_own_gradient = value.entropy is not None or value.kl.coef > 0
     if value.penalty is None:  # otherwise some groups may have a penalty
         share = 1.0 if has_own_gradient else float((~idle).double().mean())
         assert passes == pytest.approx(share * sum(run))
@@ -486,35 +484,7 @@ def test_the_samplers_correction_is_recorded(world):
     assert "correction" not in token_columns(1, drawn, plain, {}, policy.head, 1.0)
 
 
-# -- adaptive entropy, filtered policy ---------------------------------------------------------------------------------
-
-
-def test_the_adaptive_bonus_follows_the_entropy(world):
-    """Each update has the coefficient that the updates before it left, and none while the entropy is above the target."""
-    policy, drawn = world
-    every = learn(
-        learner_of(policy), drawn, named_method("grpo").model_copy(update={"entropy": FixedEntropyBonus(coef=0.0)})
-    )
-    level = every.updates[0].entropy
-    spec = AdaptiveEntropyBonus(target=1.02 * level, step=0.3)
-    method = named_method("grpo").model_copy(update={"entropy": spec})
-    observed = learner_of(policy, inner_epochs=4)
-    gradients, learned = [], []
-    observed.optimizer.register_step_pre_hook(
-        lambda *_: gradients.append(torch.cat([p.grad.flatten().clone() for p in observed.parameters]))
-    )
-    for _ in range(2):  # the state outlives a step
-        learned += learn(observed, drawn, method).updates
-    coef, last, applied = 0.0, math.inf, list[float]()
-    for update in learned:
-        applied.append(coef if last <= spec.target else 0.0)
-        assert update.entropy > 0
-        coef = min(coef + 0.3, 1.0) if update.entropy <= spec.target else max(coef - 0.3, 0.0)
-        last = update.entropy
-    assert applied[0] == 0.0 and max(applied) == 1.0  # what it is for: applied, up to its bound
-    assert (observed.state.coef, observed.state.last) == (coef, last)
-    table = pd.DataFrame(update_columns(1, learn(observed, drawn, method).updates))
-    assert table["entropy"].notna().all()
+# -- filtered policy ---------------------------------------------------------------------------------
 
 
 def test_lp_reg_and_stapo_in_training(world, monkeypatch):
