@@ -123,7 +123,7 @@ def run(
         if wrong is not None:
             raise UserError(f"{wrong}: goes with a sweep; give --methods or --seeds, or a file with methods or parts")
         values = command_values(**options) | ({} if out is None else {"out": str(out)})
-        _train(make_config(config_data(config, set_ or (), values, token_weights)), quiet)
+        _train(make_config(config_data(config, set_ or (), values), token_weights), quiet)
         return
     if label is not None:
         raise UserError("--label: goes with one method; in --methods write label=name")

@@ -29,7 +29,6 @@ from sharpscope.config.reference import (
 )
 from sharpscope.config.run import (
     RunConfig,
-    arm_method,
     build_config,
     config_data,
     make_config,

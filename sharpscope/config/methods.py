@@ -9,18 +9,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from sharpscope.config.base import Part, check_keys, short, validate
 from sharpscope.config.method import Method
 from sharpscope.config.reading import load_yaml, merge, method_layer, method_parts
 from sharpscope.config.token_weights import (
     ConstantWeight,
+    Control,
     CustomWeight,
     EntropyWeight,
     MeanOneWeight,
     ReverseWeight,
     ShuffledWeight,
+    SigmoidWeight,
     UniformWeight,
-    token_weight_kinds,
 )
 from sharpscope.config.weighting import Weighting
 from sharpscope.errors import UserError, nearest
@@ -169,21 +172,17 @@ def expand_method(given: Any) -> dict[str, Any]:
     return merge(named_method(str(given.get("name", "grpo"))).model_dump(mode="json"), given)
 
 
-def parse_method(text: str, token_weights: str | None = None) -> Method:
+def parse_method(text: str) -> Method:
     """The method written as `[label=]name[+field=value…]`, such as `flat=mine:flat_top` or `grpo-sg+weight.U=4`.
 
     Args:
         text: see `named_method` for the name; fields are those of a run's `method`.
-        token_weights: `--token-weights`, see `weight_layer`.
 
     Raises:
         UserError: the method or a field is unknown, or a value is invalid.
     """
     try:
-        data = expand_method(text)
-        if token_weights is not None:
-            data = merge(data, weight_layer(token_weights, data))
-        method: Method = validate(Method, check_keys(Method, data, "method"))
+        method: Method = validate(Method, check_keys(Method, expand_method(text), "method"))
     except UserError as error:
         raise UserError(f"--methods {text}: {error}") from None
     return method
@@ -203,7 +202,7 @@ def parse_methods(texts: Sequence[str], token_weights: str | None = None) -> dic
     for text in texts:
         method = parse_method(text)
         if token_weights is not None and (len(texts) == 1 or not isinstance(method.weight, UniformWeight)):
-            method = parse_method(text, token_weights)
+            method = with_token_weights(method, token_weights)
         if arm_name(text) in methods:
             raise UserError(f"--methods {arm_name(text)}: given twice; give one a label: label=method")
         methods[arm_name(text)] = method
@@ -219,42 +218,42 @@ def arm_name(text: str) -> str:
     return method_parts(text)[0] or text.strip()
 
 
-def weight_layer(text: str, method: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that give a complete `method` the token weights `text` (`--token-weights`).
+def with_token_weights(method: Method, text: str) -> Method:
+    """The method with other token weights (`--token-weights`); inside a control, the innermost weight changes.
 
     Args:
+        method: its other settings stay.
         text: `paper` or `calibrated` (presets of the sigmoid), or `module:function`.
-        method: as `expand_method` returns it. A control (shuffled, reverse, constant, mean_one) keeps its kind; the
-            innermost weight changes.
 
     Raises:
         UserError: the weights do not apply to the method.
     """
-    if ":" in text:
-        value = {"kind": "custom", "function": text}
-    elif text in ("paper", "calibrated"):
-        value = {"preset": text}
-    else:
-        raise UserError(f"--token-weights {text}: must be paper, calibrated, or module:function")
-    weight, depth, kinds = method.get("weight"), 0, token_weight_kinds()
-    while isinstance(weight, Mapping) and "of" in kinds.get(str(weight.get("kind")), UniformWeight).model_fields:
-        weight, depth = weight.get("of"), depth + 1
-    kind = weight.get("kind") if isinstance(weight, Mapping) else None
-    name = method.get("name")
-    if kind == "entropy":
-        raise UserError(
-            f"--token-weights {text}: not available for method {name}, whose weights depend on the entropy; "
-            "remove --token-weights, or choose another control such as -shuffled"
-        )
-    if "preset" in value and kind not in (None, "sigmoid"):
-        raise UserError(
-            f"--token-weights {text}: applies to sigmoid weights, and those of method {name} are {kind}; "
-            "choose a method such as grpo-sg, or remove --token-weights"
-        )
-    layer: dict[str, Any] = value
-    for _ in range(depth):
-        layer = {"of": layer}
-    return {"weight": layer}
+    option = f"--token-weights {text}"
+
+    def changed(weight: Any) -> Any:
+        """The weighting with the new weights, or around them."""
+        if isinstance(weight, Control):
+            return weight.replace(of=changed(weight.of))
+        if isinstance(weight, EntropyWeight):
+            raise UserError(
+                f"{option}: not available for method {method.name}, whose weights depend on the entropy; "
+                "remove --token-weights, or choose another control such as -shuffled"
+            )
+        if ":" in text:
+            return CustomWeight(function=text)
+        if text not in ("paper", "calibrated"):
+            raise UserError(f"{option}: must be paper, calibrated, or module:function")
+        if not isinstance(weight, SigmoidWeight):
+            raise UserError(
+                f"{option}: applies to sigmoid weights, and those of method {method.name} are {weight.kind}; "
+                "choose a method such as grpo-sg, or remove --token-weights"
+            )
+        return weight.replace(preset=text)
+
+    try:
+        return method.model_copy(update={"weight": changed(method.weight)})
+    except ValidationError as error:
+        raise UserError(f"{option}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
 
 
 # -- labels ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from sharpscope.config.base import Spec, check_keys, known_settings, validate
 from sharpscope.config.method import Method
-from sharpscope.config.methods import expand_method, method_label, named_method, parse_method, weight_layer
+from sharpscope.config.methods import expand_method, method_label, named_method, with_token_weights
 from sharpscope.config.policy import EMBEDDED_NAMES, EMBEDDED_PREFIX, PolicySpec, RolloutSpec
 from sharpscope.config.probes import ProbesSpec
 from sharpscope.config.reading import merge, merge_all, nested, parse_override, read_yaml
@@ -134,7 +134,7 @@ def build_config(
     Raises:
         UserError: A field is unknown or invalid; the message names the field, the value and the fix.
     """
-    return make_config(config_data(file, overrides, values, token_weights))
+    return make_config(config_data(file, overrides, values), token_weights)
 
 
 def read_recorded(folder: Path, values: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -162,24 +162,15 @@ def recorded_settings(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_data(
-    file: Path | None = None,
-    overrides: Sequence[str] = (),
-    values: Mapping[str, Any] | None = None,
-    token_weights: str | None = None,
+    file: Path | None = None, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The settings of `build_config` as nested values, not validated."""
     layers = [] if file is None else [read_yaml(file)]
     layers += [nested(path, value) for path, value in (values or {}).items()]
-    layers += [parse_override(override) for override in overrides]
-    if token_weights is not None:
-        # After the last layer that names the method (it resets the method), before overrides of single constants.
-        naming = [index for index, layer in enumerate(layers, 1) if _names_method(layer)]
-        method = expand_method(merge_all(layers).get("method", {}))
-        layers.insert(max([len(layers) - len(overrides), *naming]), {"method": weight_layer(token_weights, method)})
-    return merge_all(layers)
+    return merge_all([*layers, *map(parse_override, overrides)])
 
 
-def make_config(data: Mapping[str, Any]) -> RunConfig:
+def make_config(data: Mapping[str, Any], token_weights: str | None = None) -> RunConfig:
     """Validate nested values as a configuration.
 
     Raises:
@@ -188,26 +179,13 @@ def make_config(data: Mapping[str, Any]) -> RunConfig:
     if data.get("method") is not None:
         data = {**data, "method": expand_method(data["method"])}
     config: RunConfig = validate(RunConfig, _default_policy(check_keys(RunConfig, data)))
-    return config.model_copy(update={"method": _as_auto(config.method, config)})
-
-
-def arm_method(text: str, config: RunConfig, token_weights: str | None = None) -> Method:
-    """The method written as `[label=]name[+field=value…]` for a run's policy (see `parse_method`).
-
-    Raises:
-        UserError: the method or a field is unknown, or a value is invalid.
-    """
-    return _as_auto(parse_method(text, token_weights), config)
+    method = config.method if token_weights is None else with_token_weights(config.method, token_weights)
+    return config.model_copy(update={"method": _as_auto(method, config)})
 
 
 def _as_auto(method: Method, config: RunConfig) -> Method:
     """A preset equal to the default becomes `auto`, so that equal methods have the same label."""
     return method.with_preset(config.default_preset, "auto")
-
-
-def _names_method(layer: Mapping[str, Any]) -> bool:
-    method = layer.get("method")
-    return isinstance(method, str) or (isinstance(method, Mapping) and "name" in method)
 
 
 def _default_policy(data: dict[str, Any]) -> dict[str, Any]:

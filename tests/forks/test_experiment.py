@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 import sharpscope
 from sharpscope.analysis import analyze
 from sharpscope.cli import main
-from sharpscope.config import ForkSpec, arm_method, arm_name
+from sharpscope.config import ForkSpec, arm_name
 from sharpscope.errors import UserError
 from sharpscope.forks import experiment
 from sharpscope.forks.start import SharedDraws
 from sharpscope.training.checkpoint import OPTIMIZER, checkpoint_dir
-from tests.forks.starts import SMALL, start_of
+from tests.forks.starts import SMALL, arm_method, start_of
 
 
 def call(arguments, code=0) -> None:

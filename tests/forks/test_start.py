@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sharpscope
-from sharpscope.config import ForkSpec, arm_method, build_config
+from sharpscope.config import ForkSpec, build_config
 from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
 from sharpscope.forks import experiment
@@ -17,7 +17,7 @@ from sharpscope.forks import start as starts
 from sharpscope.forks.start import Start
 from sharpscope.traces import RunLock
 from tests.conftest import TOY
-from tests.forks.starts import SMALL, start_of
+from tests.forks.starts import SMALL, arm_method, start_of
 
 
 def state_of(start: Start) -> list[torch.Tensor]:
