@@ -110,6 +110,13 @@ def make_case(
     return Case(reward, step, now.to(dtype), reference.to(dtype), proximal.to(dtype), parts)
 
 
+def plain_step(mask: Tensor, group: Tensor, advantage: Tensor, logp: Tensor, **given: Tensor | None) -> StepTensors:
+    """A step under π_old with log-probabilities `logp`, and NaN for statistics that are not given."""
+    names = ("logit", "entropy", "collision", "polarity")
+    unused = torch.full(mask.shape, torch.nan, dtype=logp.dtype)
+    return StepTensors(mask, group, advantage, logp, logp, **(dict.fromkeys(names, unused) | given))
+
+
 def as_batch(case: Case, *, beta: float = 0.0, choose=None) -> Batch:
     """The same as lists of Python floats; the current log-probabilities become duals."""
     step = case.step

@@ -205,15 +205,6 @@ def test_at_ratio_one_the_clip_does_nothing(seed: int, name: str):
         torch.testing.assert_close(clipped[0], free[0], rtol=0, atol=1e-12)
 
 
-def test_tr_grpo_and_clip_cov_differ_from_their_unclipped_forms_at_ratio_one():
-    for name, free in (("tr-grpo", {"clip": None}), ("clip-cov", {"tokens": None})):
-        case = make_case(named_method(name), 0)
-        method = ready(name, case)
-        at_one = loss_and_gradient(method, case, case.step.behavior_logp)
-        other = loss_and_gradient(method.model_copy(update=free), case, case.step.behavior_logp)
-        assert (at_one[1] - other[1]).abs().max() > 1e-3
-
-
 def test_tr_grpo_trap():
     """ε = 0.2, r = 1, w > 1.2: a positive token loses its whole gradient, a negative one keeps it; grpo-sg keeps
     both.

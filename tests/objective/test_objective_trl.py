@@ -22,7 +22,6 @@ from sharpscope.config.method import (
 )
 from sharpscope.objective import (
     Method,
-    StepTensors,
     entropy_bonus,
     estimate_advantages,
     group_advantages,
@@ -35,6 +34,7 @@ from tests.integrations.trainers import PROMPTS, VOCABULARY, evens, shortness
 from tests.integrations.trainers import tokenizer as word_tokenizer
 from tests.integrations.trainers import trainer as grpo_trainer
 from tests.models import tiny_model
+from tests.objective.data import plain_step
 from tests.oracles.trl_method import trl_method
 
 trl = pytest.importorskip("trl", reason="TRL is not installed (test extra)")
@@ -176,19 +176,8 @@ def our_loss(method: Method, model: torch.nn.Module, batch: dict[str, Tensor], s
     (now, entropy), mask = logps(model, batch), batch["completion_mask"]
     behavior, reference = (now + batch["noise"]).detach(), (now + batch["drift"]).detach()
     advantage = group_advantages(batch["reward"], batch["group"], method.advantage)
-    unused = torch.full(mask.shape, torch.nan)
-    step = StepTensors(
-        mask=mask,
-        group=batch["group"],
-        advantage=advantage,
-        behavior_logp=behavior,
-        logp=behavior,
-        logit=unused,
-        entropy=unused,
-        collision=unused,
-        polarity=unused,
-        sampler_logp=behavior + batch["sampler"] if sampler else None,
-    )
+    drawn = behavior + batch["sampler"] if sampler else None
+    step = plain_step(mask, batch["group"], advantage, behavior, sampler_logp=drawn)
     normalizer = token_normalizer(method, mask, COMPLETION)
     plan = prepare(method, step)
     loss = policy_loss(method, plan, now, normalizer, reference_logp=reference).loss
@@ -342,18 +331,7 @@ def test_the_first_gradient_of_rloo_is_trls(batch: dict[str, Tensor], tmp_path: 
     method = named_method("rloo")
     advantage = estimate_advantages(method.advantage, batch["reward"], batch["group"], mask)
     now, _ = logps(model, batch)
-    unused = torch.full(mask.shape, torch.nan)
-    step = StepTensors(
-        mask=mask,
-        group=batch["group"],
-        advantage=advantage,
-        behavior_logp=now.detach(),
-        logp=now.detach(),
-        logit=unused,
-        entropy=unused,
-        collision=unused,
-        polarity=unused,
-    )
+    step = plain_step(mask, batch["group"], advantage, now.detach())
     policy_loss(method, prepare(method, step), now, token_normalizer(method, mask, COMPLETION)).loss.backward()
     mine = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.train()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from sharpscope.config import Schedule
 from sharpscope.config.token_weights import (
@@ -211,25 +211,6 @@ def test_bounds_are_known_of_every_kind():
     assert {weight: weight.bounds for weight in expected} == expected
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        {"kind": "sigmoid", "L": 1.5},
-        {"kind": "power", "L": 2.0},
-        {"kind": "linear", "alpha": 1.5},
-        {"kind": "linear", "alpha": {"kind": "linear", "start": 0.0, "end": math.nan}},
-        {"kind": "linear", "gamma": 1.0},
-        {"kind": "reverse", "of": {"kind": "uniform"}},
-        {"kind": "reverse", "of": {"kind": "mean_one", "of": {"kind": "linear"}}},
-        {"kind": "sigmoid", "tau": 0.0},
-        {"kind": "nothing"},
-    ],
-)
-def test_impossible_shapings_are_refused(data: dict):
-    with pytest.raises(ValidationError):
-        TypeAdapter(TokenWeight).validate_python(data)
-
-
 # -- Constants of a weighting: published, or measured on the first step
 
 PAPER = SigmoidWeight(preset="paper")
@@ -338,24 +319,6 @@ def test_explicit_constants_override_the_preset_and_presets_fill_the_rest():
     assert (2 * (torch.sigmoid((u - entropy.u0) / entropy.tau) - 0.25)).tolist() == pytest.approx([1.0, 1.4])
     polarity = calibrate(PolarityWeight(), case.step)
     assert polarity.target == pytest.approx(float(case.step.entropy[case.mask].mean()))
-
-
-def test_only_unfilled_constants_need_a_calibration():
-    method = named_method("grpo-sg")
-    assert method.weight.needs_calibration
-    assert named_method("papo").weight.needs_calibration
-    assert named_method("grpo-sg-mean-one").weight.needs_calibration
-    assert not named_method("ar").weight.needs_calibration
-    filled = calibrate(method.weight, make_case(method).step)
-    assert not method.model_copy(update={"weight": filled}).weight.needs_calibration
-
-
-def test_a_preset_is_replaced_inside_controls_and_only_where_it_stands():
-    assert ReverseWeight(of=SigmoidWeight()).with_preset("auto", "paper") == ReverseWeight(of=PAPER)
-    assert SigmoidWeight(preset="calibrated").with_preset("auto", "paper").preset == "calibrated"
-    assert LinearWeight().with_preset("auto", "paper") == LinearWeight()
-    with pytest.raises(ValidationError, match="preset"):
-        SigmoidWeight().with_preset("auto", "published")
 
 
 @pytest.mark.parametrize(
