@@ -31,13 +31,17 @@ class Spec(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _reject_bool_for_number(cls, data: Any) -> Any:
-        """YAML reads `yes` as true, which pydantic would accept as the number 1."""
-        if isinstance(data, Mapping):
-            for name, info in cls.model_fields.items():
-                if isinstance(data.get(name), bool) and _takes_numbers_only(info.annotation):
-                    raise ValueError(f"{name} = {data[name]}: must be a number, not true or false")
-        return data
+    def _yaml_words(cls, data: Any) -> Any:
+        """YAML reads a bare `off` as false, and `yes` as true, which pydantic would accept as the number 1."""
+        if not isinstance(data, Mapping):
+            return data
+        given = dict(data)
+        for name, info in cls.model_fields.items():
+            if given.get(name) is False and "off" in typing.get_args(info.annotation):
+                given[name] = "off"
+            elif isinstance(given.get(name), bool) and _takes_numbers_only(info.annotation):
+                raise ValueError(f"{name} = {given[name]}: must be a number, not true or false")
+        return given
 
 
 NONE_KINDS = ("none", "all", "behavior", "single", "local")
@@ -214,6 +218,8 @@ def _field_path(location: tuple[int | str, ...], data: Any) -> list[int | str]:
     for index, part in enumerate(location):
         if not isinstance(data, Mapping | list | tuple):
             break
+        if isinstance(data, list | tuple) and not isinstance(part, int):
+            continue
         if isinstance(data, Mapping) and part not in data and index + 1 < len(location):
             continue
         path.append(part)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from sharpscope.config.base import Spec
 
@@ -19,15 +19,8 @@ class LoraSpec(Spec):
 
     r: int = Field(16, ge=1, le=4096, description="rank of each adapter")
     alpha: float = Field(32.0, gt=0, description="scale of the adapters' output: alpha/r")
-    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """names of the linear layers to adapt, such as [q_proj, v_proj]; all-linear = all except the output layer"""
-
-    @field_validator("target_modules")
-    @classmethod
-    def _some(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        if not value:
-            raise ValueError("name at least one layer, or all-linear")
-        return value
 
 
 class PolicySpec(Spec):

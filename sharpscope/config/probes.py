@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -68,7 +67,7 @@ class ProbesSpec(Spec):
     functionals: tuple[ObjectiveName, ...] = ("nll",)
     """Objectives to probe: nll of stored solutions; surrogate and expected_failure on new rollouts."""
     samples: int = Field(8, ge=1, description="Completions per probe prompt for surrogate and expected_failure.")
-    rho: float | Literal["auto"] = "auto"
+    rho: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Radius of perturbations [parameters' L2 norm]; auto: chosen at the first probe of a run such that SAM sharpness
     of the expected failure is between 5 and 30 % of the largest possible rise. Give the same number to all runs of a
     study."""
@@ -96,11 +95,8 @@ class ProbesSpec(Spec):
     def _preset(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        given = dict(data)
-        for name in ("preset", "check"):
-            if given.get(name) is False:  # YAML reads a bare `off` as false
-                given[name] = "off"
-        return PRESETS.get(str(given.get("preset", "light")), {}) | given
+        preset = "off" if data.get("preset") is False else str(data.get("preset", "light"))  # YAML reads `off` as false
+        return PRESETS.get(preset, {}) | dict(data)
 
     @model_validator(mode="after")
     def _off_has_no_interval(self) -> ProbesSpec:
@@ -110,13 +106,6 @@ class ProbesSpec(Spec):
                 f"every = {self.every}: preset off probes nothing; set preset to light, standard or full, or every to 0"
             )
         return self
-
-    @field_validator("rho")
-    @classmethod
-    def _rho(cls, value: float | str) -> float | str:
-        if isinstance(value, float) and not (value > 0 and math.isfinite(value)):
-            raise ValueError("must be a positive radius, or auto")
-        return value
 
     @field_validator("trace_probes")
     @classmethod

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from sharpscope.config.base import Spec, check_keys, known_settings, validate
 from sharpscope.config.method import Method
@@ -33,7 +33,8 @@ CONFIG_FILE = "config.yaml"
 class RunConfig(Spec):
     """Configuration of a run. Every field has a default; the default policy is an embedded one."""
 
-    out: str | None = Field(None, description="Folder of the run; null: runs/<label>-<task>-s<seed>.")
+    out: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")] | None = None
+    """Folder of the run; null: runs/<label>-<task>-s<seed>."""
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of training; the task's data has a separate seed.")
     steps: int = Field(100, ge=1, le=1_000_000)
     """Number of steps; each samples rollouts and updates the policy."""
@@ -52,13 +53,6 @@ class RunConfig(Spec):
     """Curvature and perturbation probes during training."""
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec, description="When checkpoints are saved.")
     health: HealthSpec = Field(default_factory=HealthSpec, description="Rules that detect failing runs.")
-
-    @field_validator("out")
-    @classmethod
-    def _out(cls, value: str | None) -> str | None:
-        if value is not None and (not value or "\0" in value):
-            raise ValueError("must be a folder's path, not empty and without NUL characters")
-        return value
 
     @model_validator(mode="before")
     @classmethod

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from sharpscope.config.base import Spec
 from sharpscope.rules import RULES
@@ -50,17 +50,11 @@ class EvaluationSpec(Spec):
     every: int = Field(25, ge=0)
     """Interval between evaluations, also before the first and after the last step; 0: never [steps]."""
     prompts: int = Field(100, ge=1, description="Prompts per level, from the start of the split's fixed order.")
-    temperatures: tuple[float, ...] = Field((0.0, 1.0), description="Sampling temperatures; 0 is greedy.")
+    temperatures: tuple[Annotated[float, Field(ge=0)], ...] = Field((0.0, 1.0), min_length=1)
+    """Sampling temperatures; 0 is greedy."""
     samples: int = Field(4, ge=1, description="Completions per prompt at temperatures above 0 (k of pass@k and avg@k).")
     splits: tuple[str, ...] = ("heldout", "unseen")
     """Splits to evaluate; splits that the task does not have are skipped."""
-
-    @field_validator("temperatures")
-    @classmethod
-    def _temperatures(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        if not value or any(t < 0 for t in value):
-            raise ValueError("must be one or more temperatures, each 0 (greedy) or positive")
-        return value
 
 
 class RecordingSpec(Spec):
@@ -114,11 +108,6 @@ class Limit(Spec):
     """warn: report it; skip_step: also leave this step's updates out (its tokens are recorded); stop: also end the
     run, with a checkpoint."""
 
-    @field_validator("action", mode="before")
-    @classmethod
-    def _bare_off(cls, value: Any) -> Any:
-        return "off" if value is False else value  # YAML reads a bare `off` as false
-
 
 class HealthSpec(Spec):
     """Rules that detect failing runs (`sharpscope.rules`); each time a rule applies, it adds a row to the events table."""
@@ -137,8 +126,11 @@ class HealthSpec(Spec):
         """Add the rules and thresholds that are not given."""
         if not isinstance(data, Mapping):
             return data
-        given = {name: {"threshold": rule.threshold} | dict(data.get(name, {})) for name, rule in JUDGED.items()}
-        return dict(data) | given
+        limits: dict[str, Any] = {name: data.get(name, {}) for name in JUDGED}
+        for name, limit in limits.items():
+            if isinstance(limit, Mapping | Limit):
+                limits[name] = {"threshold": JUDGED[name].threshold} | dict(limit)
+        return dict(data) | limits
 
     @model_validator(mode="after")
     def _skips_in_time(self) -> HealthSpec:

@@ -117,7 +117,7 @@ def test_ablations_get_names_of_their_own():
         (["steps"], "--set steps: must have the form"),
         (["steps=[1"], "not valid YAML"),
         (["method=[1]"], "method = [1]"),
-        (["evaluation.temperatures=[]"], "must be one or more temperatures"),
+        (["evaluation.temperatures=[]"], "evaluation.temperatures"),
         (["optimizer.warmup_steps=5", "steps=5"], "optimizer.warmup_steps = 5 must be less than steps = 5"),
         (["method=capo", "policy.lora={r: 4}"], "method.tokens.kind = curvature"),
         (["method=grpo", "method.tokens.kind=bins"], "include or exclude"),
