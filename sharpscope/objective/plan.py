@@ -140,52 +140,53 @@ def _kept(
     method: Method, step: StepTensors, mask: Tensor, generator: torch.Generator | None, warnings: list[str]
 ) -> Tensor:
     """(N, T) bool: loss tokens that take part in the surrogate."""
-    tokens = method.tokens
-    if isinstance(tokens, ProbabilityTokens):
-        low = step.logp.exp() < tokens.threshold
-        return mask & (low if tokens.side == "low" else ~low)
-    if isinstance(tokens, AdvantageTokens):
-        return mask & (step.token_advantage > 0 if tokens.sign == "positive" else step.token_advantage < 0)
-    if isinstance(tokens, HighEntropyTokens):
-        share = number(tokens.share)
-        if tokens.over == "step":
-            return top_tokens(step.entropy, mask, count=math.ceil(share * int(mask.sum()) - 1e-9))
-        rows = zip(step.entropy, mask, strict=True)
-        return torch.stack([top_tokens(h, m, count=math.ceil(share * int(m.sum()) - 1e-9)) for h, m in rows])
-    if isinstance(tokens, SuffixTokens):
-        count = mask.sum(1, keepdim=True)  # (N, 1)
-        left_out = (number(tokens.context) * count.double() + 1e-9).floor().minimum(count.double() - 1)
-        return mask & (mask.cumsum(1) > left_out)
-    if isinstance(tokens, BinTokens):
-        binned = torch.zeros_like(mask)
-        for name in tokens.include or tokens.exclude:
-            binned |= token_bins(step)[name]
-        return binned if tokens.include else mask & ~binned
-    if isinstance(tokens, RelativeSurpriseTokens):
-        ratio = -step.logp / (step.entropy + 1e-8)
-        return mask & (ratio >= tokens.low) & (ratio <= tokens.high)
-    if isinstance(tokens, CurvatureTokens):
-        if step.curvature is None:
-            raise ValueError("method.tokens.kind=curvature needs curvature")
-        objective, kl = step.curvature.unbind(-1)
-        return mask & (objective.abs() < tokens.max_objective) & (kl < tokens.max_kl)
-    if isinstance(tokens, ClipCovTokens):
-        if generator is None:
-            raise ValueError("Clip-Cov's draw needs a generator")
-        size = _share_count("clip_cov", tokens.share, mask, warnings)
-        covariance = step.covariance
-        band = mask & (covariance > tokens.low) & (covariance < tokens.high)
-        places = band.nonzero()  # (candidates, 2)
-        order = torch.randperm(len(places), generator=generator, device=generator.device)[:size].to(mask.device)
-        keep = mask.clone()
-        keep[tuple(places[order].T)] = False
-        return keep
-    if isinstance(tokens, SpuriousTokens):
-        rare = mask & (step.token_advantage > 0) & (step.logp < math.log(tokens.probability))
-        if not bool(rare.any()):
+    match tokens := method.tokens:
+        case None:
             return mask
-        return mask & ~(rare & (step.entropy < percentile(step.entropy, rare, 100 * tokens.quantile)))
-    return mask
+        case ProbabilityTokens():
+            low = step.logp.exp() < tokens.threshold
+            return mask & (low if tokens.side == "low" else ~low)
+        case AdvantageTokens():
+            return mask & (step.token_advantage > 0 if tokens.sign == "positive" else step.token_advantage < 0)
+        case HighEntropyTokens():
+            rows = [(step.entropy, mask)]
+            if tokens.over == "completion":
+                rows = list(zip(step.entropy, mask, strict=True))
+            share = number(tokens.share)
+            chosen = [top_tokens(h, m, count=math.ceil(share * int(m.sum()) - 1e-9)) for h, m in rows]
+            return chosen[0] if tokens.over == "step" else torch.stack(chosen)
+        case SuffixTokens():
+            count = mask.sum(1, keepdim=True).double()  # (N, 1)
+            left_out = (number(tokens.context) * count + 1e-9).floor().minimum(count - 1)
+            return mask & (mask.cumsum(1) > left_out)
+        case BinTokens():
+            bins = token_bins(step)
+            binned = torch.stack([bins[name] for name in tokens.include or tokens.exclude]).any(0)
+            return binned if tokens.include else mask & ~binned
+        case RelativeSurpriseTokens():
+            ratio = -step.logp / (step.entropy + 1e-8)
+            return mask & (ratio >= tokens.low) & (ratio <= tokens.high)
+        case CurvatureTokens():
+            if step.curvature is None:
+                raise ValueError("method.tokens.kind=curvature needs curvature")
+            objective, kl = step.curvature.unbind(-1)
+            return mask & (objective.abs() < tokens.max_objective) & (kl < tokens.max_kl)
+        case ClipCovTokens():
+            if generator is None:
+                raise ValueError("Clip-Cov's draw needs a generator")
+            size = _share_count("clip_cov", tokens.share, mask, warnings)
+            places = (
+                mask & (step.covariance > tokens.low) & (step.covariance < tokens.high)
+            ).nonzero()  # (candidates, 2)
+            order = torch.randperm(len(places), generator=generator, device=generator.device)[:size].to(mask.device)
+            keep = mask.clone()
+            keep[tuple(places[order].T)] = False
+            return keep
+        case SpuriousTokens():
+            rare = mask & (step.token_advantage > 0) & (step.logp < math.log(tokens.probability))
+            if not bool(rare.any()):
+                return mask
+            return mask & ~(rare & (step.entropy < percentile(step.entropy, rare, 100 * tokens.quantile)))
 
 
 def token_bins(step: StepTensors) -> dict[str, Tensor]:
@@ -218,10 +219,7 @@ def _share_count(name: str, share: float, mask: Tensor, warnings: list[str]) -> 
 
 @dataclass(frozen=True)
 class WeightSummary:
-    """Token weights of one step over its loss tokens, dimensionless.
-
-    `saturation_low` and `saturation_high` are the shares of the weights at L and at U, None for a weighting without bounds.
-    """
+    """Mean of the token weights over loss tokens, and the shares at L and at U (None for a weighting without bounds)."""
 
     mean: float
     saturation_low: float | None
@@ -238,7 +236,7 @@ def summarize_weights(
         weight: (N, T).
         mask: (N, T) loss tokens, bool or 0/1.
         progress: in [0, 1], at which schedules are evaluated.
-        mass: (N, T) how much each token counts, ≥ 0; None: all the same. With masses m the mean is Σmw/Σm, and so on.
+        mass: (N, T) how much each token counts, ≥ 0; None: all the same.
 
     Returns:
         The summary; NaN (None for the saturation) without a loss token or without mass.

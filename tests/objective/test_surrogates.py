@@ -202,8 +202,9 @@ def test_weight_summary_by_value():
     mask = torch.tensor([[1, 1, 1, 1, 0]])
     got = summarize_weights(SigmoidWeight(), weight, mask)
     assert (got.saturation_low, got.saturation_high, got.mean) == (0.5, 0.25, pytest.approx(1.15))
-    unbounded = summarize_weights(named_method("cov-grpo").weight, weight, mask)
-    assert unbounded.saturation_low is None
+    massed = summarize_weights(SigmoidWeight(), weight, mask, mass=torch.tensor([[1.0, 0.0, 1.0, 2.0, 9.0]]))
+    assert (massed.saturation_low, massed.saturation_high, massed.mean) == (0.25, 0.5, pytest.approx(1.25))
+    assert summarize_weights(named_method("cov-grpo").weight, weight, mask).saturation_low is None
     assert math.isnan(summarize_weights(SigmoidWeight(), weight, torch.zeros_like(mask)).mean)
 
 

@@ -50,7 +50,7 @@ def test_with_the_probability_as_input_grpo_sg_is_grpo():
     weight = SigmoidWeight(preset="paper", input="prob")
     step = step_of(logp=[-30.0, -1.0, -1e-9])
     assert weights_of(weight, step) == [1.0, 1.0, 1.0]
-    assert summarize_weights(weight, token_weights(weight, step), step.mask).saturation_low == 1
+    assert summarize_weights(weight, token_weights(weight, step), step.mask).saturation_low == 1.0
 
 
 @pytest.mark.parametrize(
