@@ -124,8 +124,6 @@ def test_a_run_with_a_baseline_for_each_token(toy_config, monkeypatch):
         np.testing.assert_allclose(part["loss_coef"], -part["advantage"] / len(part), rtol=1e-5, atol=1e-9)
 
 
-
-
 # -- pass@k against enumeration, and the standard error with prompts as clusters
 
 evaluation = importlib.import_module("sharpscope.training.evaluate")  # the package has a function of that name
