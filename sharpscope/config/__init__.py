@@ -35,5 +35,5 @@ from sharpscope.config.run import (
     read_recorded,
     recorded_settings,
 )
-from sharpscope.config.token_weights import TokenWeight, token_weight_kinds
+from sharpscope.config.token_weights import TokenWeight
 from sharpscope.config.weighting import register_token_weight

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -241,7 +241,7 @@ class CustomWeight(Weighting):
     @property
     def bounds(self) -> tuple[float, float] | None:
         """Bounds that the function is registered with."""
-        return find_token_weight(self.function).bounds
+        return getattr(find_token_weight(self.function), "weight_bounds", None)
 
     @property
     def title(self) -> str:
@@ -255,7 +255,7 @@ class CustomWeight(Weighting):
             UserError: it raises, or returns another type, shape, dtype or range than declared.
         """
         try:
-            weight = find_token_weight(self.function).function(step, **self.arguments)
+            weight = find_token_weight(self.function)(step, **self.arguments)
         except UserError:
             raise
         except Exception as error:
@@ -611,9 +611,3 @@ TokenWeight = Annotated[
 ]
 for _control in (Control, ReverseWeight, ShuffledWeight, ConstantWeight, MeanOneWeight):
     _control.model_rebuild()
-
-
-def token_weight_kinds() -> dict[str, type[Weighting]]:
-    """Every weighting's `kind` and its model, in the order of definition."""
-    members = get_args(get_args(TokenWeight)[0])
-    return {str(member.model_fields["kind"].default): member for member in members}

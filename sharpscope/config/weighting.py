@@ -6,7 +6,6 @@ Importing this module does not import torch: formulas get it as `xp`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import model_validator
@@ -29,15 +28,7 @@ SMALLEST_COMPLEMENT = 2.0**-24
 WeightFunction = Callable[..., "Tensor"]
 
 
-@dataclass(frozen=True)
-class Registered:
-    """A function (StepTensors, **arguments) → weights (N, T), and its declared properties."""
-
-    function: WeightFunction
-    bounds: tuple[float, float] | None = None
-
-
-_REGISTRY: dict[str, Registered] = {}
+_REGISTRY: dict[str, WeightFunction] = {}
 
 
 def register_token_weight(
@@ -68,21 +59,18 @@ def register_token_weight(
         raise UserError(f"register_token_weight {name!r}: bounds {bounds} must satisfy 0 <= L < U")
 
     def decorate(function: WeightFunction) -> WeightFunction:
-        known = _REGISTRY.get(name)
-        if known is not None and _origin(known.function) != _origin(function):
-            taken = ":".join(_origin(known.function))
+        known = _REGISTRY.get(name, function)
+        if (known.__module__, known.__qualname__) != (function.__module__, function.__qualname__):
+            taken = f"{known.__module__}:{known.__qualname__}"
             raise UserError(f"register_token_weight {name!r}: already taken by {taken}; choose another name")
-        _REGISTRY[name] = Registered(function, bounds)
+        function.weight_bounds = bounds  # type: ignore[attr-defined]  # read by `CustomWeight.bounds`
+        _REGISTRY[name] = function
         return function
 
     return decorate
 
 
-def _origin(function: Any) -> tuple[str, str]:
-    return (getattr(function, "__module__", "?"), getattr(function, "__qualname__", repr(function)))
-
-
-def find_token_weight(name: str) -> Registered:
+def find_token_weight(name: str) -> WeightFunction:
     """The registered function called `name`, or the one at the import path `package.module:function`.
 
     Raises:
@@ -90,13 +78,10 @@ def find_token_weight(name: str) -> Registered:
     """
     if name in _REGISTRY:
         return _REGISTRY[name]
-    module, _, attribute = name.partition(":")
-    if not (module and attribute):
+    if not all(name.partition(":")):
         known = nearest(name, _REGISTRY) if _REGISTRY else ""
         raise UserError(f"weight function {name!r}: neither registered nor `package.module:function`{known}")
-    function = import_function(name, "weight function")
-    # A decorated function that is named by its path keeps what the decorator declares.
-    return next((known for known in _REGISTRY.values() if known.function is function), Registered(function))
+    return import_function(name, "weight function")
 
 
 # -- base --------------------------------------------------------------------------------------------------------------

@@ -100,8 +100,7 @@ def policy_loss(
     if method.correction is not None and not isinstance(method.clip, VespoGate):
         objective = plan.correction * objective
     keep = plan.keep
-    surrogate = -(torch.where(keep, objective, 0.0) * active).sum()
-    loss = surrogate
+    loss = -(torch.where(keep, objective, 0.0) * active).sum()
     if isinstance(method.penalty, KlCovPenalty):
         loss = loss + (plan.penalty * log_ratio.abs() * active).sum()
     elif isinstance(method.penalty, LpRegPenalty):
@@ -117,9 +116,7 @@ def policy_loss(
             divergence = method.kl.coef * (term * active).sum()
             loss = loss + divergence
     clipped = torch.where(keep, clipped, 0).to(torch.int8)
-    return LossOutput(
-        loss, surrogate.detach(), torch.where(mask, ratio, 1.0).detach(), clipped, kl.detach(), divergence
-    )
+    return LossOutput(loss, torch.where(mask, ratio, 1.0).detach(), clipped, kl.detach(), divergence)
 
 
 @dataclass

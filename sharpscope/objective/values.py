@@ -173,7 +173,6 @@ class LossOutput:
 
     Attributes:
         loss: scalar with gradient; the loss of an update is the sum over its microbatches.
-        surrogate: scalar, the part without divergence terms.
         ratio: (n, T) the ratio that is clipped, before any weight: token's, sequence's or power mean; 1 outside the
             mask.
         clipped: (n, T) int8: −1 where the lower bound acts, 1 where the upper bound does, else 0. For `ppo` these are
@@ -183,7 +182,6 @@ class LossOutput:
     """
 
     loss: Tensor
-    surrogate: Tensor
     ratio: Tensor
     clipped: Tensor
     kl: Tensor

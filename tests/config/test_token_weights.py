@@ -79,7 +79,7 @@ def test_names_cannot_be_taken_twice_or_look_like_paths():
         with pytest.raises(UserError, match=says):
             register_token_weight(name, **options)(lambda step: step.logp)
     register_token_weight("test-gentle", bounds=(0.5, 1.0))(gentle)  # a module that is imported again
-    assert find_token_weight("test-gentle").function is gentle
+    assert find_token_weight("test-gentle") is gentle
     with pytest.raises(UserError, match="did you mean 'test-gentle'"):
         CustomWeight(function="test-gentel")
 
