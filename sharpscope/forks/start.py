@@ -212,11 +212,8 @@ class State:
     ) -> RolloutBatch:
         """Rollouts of the next prompts of `order` with the seeds of `step`."""
         shared = SharedDraws() if shared is None else shared
-        reference = self.learner(method).reference_logp if method.kl_in_reward else None
         statistics, spec = partial(shared.statistics, self.scorer), self.config.rollout
-        return draw_rollouts(
-            self.policy, self.task, order, method, spec, seed, step, statistics, shared.draw, reference
-        )
+        return draw_rollouts(self.policy, self.task, order, method, spec, seed, step, statistics, shared.draw)
 
     def warm_up(self, steps: int) -> None:
         """If no optimizer state is stored, fill AdamW's moments with gradients of the first method at the starting weights."""
@@ -228,16 +225,7 @@ class State:
         order = replace(self._order, cursor=0, seed=seed)
         set_learning_rate(self.optimizer, 0.0)
         for number in range(1, self.warmed + 1):
-            drawn = draw_rollouts(
-                self.policy,
-                self.task,
-                order,
-                method,
-                self.config.rollout,
-                seed,
-                number,
-                self.scorer.statistics,
-            )
+            drawn = self.drawn(method, order, seed, number)
             learner.learn(drawn.rollouts, drawn.advantage, number, self.progress(), method=method, stats=drawn.stats)
         set_learning_rate(self.optimizer, self.lr)
 
@@ -390,19 +378,6 @@ class Start(State):
     def order(self, batch: int) -> DataOrder:
         """The data order at the first prompt of a batch; that of batch 0 is the run's own."""
         return replace(self._order, cursor=self._cursor + batch * self.config.rollout.prompts_per_step)
-
-    def _drawn(self, method: Method, order: DataOrder, seed: int, step: int, shared: SharedDraws) -> RolloutBatch:
-        return draw_rollouts(
-            self.policy,
-            self.task,
-            order,
-            method,
-            self.config.rollout,
-            seed,
-            step,
-            lambda rollouts: shared.statistics(self.scorer, rollouts),
-            shared.draw,
-        )
 
     def rollouts(
         self,
