@@ -52,8 +52,8 @@ taken back.
 
 In the first update every ratio is 1. These methods are plain GRPO there (at most 0.05 degrees everywhere): {same}. `aggc` has no history
 of norms yet. `tp-schedule`, `forking-schedule` and `entropy-schedule` are at the beginning of their schedules, where they keep the least.
-`grpo-sam` and `grpo-gnp` have their default radii, with which SmolLM2's loss is far from its quadratic approximation ([0.002](../real-model.md) is its
-unsaturated radius): choose the radius for the model.
+`grpo-sam` and `grpo-gnp` have their default radii, with which SmolLM2's loss is far from its quadratic approximation
+([0.002](../real-model.md) is its unsaturated radius): choose the radius for the model.
 
 | method | {head} |
 |---|{rules}|
