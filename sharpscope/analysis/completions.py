@@ -24,10 +24,10 @@ FEW = 4
 RULE = (
     f"Which completions are here: always all that answer a prompt at a step (at most {GROUP}). Of each run, for its spikes of the "
     f"gradient norm (at most {SPIKES}, the largest; without a spike, its largest gradient with attribution) the {SPIKE_PROMPTS} "
-    "prompts of the largest shares; those prompts from every other run that was asked them at that step; then, of the last, the "
-    "first and the middle step with token rows (of those with attribution, where there are any; of those that all runs of a study "
-    f"have, where there are any), the prompt of the largest token and the first prompt; then, of up to {FEW} runs, the prompt of "
-    "the largest token of every other step, evenly spread; in this order until the run's part of the file is full."
+    "prompts of the largest shares; those prompts from every other run that was asked them at that step; then, of the last and the "
+    "first step with token rows (of those with attribution, where there are any), the prompt of the largest token and the first "
+    f"prompt; then, of up to {FEW} runs, the prompt of the largest token of every other step, evenly spread; in this order until the "
+    "run's part of the file is full."
 )
 
 
@@ -44,13 +44,11 @@ class Choice:
 
     def add(self, step: int, rollouts: Iterable[int], why: str) -> None:
         """Take the completions of the prompts of `rollouts` that were not taken yet."""
-        rows = self.run.rollouts[self.run.rollouts["step"] == step].sort_values("rollout")
-        for rollout in dict.fromkeys(rollouts):
-            group = rows.loc[rows["rollout"] == rollout, "group"]
-            same = (
-                rows["group"] == group.iloc[0] if len(group) and pd.notna(group.iloc[0]) else rows["rollout"] == rollout
-            )
-            for one in rows.loc[same, "rollout"].head(GROUP):
+        rows = self.run.rollouts[self.run.rollouts["step"] == step].sort_values("rollout").set_index("rollout")
+        for rollout in rollouts:
+            group = rows["group"].get(rollout)
+            same = rows.index[rows["group"] == group] if pd.notna(group) else rows.index[rows.index == rollout]
+            for one in same[:GROUP]:
                 self.wanted.setdefault((int(step), int(one)), why)
 
 
@@ -68,23 +66,15 @@ def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
         choice.spikes = sorted(sorted(found, key=lambda one: -one.z)[:SPIKES], key=lambda one: one.step)
         for spike in choice.spikes:
             _add_spike(choices, name, spike)
-    grounds: dict[str, list[Choice]] = {}
     for choice in choices.values():
-        grounds.setdefault(ground_of(choice.run), []).append(choice)
-    for members in grounds.values():
-        candidates = [_candidates(choice.run) for choice in members]
-        common = sorted(set.intersection(*map(set, candidates)))
-        for choice, own in zip(members, candidates, strict=True):
-            steps = common or own
-            # a small budget is spent on the end of training first
-            for step in dict.fromkeys([steps[-1], steps[0], steps[len(steps) // 2]] if steps else []):
-                first = choice.run.rollouts.loc[choice.run.rollouts["step"] == step, "rollout"].min()
-                choice.add(step, [*largest_rollouts(choice.run, [step]).values()], "largest token")
-                choice.add(step, [int(first)], "first prompt")
-    if len(choices) <= FEW:
-        for choice in choices.values():
-            for step, rollout in largest_rollouts(choice.run, _spread(choice.run.token_steps)).items():
-                choice.add(step, [rollout], "largest token")
+        run = choice.run
+        with_text = set(map(int, run.rollouts["step"].unique()))
+        steps = sorted(set(share_steps(run)) & with_text or set(run.token_steps) & with_text or with_text)
+        for step in dict.fromkeys((steps[-1], steps[0])):  # a small budget is spent on the end of training first
+            choice.add(step, largest_rollouts(run, [step]).values(), "largest token")
+            choice.add(step, [int(run.rollouts.loc[run.rollouts["step"] == step, "rollout"].min())], "first prompt")
+        for step, rollout in largest_rollouts(run, _spread(run.token_steps) if len(choices) <= FEW else []).items():
+            choice.add(step, [rollout], "largest token")
     return choices
 
 
@@ -109,13 +99,6 @@ def _add_spike(choices: Mapping[str, Choice], name: str, spike: Spike) -> None:
             rows = other.run.rollouts[other.run.rollouts["step"] == spike.step]
             same = rows[rows["prompt"].isin(taken)].drop_duplicates("prompt")["rollout"]
             other.add(spike.step, same, f"prompt of the {what} of {name}")
-
-
-def _candidates(run: Run) -> list[int]:
-    """Steps with shares, else with token rows, else with completions."""
-    with_text = set(map(int, run.rollouts["step"].unique()))
-    steps = set(run.token_steps) & with_text
-    return sorted(set(share_steps(run)) & steps or steps or with_text)
 
 
 def _spread(steps: list[int]) -> list[int]:

@@ -19,10 +19,7 @@ from sharpscope.analysis.statistics import mean_interval
 from sharpscope.analysis.text import number
 from sharpscope.errors import UserError, nearest
 
-COMPARISONS = {
-    "step": "the optimizer's step as it is",
-    "kl": "scaled to the KL of the reference's step",
-}
+COMPARISONS = {"step": "the optimizer's step as it is", "kl": "scaled to the KL of the reference's step"}
 """How the arms' updates are compared."""
 NOTE = (
     "One update of each method from the same state on the same completions, measured by importance weighting. Cells: "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -38,36 +38,20 @@ def layer_norms(run: Run) -> pd.DataFrame:
     return frame.astype({"grad_norm": float, "update_norm": float})
 
 
-@dataclass(frozen=True)
-class Growth:
+class Growth(NamedTuple):
     """How the gradient of a step grew by group of parameters.
 
     Attributes:
-        step: of the run.
         groups: by group: `grad_norm`, `typical` (median of the updates before), `growth` (their ratio), `share` of the step's ‖∇L‖²;
             the largest growth first.
         named: the group that grew by more than APART times the middle group's growth; None if all grew alike, or nothing is
             known of the time before.
+        text: what happened, in a sentence.
     """
 
-    step: int
     groups: pd.DataFrame
     named: str | None
-
-    @property
-    def text(self) -> str:
-        """What happened, in a sentence."""
-        first = self.groups.iloc[0]
-        if not math.isfinite(first["growth"]):
-            most = self.groups.sort_values("share", ascending=False).iloc[0]
-            return f"{most.name} has {percent(most['share'])} of ‖∇L‖², the most of all; no step before has norms by layer."
-        if self.named is None:
-            low, high = self.groups["growth"].min(), first["growth"]
-            return f"All layers grew alike: their gradients are {low:.2g} to {high:.2g} × their typical norms."
-        return (
-            f"{self.named} grew most: its gradient is {first['growth']:.3g} × its typical norm and has {percent(first['share'])} of ‖∇L‖²; "
-            f"the middle group's is {self.groups['growth'].median():.2g} ×."
-        )
+    text: str
 
 
 def layer_growth(run: Run, step: int) -> Growth | None:
@@ -87,8 +71,20 @@ def layer_growth(run: Run, step: int) -> Growth | None:
         "share": present**2 / float((present**2).sum()),
     }
     groups = pd.DataFrame(columns).sort_values(["growth", "share"], ascending=False)
-    apart = groups["growth"].iloc[0] > APART * groups["growth"].median()
-    return Growth(step, groups, str(groups.index[0]) if apart else None)
+    first, middle = groups.iloc[0], float(groups["growth"].median())
+    named = str(first.name) if first["growth"] > APART * middle else None
+    if not math.isfinite(first["growth"]):
+        most = groups["share"].idxmax()
+        text = (
+            f"{most} has {percent(groups['share'].max())} of ‖∇L‖², the most of all; no step before has norms by layer."
+        )
+    elif named is None:
+        low, high = groups["growth"].min(), first["growth"]
+        text = f"All layers grew alike: their gradients are {low:.2g} to {high:.2g} × their typical norms."
+    else:
+        norm = f"its gradient is {first['growth']:.3g} × its typical norm and has {percent(first['share'])} of ‖∇L‖²"
+        text = f"{named} grew most: {norm}; the middle group's is {middle:.2g} ×."
+    return Growth(groups, named, text)
 
 
 def layer_tokens(run: Run, step: int) -> pd.DataFrame:

@@ -85,11 +85,16 @@ def run_sections(run: Run) -> list[Section]:
 
 def runs_sections(runs: Runs) -> list[Section]:
     """Several runs, for a terminal: what each study found, how its settings differ, and the list of runs."""
-    parts: list[Section] = []
-    for study, settings in laid_out(runs):
-        ends = [*accuracy_sections(settings), *sharpness_sections(settings)]
-        parts += titled(study, [*found_sections(study, settings), *comparison_sections(study, settings), *ends])
+    parts = [section for study, settings in laid_out(runs) for section in study_sections(study, settings)]
     return [*parts, Section("Runs", run_table(runs), part="Compare"), *problem_sections(runs)]
+
+
+def study_sections(study: Study, settings: Sequence[Setting]) -> list[Section]:
+    """What a study found, with its name before the titles if there is another study of as many runs, or of more."""
+    found = [*found_sections(study, settings), *comparison_sections(study, settings), *setting_sections(study)]
+    sections = [*found, *accuracy_sections(settings), *sharpness_sections(settings)]
+    name = f"{study.name}: " if study.slug else ""
+    return [replace(one, title=f"{name}{one.title}" if one.title else "") for one in sections]
 
 
 def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
@@ -104,8 +109,7 @@ def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
     charts: list[dict[str, Any]] = []
     tables: dict[str, pd.DataFrame] = {"runs": runs.table, "events": runs.events}
     for study, settings in laid_out(runs):
-        own = [*found_sections(study, settings), *comparison_sections(study, settings), *setting_sections(study)]
-        sections += titled(study, [*own, *accuracy_sections(settings), *sharpness_sections(settings)])
+        sections += study_sections(study, settings)
         charts.append(study_charts(study, settings, runs))
         shown = study.only([setting.label for setting in settings])
         each = [accuracy_values(run).assign(setting=label, seed=seed) for label, seed, run in study.each()]
@@ -136,13 +140,6 @@ def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
         sections = [replace(s, part=instead.get(s.title, "Found")) if s.part == "Compare" else s for s in sections]
     again = Section("", command_table(runs, source), part="Make it again")
     return Page(runs, source, [*sections, again], charts, tables, choices)
-
-
-def titled(study: Study, sections: Sequence[Section]) -> list[Section]:
-    """The sections, with the study's name before their titles if there is another study of as many runs, or of more."""
-    return [
-        replace(one, title=f"{study.name}: {one.title}" if study.slug and one.title else one.title) for one in sections
-    ]
 
 
 def laid_out(runs: Runs) -> list[tuple[Study, list[Setting]]]:

@@ -50,15 +50,10 @@ def test_the_table_is_a_loop_over_the_tokens(imported):
         ):
             r, mu = math.exp(p - q), math.exp(q)
             values = (float(not 0.9 <= r <= 1.1), q - p, (p - q) ** 2 / 2, r - 1 - (p - q))
-            low = max(edge for edge in (0.0, 0.01, 0.1, 0.5, 0.9, 0.99) if edge <= mu)
-            name = {
-                0.0: "0 to 0.01",
-                0.01: "0.01 to 0.1",
-                0.1: "0.1 to 0.5",
-                0.5: "0.5 to 0.9",
-                0.9: "0.9 to 0.99",
-                0.99: "from 0.99",
-            }[low]
+            edges = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99)
+            low = max(edge for edge in edges if edge <= mu)
+            high = min((edge for edge in edges if edge > mu), default=None)
+            name = f"from {low:g}" if high is None else f"{low:g} to {high:g}"
             for key in (
                 ("all", "all"),
                 ("step", str(row["step"])),
@@ -84,10 +79,3 @@ def test_show_and_the_page_say_it(imported):
     (row,) = sampler_section(load_several([path])).content.to_dict("records")
     assert (row["run"], row["tokens"]) == ("run", "480") and "probability 0" in row["most at"]
     assert row["ratios outside [0.9, 1.1]"] == f"{100 * whole['outside']:.2f} %" and row["k1 [nats]"] == whole["k1"]
-
-
-def test_without_a_samplers_numbers_there_is_nothing(tmp_path: Path):
-    (tmp_path / "t.jsonl").write_text(json.dumps({"token_id": [1], "logp": [-1.0]}))
-    import_files("jsonl", tmp_path / "t.jsonl", tmp_path / "run", Labels())
-    assert mismatch_table(sharpscope.load_run(tmp_path / "run")).empty
-    assert sampler_section(load_several([tmp_path / "run"])) is None

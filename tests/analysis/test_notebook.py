@@ -6,7 +6,6 @@ import re
 from html import unescape
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
 
 from sharpscope.analysis.figures.card import write_card
 from sharpscope.analysis.headline import moved_tokens
@@ -29,18 +28,6 @@ def test_tokens_have_their_text(run, tmp_path):
     assert "text" not in run.tokens(steps=SPIKE, columns=["logp"])
     plain = load_run(write_report_run(tmp_path / "b", tokenizer=False, steps=1))
     assert plain.tokens()["text"].isna().all()
-
-
-def test_a_character_over_several_tokens_is_the_text_of_the_last(run, tmp_path):
-    """A tokenizer of bytes: token i is byte i of "👍", from 4 on "x"."""
-    folder = write_report_run(tmp_path / "a", steps=1)
-    words = {f"<0x{byte:02X}>": n for n, byte in enumerate("👍".encode())} | {f"x{n}": n for n in range(4, len(WORDS))}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="x4"))
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.save(str(folder / "tokenizer/tokenizer.json"))
-    frame = load_run(folder).tokens(steps=1)
-    first = frame[frame["rollout"] == 0].sort_values("position")
-    assert first["text"].tolist() == ["", "", "", "👍", "x4", "x5", "x6", "x7"] and ids_of(1, 0) == list(range(8))
 
 
 def test_what_cannot_be_shown_is_said(run, tmp_path):

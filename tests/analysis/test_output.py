@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 from sharpscope.analysis import analyze
 from sharpscope.analysis.text import escape_markdown
 from sharpscope.errors import UserError
-from sharpscope.traces import SCHEMA_VERSION, RunLock, update_run_info
+from sharpscope.traces import SCHEMA_VERSION, update_run_info
 from tests.traces.rows import new_run
 from tests.traces.synthetic import Shape, write_run
 
@@ -59,13 +59,6 @@ def test_no_run_says_what_to_do_and_writes_nothing(tmp_path: Path):
     assert not (tmp_path / "out").exists() and not (tmp_path / "runs/report").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path: Path):
-    write_tiny(tmp_path / "runs/a")
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be created"):
-        analyze(tmp_path / "runs", tmp_path / "file" / "out")
-
-
 def test_different_tasks_share_no_figure_and_no_table(tmp_path: Path, quick):
     write_tiny(tmp_path / "runs/a")
     write_tiny(tmp_path / "runs/b", task="math")
@@ -83,20 +76,6 @@ def test_runs_that_cannot_be_read_are_named_and_left_out(tmp_path: Path, quick):
     text = text_of(analyze(tmp_path / "runs", tmp_path / "out"))
     assert "old is left out" in text and f"schema version {SCHEMA_VERSION + 1}" in text
     assert f"damaged: traces/eval/{other.name} is set aside" in text
-
-
-def test_a_run_still_being_written_is_used_and_named(tmp_path: Path, quick):
-    run = write_tiny(tmp_path / "runs/a", status="running")
-    with RunLock(run):
-        result = analyze(tmp_path / "runs", tmp_path / "out")
-    assert "a is not finished (running, 3 steps)" in text_of(result)
-
-
-def test_several_folders_of_equal_names_stay_apart(tmp_path: Path, quick):
-    write_tiny(tmp_path / "x/a", seed=0)
-    write_tiny(tmp_path / "y/a", seed=1)
-    result = analyze([tmp_path / "x", tmp_path / "y"], tmp_path / "out")
-    assert len(pd.read_csv(result.tables["runs"])) == 2
 
 
 def test_hostile_names_reach_neither_the_page_nor_file_names(tmp_path: Path, quick):
@@ -118,17 +97,3 @@ RENDERER = MarkdownIt("commonmark", {"html": True}).enable(["strikethrough", "ta
 @example("[a](b) ![a][b] <b> a_b_ _c_")
 def test_escaped_text_renders_as_it_is(text):
     assert html.unescape(RENDERER.renderInline(escape_markdown(text))) == " ".join(text.split())
-
-
-def test_numbers_and_names_stay_readable_as_source():
-    assert escape_markdown("score_norm +0.5 [0.1, 0.9]") == "score_norm +0.5 [0.1, 0.9]"
-
-
-def test_prompts_are_shown_where_they_differ():
-    from sharpscope.analysis.text import told_apart
-
-    start = "An island of knights and knaves, where all are one or the other. "
-    assert told_apart([start + "Ann says so.", start + "Amy says no."]) == ["… Ann says so.", "… Amy says no."]
-    assert told_apart([start] * 2) == [start] * 2
-    assert told_apart(["a" * 200, "b"]) == ["a" * 99 + "…", "b"]
-    assert told_apart([]) == []

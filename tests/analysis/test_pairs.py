@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from sharpscope.analysis.pairs import compare_runs
-from sharpscope.analysis.statistics import sign_flip_p, to_halve
+from sharpscope.analysis.statistics import sign_flip_p
 from tests.analysis.claims.frames import FrameRun, frame_run, paired_study
 
 HELDOUT = "held-out accuracy, greedy"
@@ -61,13 +61,6 @@ def test_one_pair_is_paired_by_step() -> None:
     found = row(compare_runs([first, second]), "reward")
     assert (found["n"], found["paired_by"]) == (1, "step")
     assert found["difference"] == pytest.approx(0.25) == pytest.approx(found["high"])  # no noise between the steps
-
-
-def test_seeds_that_halve_the_interval() -> None:
-    for n in (2, 3, 8, 30):
-        more = to_halve(n)
-        width = [stats.t.ppf(0.975, size - 1) / math.sqrt(size) for size in (n, more - 1, more)]
-        assert width[2] <= width[0] / 2 < width[1]
 
 
 def test_saturated_sharpness_is_marked_and_not_compared() -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from sharpscope.analysis.frames import Z
-from sharpscope.analysis.mismatch import sampler_section
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.report import (
     accuracy_sections,
@@ -21,15 +20,13 @@ from sharpscope.analysis.report import (
     messages,
     page_of,
     problem_sections,
-    setting_sections,
     sharpness_sections,
     sparkline,
 )
 from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.study import Study, studies
-from sharpscope.analysis.text import interval_text, method_label, model_label
+from sharpscope.analysis.text import interval_text
 from sharpscope.traces import TraceWriter, load_run, load_runs
-from tests.analysis.html.runs import write_report_run
 from tests.analysis.small import PROMPTS, ROTATION, STEPS, values_of, write_small
 from tests.traces.rows import new_run, rows
 
@@ -145,12 +142,6 @@ def test_rotation_from_rounding_is_not_shown(pair: Study):
     assert "turns" not in " ".join(section.note for section in found_sections(alone, alone.settings))
 
 
-def test_sparkline_scales_from_smallest_to_largest():
-    assert sparkline(np.array([0.0, 1.0, 7.0])) == "▁▂█" and sparkline(np.array([1.0, math.nan, 2.0])) == "▁·█"
-    assert sparkline(np.array([3.0, 3.0])) == "▄▄" and sparkline(np.arange(80.0), width=8) == "▁▂▃▄▅▆▇█"
-    assert sparkline(np.array([])) == "" and sparkline(np.full(3, math.nan)) == "···"
-
-
 def test_rewards_that_are_not_numbers_are_shown_as_such(tmp_path: Path):
     folder = new_run(tmp_path / "a")
     with TraceWriter(folder) as writer:
@@ -159,51 +150,6 @@ def test_rewards_that_are_not_numbers_are_shown_as_such(tmp_path: Path):
     table = curve_table(load_run(folder)).set_index("by step")
     assert table.loc["reward", "last"] == "not a number" and table.loc["reward", ""] == "▁█·"
     assert any("reward is not a number in 1 of 3 steps (first: 3)" in text for text in messages(load_runs(tmp_path)))
-
-
-def test_without_rewards_the_loss_is_shown(tmp_path: Path):
-    folder = new_run(tmp_path / "a", method="sft")
-    with TraceWriter(folder) as writer:
-        for step, loss in enumerate([3.0, 2.0, 2.5, 1.5, 1.0, 0.5], 1):
-            writer.append("steps", rows("steps", step, 1) | {"reward_mean": None, "loss": loss})
-    row = curve_table(load_run(folder)).iloc[0]
-    assert (row["by step"], row["first"], row["last"]) == ("loss", "2.5", "0.75")
-
-
-def test_settings_that_differ_are_in_words(tmp_path: Path):
-    for method, clip in (("grpo", None), ("grpo-sg", {"low": 0.2})):
-        write_small(tmp_path / method, method, recorded=False, config={"method": {"name": method, "clip": clip}})
-    (study,) = studies(load_runs(tmp_path))
-    (section,) = setting_sections(study)
-    rows_ = {row["setting"]: (row["grpo"], row["grpo-sg"]) for row in section.content.to_dict("records")}
-    assert rows_.pop("method.clip.low") == ("none", "0.2") and set(rows_.values()) <= {("none", "none")}
-
-
-def test_labels_are_readable():
-    assert method_label("grpo+aggregate=token_mean") == "grpo (aggregate token mean)"
-    assert method_label("grpo-sg+weight=custom(mine:flat_top)") == "grpo-sg (flat_top)"
-    assert method_label("grpo") == "grpo" and method_label("grpo-sg-shuffled") == "grpo-sg-shuffled"
-    cached = (
-        "/root/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/060db6499f32faf8b98477b0a26969ef7d8b9987"
-    )
-    assert model_label(cached) == "Qwen/Qwen2.5-0.5B" and model_label("/data/models/mine/") == "mine"
-    assert model_label("embedded:knights_knaves") == "embedded:knights_knaves"
-
-
-def test_only_samplers_that_differ_have_a_row(tmp_path: Path):
-    def write(name: str, gap: float) -> None:
-        folder = write_report_run(tmp_path / name, tokens=False, steps=1)
-        logp = np.full(8, -1.0, dtype=np.float32)
-        place = {"rollout": 0, "position": np.arange(8), "logp": logp, "behavior_logp": logp - np.float32(gap)}
-        with TraceWriter(folder) as writer:
-            writer.append("tokens", rows("tokens", 1, 8) | place)
-
-    write("a", 0.0)
-    assert "agree: no ratio is outside" in sampler_section(load_runs(tmp_path)).content
-    write("b", 0.2)
-    (row,) = sampler_section(load_runs(tmp_path)).content.to_dict("records")
-    assert row["run"] == "b" and row["ratios outside [0.9, 1.1]"] == "100.00 %"
-    assert row["k1 [nats]"] == pytest.approx(-0.2, rel=1e-2)
 
 
 def test_costs_are_those_of_the_tables_and_name_the_setting_to_change(tmp_path: Path):

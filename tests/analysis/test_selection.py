@@ -90,11 +90,3 @@ def test_the_critical_step_of_the_gradient_gap_by_its_definition(tmp_path, stand
     assert row["gap_lr"] * np.linalg.norm(descent) == pytest.approx(eta, rel=1e-5)
     assert row["success"] == pytest.approx(1 / 3) and row["critical_lr"] == 0.5
     assert gap_section(run).content["λ_c"].tolist() == ["4"]
-
-
-def test_rewards_of_three_values_have_no_gradient_gap(tmp_path):
-    folder = new_run(tmp_path / "run")
-    with TraceWriter(folder) as writer:
-        table(writer, "rollouts", 1, 3, rollout=np.arange(3), reward=[0.0, 1.0, 2.0])
-        table(writer, "probes", 1, 1, probe=["critical"], quantity=["update_slope"], value=[1.0])
-    assert gradient_gap(load_run(folder)).empty and gap_section(load_run(folder)) is None

@@ -21,7 +21,6 @@ from sharpscope.analysis.spikes import (
     spike_text,
     step_shares,
 )
-from sharpscope.analysis.tokens import sample_text
 from sharpscope.traces import load_run
 from sharpscope.traces.rules import robust_z
 from tests.analysis.html.runs import SPIKE, write_report_run
@@ -68,13 +67,6 @@ def test_a_short_run_is_said_to_be_short_and_a_reward_that_stays_is_no_finding(t
     assert "judged against 10 earlier steps with a gradient; this run has 3" in text and "finding" not in text
     assert "The largest gradient norm is 9 at step 3." in text
     assert "No token's share was recorded (recording.token_gradients_every)." in text
-
-
-def test_of_a_trace_without_recording_settings_what_records_shares_is_named(tmp_path: Path):
-    run = _with_steps(tmp_path, [1.0, 1.1] * 9 + [1.0, 9.0], [0.0] * 20, config={"trainer": {}})
-    spike = explain_spikes(run)[-1]
-    assert spike.step == 20 and spike.tokens is None
-    assert spike.missing == f"no token's share was recorded at this step {PROBE}"
 
 
 def _tokens(seed: int, updates: int, chance: float = 1.0) -> pd.DataFrame:
@@ -129,11 +121,6 @@ def test_a_spike_of_one_update_is_found_and_named(tmp_path: Path):
     np.testing.assert_allclose(step_shares(run, SPIKE)["share"], every.loc[every["update"] == 1, "attribution"])
 
 
-def test_ranges_of_a_sample_that_holds_little_are_not_scaled_up():
-    tokens = _tokens(0, 1).assign(share=lambda f: 0.1 * f["share"])
-    assert range_shares(tokens)["share"].isna().all()
-
-
 def test_concentration_is_that_of_a_plain_loop():
     tokens = pd.DataFrame({"share": [0.5, -0.3] + [0.001] * 198, "inclusion_probability": np.float32(1)})
     tokens["probability"] = [0.1, 0.2] + [0.999] * 198
@@ -157,8 +144,3 @@ def test_tokens_of_sampled_groups_are_said_to_be_of_a_sample(tmp_path: Path, sha
     recorded = tokens_of([spike.step], ["attribution"])["attribution"]
     assert spike.sample == words and spike.probabilities["share"].sum() == pytest.approx(1.0)
     assert spike.tokens["share"].abs().max() == pytest.approx(float(recorded.abs().max()))
-
-
-def test_different_shares_of_a_steps_updates_are_given_as_a_range():
-    frame = pd.DataFrame({"inclusion_probability": np.array([0.125, 1.0, np.nan], dtype=np.float32)})
-    assert sample_text(frame) == "a random 12.5 to 100 % of each update's groups"

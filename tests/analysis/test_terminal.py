@@ -10,11 +10,10 @@ import pytest
 from rich.console import Console
 
 from sharpscope.analysis import path_sections, show, show_headline, spike_sections, token_sections, watch
-from sharpscope.analysis.headline import concentration_text, largest_update, moved_section, moved_sections, moved_tokens
-from sharpscope.analysis.report import laid_out
+from sharpscope.analysis.headline import largest_update, moved_section, moved_sections, moved_tokens
 from sharpscope.analysis.sections import to_terminal
 from sharpscope.errors import UserError
-from sharpscope.traces import RunLock, TraceWriter, load_run, load_runs, update_run_info
+from sharpscope.traces import RunLock, TraceWriter, load_run, update_run_info
 from tests.analysis.drawn import printed
 from tests.analysis.html.runs import SPIKE, STEPS, WORDS, ids_of, write_report_run
 from tests.analysis.small import write_small
@@ -52,13 +51,6 @@ def test_show_of_a_run_without_steps_and_with_hostile_text(tmp_path: Path):
         writer.append("events", event | {"message": "\x1b]0;evil\x07 [red]"})
     text = printed(show(load_run(run)))
     assert "[b]r" in text and "�]0;evil� [red]" in text and "died" in text
-
-
-def test_show_names_damaged_parts(tmp_path: Path):
-    run = new_run(tmp_path / "a")
-    (run / "traces/steps").mkdir()
-    (run / "traces/steps/part-000000-00000000.parquet").write_bytes(b"x")
-    assert "traces/steps/part-000000-00000000.parquet is set aside" in printed(to_terminal(path_sections([run])))
 
 
 @pytest.fixture
@@ -206,10 +198,6 @@ def test_the_spike_is_shown_and_links_to_its_token(run):
     assert (token.run, token.step) == ("a", SPIKE) and 0 <= token.rollout < 4 and 0 <= token.position < 8
 
 
-def test_few_tokens_have_no_largest_hundredth(run):
-    assert concentration_text(run, SPIKE) == ""
-
-
 def test_without_shares_what_records_them_is_said(tmp_path: Path):
     loaded = load_run(write_small(tmp_path / "a", "grpo"))
     (section,) = moved_sections([loaded])
@@ -225,10 +213,3 @@ def test_the_headline_of_two_methods_in_the_demos_ending(tmp_path: Path):
     assert "Did grpo-sg change anything, compared with grpo?" in text and "It turns the gradient by 21°." in text
     assert "about 45°" in text and "no difference shown" in text and "One pair of runs" in text
     assert len(printed(show_headline([tmp_path])).splitlines()) <= 20
-
-
-def test_settings_with_the_baseline_come_first(tmp_path: Path):
-    for method in ("ar", "grpo", "grpo-sg"):
-        write_small(tmp_path / method, method, recorded=False)
-    ((_, settings),) = laid_out(load_runs(tmp_path))
-    assert [setting.label for setting in settings] == ["grpo", "grpo-sg", "ar"]

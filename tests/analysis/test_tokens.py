@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sharpscope.analysis import tokens
-from sharpscope.analysis.tokens import Reducer, sample_tokens, scan
+from sharpscope.analysis.tokens import Reducer, scan
 from tests.analysis.claims.frames import frame_run, tokens_frame
 
 
@@ -25,11 +25,3 @@ def test_tokens_are_read_once_in_whole_steps_and_only_the_columns_asked_for(monk
     steps = [step for read, _ in run.reads for step in read]
     assert steps == [1, 2, 3, 4, 5] and len(run.reads) == 3
     assert {columns for _, columns in run.reads} == {("step", "attribution", "logp")}
-
-
-def test_sampling_keeps_every_token_or_a_seeded_even_share(study):
-    run = next(iter(study.settings[0].runs.values()))
-    assert len(sample_tokens(run, ["logp"])) == run.rows("tokens")
-    small = sample_tokens(run, ["step"], limit=60)
-    assert len(small) == 60 and small.equals(sample_tokens(run, ["step"], limit=60))
-    assert set(small["step"]) == set(run.token_steps)

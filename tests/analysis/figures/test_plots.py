@@ -7,11 +7,10 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.ticker import LogLocator
 
 from sharpscope.analysis.curves import chart_of
 from sharpscope.analysis.figures import plots, rotation_figure
-from sharpscope.analysis.figures.style import COLORS, finish, lines, panels, plain, save, setting_text, styled
+from sharpscope.analysis.figures.style import COLORS, lines, plain, save, setting_text
 from sharpscope.analysis.frames import step_values
 from sharpscope.analysis.tokens import sample_tokens
 from sharpscope.traces import Runs
@@ -115,12 +114,3 @@ def test_hostile_labels_are_text_and_equal_figures_give_equal_files(tmp_path):
     for path in paths:
         assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()
     assert b"<script>" not in paths[1].read_bytes()
-
-
-def test_an_inverted_logarithmic_axis_keeps_its_decades():
-    with styled():
-        figure, (axis,) = panels(1)
-        axis.set(xscale="log", xlim=(1.0, 1e-8))
-        finish(figure, [axis])
-    figure.canvas.draw()
-    assert isinstance(axis.xaxis.get_major_locator(), LogLocator)

@@ -59,61 +59,31 @@ def write_report_run(
 ) -> Path:
     """STEPS steps with the texts above; attribution at SPIKE and at the last step."""
     folder = create_run_dir(path)
-    config = {
-        "seed": seed,
-        "steps": STEPS,
-        "method": {"name": method},
-        "optimizer": {"lr": 1e-4},
-        "note": HOSTILE["script"] + method,
-    }
-    create_run_info(
-        folder, INFO | {"method": method, "seed": seed, "config": config, "peak_memory_bytes": {"process": 2**30}}
-    )
+    config = {"seed": seed, "steps": STEPS, "method": {"name": method}, "optimizer": {"lr": 1e-4}}
+    config |= {"note": HOSTILE["script"] + method}
+    info = {"method": method, "seed": seed, "config": config, "peak_memory_bytes": {"process": 2**30}}
+    create_run_info(folder, INFO | info)
     if tokenizer:
         write_tokenizer(folder / "tokenizer")
+    seconds = {"generation_s": 0.5, "training_s": 0.25, "recording_s": 0.125}
+    event = {"rule": "saturation", "severity": "warning", "value": 0.97, "threshold": 0.95, "action": "warn"}
     with TraceWriter(folder) as writer:
         for step in range(1, steps + 1):
             norm = (20.0 if spike and step == SPIKE else 1.0) + 0.01 * (step % 3)
-            writer.append(
-                "steps",
-                rows("steps", step, 1, seed)
-                | {"grad_norm": norm, "generation_s": 0.5, "training_s": 0.25, "recording_s": 0.125},
-            )
+            writer.append("steps", rows("steps", step, 1, seed) | {"grad_norm": norm} | seconds)
             _completions(writer, step, tokens, seed)
-        writer.append(
-            "events",
-            {
-                "step": steps,
-                "rule": "saturation",
-                "severity": "warning",
-                "value": 0.97,
-                "threshold": 0.95,
-                "action": "warn",
-                "message": HOSTILE["handler"],
-            },
-        )
+        writer.append("events", event | {"step": steps, "message": HOSTILE["handler"]})
     update_run_info(folder, status=status, steps_done=steps)
     return folder
 
 
 def _completions(writer: TraceWriter, step: int, tokens: bool, seed: int) -> None:
     texts = ["".join(WORDS[i] for i in ids_of(step, n)) for n in range(N)]
-    writer.append(
-        "rollouts",
-        {
-            "step": step,
-            "rollout": np.arange(N),
-            "group": [0, 0, 1, 1],
-            "prompt": [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]],
-            "completion": texts,
-            "reward": [1.0, -1.0, 3.0, 0.0],
-            "reward_parts": [{"answer": 1.0}] * N,
-            "correct": [True, False] * 2,
-            "advantage": [1.0, -1.0, 0.5, -0.5],
-            "length": TOKENS,
-            "truncated": False,
-        },
-    )
+    advantage = [1.0, -1.0, 0.5, -0.5]
+    answers = {"prompt": np.repeat(PROMPTS, 2), "completion": texts, "reward": [1.0, -1.0, 3.0, 0.0]}
+    answers |= {"reward_parts": [{"answer": 1.0}] * N, "correct": [True, False] * 2, "advantage": advantage}
+    place = {"step": step, "rollout": np.arange(N), "group": [0, 0, 1, 1], "length": TOKENS, "truncated": False}
+    writer.append("rollouts", place | answers)
     if not tokens:
         return
     rng = np.random.default_rng([seed, step])
@@ -121,24 +91,19 @@ def _completions(writer: TraceWriter, step: int, tokens: bool, seed: int) -> Non
     values = rows("tokens", step, count, seed)
     probed = step in (SPIKE, STEPS)
     share = rng.normal(size=count)
-    writer.append(
-        "tokens",
-        values
-        | {
-            "rollout": np.repeat(np.arange(N), TOKENS),
-            "position": np.tile(np.arange(TOKENS), N),
-            "update": 0,
-            "token_id": np.concatenate([ids_of(step, n) for n in range(N)]),
-            "logp": -np.abs(rng.normal(size=count)).astype(np.float32),
-            "weight": (1 + 0.4 * rng.random(count)).astype(np.float32),
-            "entropy": rng.random(count).astype(np.float32),
-            "advantage": np.repeat([1.0, -1.0, 0.5, -0.5], TOKENS).astype(np.float32),
-            "score_norm_local": np.abs(values["score_norm_local"]) if probed else None,
-            "score_norm": None,
-            "score_norm_std_error": None,
-            "draw_probability": None,
-            "attribution": (share / share.sum()).astype(np.float32) if probed else None,
-            "ref_logp": None,
-            "heldout_influence": rng.normal(size=count).astype(np.float32) if probed else None,
-        },
-    )
+    values |= {
+        "rollout": np.repeat(np.arange(N), TOKENS),
+        "position": np.tile(np.arange(TOKENS), N),
+        "update": 0,
+        "token_id": np.concatenate([ids_of(step, n) for n in range(N)]),
+        "logp": -np.abs(rng.normal(size=count)).astype(np.float32),
+        "weight": (1 + 0.4 * rng.random(count)).astype(np.float32),
+        "entropy": rng.random(count).astype(np.float32),
+        "advantage": np.repeat(advantage, TOKENS).astype(np.float32),
+        "score_norm_local": np.abs(values["score_norm_local"]) if probed else None,
+        "attribution": (share / share.sum()).astype(np.float32) if probed else None,
+        "heldout_influence": rng.normal(size=count).astype(np.float32) if probed else None,
+    }
+    absent = ("score_norm", "score_norm_std_error", "score_norm_method", "draw_probability", "sharp_alignment")
+    absent += ("update_attribution", "ref_logp")
+    writer.append("tokens", values | {name: None for name in absent if name in values})

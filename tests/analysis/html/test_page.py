@@ -12,7 +12,6 @@ import numpy as np
 from sharpscope.analysis import analyze
 from sharpscope.analysis.headline import moved_tokens
 from sharpscope.analysis.html.tokens import token_view
-from sharpscope.analysis.reduction import reduce_run
 from sharpscope.traces import TraceWriter, load_run, load_runs
 from tests.analysis.html.runs import LONG, SPIKE, WORDS, in_file, write_report_run
 from tests.traces.rows import rows
@@ -93,14 +92,6 @@ def test_the_largest_tokens_link_to_their_completions(made):
     assert {(int(r), int(s), int(n)) for r, s, n, _ in links} <= there
 
 
-def test_prompts_of_a_spike_come_from_the_other_run_too(made):
-    data = made.data("tokens")
-    runs = {c["r"] for c in data["completions"] if c["s"] == SPIKE}
-    assert runs == {0, 1}
-    first, second = ({c["p"] for c in data["completions"] if c["r"] == run} for run in (0, 1))
-    assert first == second
-
-
 def test_the_parts_stand_in_the_order_of_the_links(made):
     links = re.findall(r'<li><a href="#(part-\d+)">(.*?)</a></li>', made.html)
     parts = re.findall(r'<section id="(part-\d+)".*?<h2[^>]*>(.*?)</h2>', made.html, re.DOTALL)
@@ -124,14 +115,6 @@ def test_runs_without_tokens_or_tokenizer_make_an_honest_page(tmp_path, quick):
     page = analyze([tmp_path / "a"], tmp_path / "out").page.read_text(encoding="utf-8")
     assert "plain: no token rows were recorded" in page and "numbers: the run saved no readable tokenizer" in page
     assert "⟨3⟩" in page and "failed" in page
-
-
-def test_reduced_runs_say_that_their_completions_were_not_kept(tmp_path, quick):
-    whole = write_report_run(tmp_path / "whole/grpo-s0")
-    reduce_run(load_run(whole), tmp_path / "runs/grpo-s0", tokens=40)
-    page = analyze(tmp_path / "runs", tmp_path / "out").page.read_text(encoding="utf-8")
-    assert page.count("Completions of these runs were not kept when they were reduced") >= 2
-    assert "no completions were recorded" not in page
 
 
 def test_a_single_run_and_long_completions(tmp_path):

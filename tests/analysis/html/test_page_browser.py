@@ -257,22 +257,6 @@ def test_a_token_of_the_spike_leads_to_its_completion_and_a_link_can_be_shared(p
     )
 
 
-def test_two_runs_answer_one_prompt_side_by_side(page, made):
-    data = made.data("tokens")
-    page.locator("#layout").select_option("sides")
-    assert page.locator("#prompt option").count() == len(data["prompts"]) == 2
-    page.locator("#prompt").select_option(index=1)
-    columns = page.locator("#completions .side")
-    assert columns.count() == 2 and not page.locator("#search").is_visible()
-    for column, run in zip((columns.nth(0), columns.nth(1)), data["runs"], strict=True):
-        own = column.locator(".completion h4").all_text_contents()
-        assert own and all(title.startswith(run) for title in own)
-        prompts = column.locator(".prompt pre").evaluate_all("all => all.map((e) => e.textContent)")
-        assert set(prompts) == {data["prompts"][int(page.locator("#prompt").input_value())]}
-    boxes = [columns.nth(i).bounding_box() for i in (0, 1)]
-    assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
-
-
 def _charts(page):
     page.wait_for_selector("html[data-curves=drawn]")
     return page.locator("#curves .chart")

@@ -42,19 +42,13 @@ def test_tokens_carry_the_traces_numbers(made):
     held = [c for c in data["completions"] if c["r"] == number and c["s"] == SPIKE]
     assert len(held) == 4 and {c["why"] for c in held} == {"spike"}
     for completion in held:
-        assert [data["pieces"][i] for i in completion["t"]] == [
-            in_file(WORDS[i]) for i in ids_of(SPIKE, completion["n"])
-        ]
+        words = [in_file(WORDS[i]) for i in ids_of(SPIKE, completion["n"])]
+        assert [data["pieces"][i] for i in completion["t"]] == words
         rows_ = run.tokens(steps=SPIKE).query(f"rollout == {completion['n']}").sort_values("position")
+        columns = {"share": "attribution", "mismatch": None, "score": "score_norm_local", "weight": "weight"}
         for name, column in (
-            ("share", "attribution"),
-            ("mismatch", None),
-            ("score", "score_norm_local"),
-            ("weight", "weight"),
-            ("logp", "logp"),
-            ("influence", "heldout_influence"),
-            ("entropy", "entropy"),
-        ):
+            columns | {"logp": "logp", "influence": "heldout_influence", "entropy": "entropy"}
+        ).items():
             wanted = rows_["logp"] - rows_["behavior_logp"] if column is None else rows_[column]
             np.testing.assert_allclose(completion["c"][name], wanted, rtol=10.0 ** (1 - DIGITS))
         assert "exact" not in completion["c"]
