@@ -82,7 +82,8 @@ def steps_of(run: Run, columns: Sequence[str]) -> Iterator[tuple[int, Columns]]:
     size = max(1, int(BATCH_ROWS * len(steps) / max(1, run.rows("tokens"))))
     for start in range(0, len(steps), size):
         frame = run.tokens(steps[start : start + size], ["step", *(c for c in columns if c != "step")])
-        yield from _split(frame, columns)
+        for step, rows in frame.groupby("step"):  # also a step that was written in several parts
+            yield int(str(step)), {column: rows[column].to_numpy() for column in columns}
 
 
 def sample_tokens(run: Run, columns: Sequence[str], limit: int = SAMPLE) -> pd.DataFrame:
@@ -133,17 +134,6 @@ def deciles(logp: NDArray[Any]) -> NDArray[np.int_]:
     """(n,) decile of each token by rank of ln π, 1 = least likely; ties by order."""
     rank = np.argsort(np.argsort(logp, kind="stable"), kind="stable")
     return np.asarray(rank * DECILES // max(1, len(rank)) + 1)
-
-
-def _split(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[int, Columns]]:
-    step = frame["step"].to_numpy()
-    if (np.diff(step) < 0).any():  # a step that was written in several parts
-        frame = frame.iloc[np.argsort(step, kind="stable")]
-        step = frame["step"].to_numpy()
-    arrays = {column: frame[column].to_numpy() for column in columns}
-    starts = np.flatnonzero(np.concatenate([[True], step[1:] != step[:-1]])) if len(step) else np.array([], dtype=int)
-    for start, end in zip(starts, [*starts[1:], len(step)], strict=True):
-        yield int(step[start]), {column: values[start:end] for column, values in arrays.items()}
 
 
 def _recorded(values: NDArray[Any]) -> bool:
