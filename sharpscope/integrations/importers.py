@@ -131,23 +131,22 @@ def json_lines(paths: Iterable[Path]) -> Iterator[Record]:
         UserError: a line is something else, or a file cannot be read.
     """
     for path in paths:
+        where = str(path)
         try:
             with path.open(encoding="utf-8") as lines:  # str.splitlines would also split at U+2028
                 for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        yield f"{path} line {number}", _object(line, f"{path} line {number}")
+                    where = f"{path} line {number}"
+                    value = json.loads(line) if line.strip() else None
+                    if isinstance(value, dict):
+                        yield where, value
+                    elif line.strip():
+                        raise UserError(
+                            f"{where}: a {type(value).__name__}, not a JSON object; write one object a line"
+                        )
         except (OSError, UnicodeDecodeError) as problem:
             raise UserError(f"{path}: cannot be read ({problem}); give a text file in UTF-8") from problem
-
-
-def _object(line: str, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as problem:
-        raise UserError(f"{where}: not JSON ({problem}); remove the line") from problem
-    if not isinstance(value, dict):
-        raise UserError(f"{where}: a {type(value).__name__}, not a JSON object; write one object a line")
-    return value
+        except (ValueError, RecursionError) as problem:
+            raise UserError(f"{where}: not JSON ({problem}); remove the line") from problem
 
 
 # -- one completion ---------------------------------------------------------------------------------------------------------
