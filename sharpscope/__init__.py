@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from sharpscope.probes import score_norms as score_norms
     from sharpscope.probes import sharpness as sharpness
     from sharpscope.probes import update_direction as update_direction
-    from sharpscope.tasks import register_task as register_task
     from sharpscope.traces import load_run as load_run
     from sharpscope.traces import load_runs as load_runs
 
@@ -38,7 +37,6 @@ _MODULES = {
     "sharpness": "sharpscope.probes",
     "update_direction": "sharpscope.probes",
     "rotate": "sharpscope.forks",
-    "register_task": "sharpscope.tasks",
     "register_token_weight": "sharpscope.config",
 }
 

@@ -35,9 +35,9 @@ ALIASES = {"__version__", "record"}
 
 @pytest.fixture
 def unregistered(monkeypatch):
-    """Forgets the tasks and weights that an example registers."""
-    for module in (sharpscope.config.weighting, sharpscope.tasks.custom):
-        monkeypatch.setattr(module, "_REGISTRY", dict(module._REGISTRY))
+    """Forgets the weights that an example registers."""
+    weighting = sharpscope.config.weighting
+    monkeypatch.setattr(weighting, "_REGISTRY", dict(weighting._REGISTRY))
 
 
 @pytest.mark.parametrize("name", sorted(set(sharpscope.__all__) - ALIASES))

@@ -133,7 +133,7 @@ class CustomSpec(Spec):
     """A user-defined task in Python."""
 
     kind: Literal["custom"] = "custom"
-    factory: str = Field("", description="name registered with register_task, or module:function")
+    factory: str = Field("", description="module:function")
     options: dict[str, Any] = Field({}, description="keyword arguments of the factory")
 
 

@@ -1,7 +1,6 @@
 """Tasks: prompts and the rewards of their completions.
 
-`make_task` creates a `Task` from its configuration, a `TaskSpec`. `register_task` adds a custom task. The modules of the
-tasks are imported when a task is created.
+`make_task` creates a `Task` from its configuration, a `TaskSpec`. The modules of the tasks are imported when a task is created.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from sharpscope.config import Spec
 from sharpscope.config.tasks import CustomSpec, DatasetSpec, KnightsKnavesSpec, MathSpec, ToolQaSpec
 from sharpscope.errors import UserError, nearest
 from sharpscope.tasks.base import Example, InteractiveTask, Reward, Task, respond_all
-from sharpscope.tasks.custom import register_task, registered_tasks
 
 _FACTORIES: dict[type[Spec], str] = {
     KnightsKnavesSpec: "knights_knaves:KnightsKnaves",
@@ -43,13 +41,13 @@ def task_choice(text: str) -> Mapping[str, Any]:
     """Convert the short form of a task on the command line to configuration fields.
 
     Args:
-        text: a kind (`knights_knaves`), the name of a registered task, or an import path `module:function`.
+        text: a kind (`knights_knaves`) or an import path `module:function`.
 
     Raises:
         UserError: `text` is none of these.
     """
     if text in task_specs and text != "custom":
         return {"kind": text}
-    if ":" in text or text in registered_tasks():
+    if ":" in text:
         return {"kind": "custom", "factory": text}
-    raise UserError(f"task = '{text}': unknown{nearest(text, {*task_specs, *registered_tasks()} - {'custom'})}")
+    raise UserError(f"task = '{text}': unknown{nearest(text, {*task_specs} - {'custom'})}")

@@ -1,4 +1,4 @@
-"""Custom tasks: a function that returns splits and a scorer, registered by name or given by import path."""
+"""Custom tasks: a function that returns splits and a scorer, or an object with both, given as `module:function`."""
 
 from __future__ import annotations
 
@@ -8,61 +8,24 @@ from typing import Any
 
 from sharpscope.config.functions import import_function
 from sharpscope.config.tasks import CustomSpec
-from sharpscope.errors import UserError, nearest
+from sharpscope.errors import UserError
 from sharpscope.tasks.base import Example, Reward, Task, content_id, once, respond_all
-
-Factory = Callable[..., Any]
-
-_REGISTRY: dict[str, Factory] = {}
-
-
-def register_task(name: str) -> Callable[[Factory], Factory]:
-    """Decorator that registers a function as the task `name`.
-
-    The function takes the options (`task.options.x=…`) as keyword arguments and returns `(splits, score)`: lists of
-    `Example` by split name, and a function from an example and a completion to a `Reward`, a number (correct if at least 1)
-    or a bool. It may instead return an object with `name`, `splits` and `score`; an interactive task also has `respond` and
-    `stop`.
-
-    Raises:
-        UserError: the name is already registered, or is not an identifier.
-
-    Examples:
-        >>> import sharpscope
-        >>> from sharpscope.tasks import Example
-        >>> @sharpscope.register_task("parity")
-        ... def parity(size: int = 4):
-        ...     examples = [Example(str(n), f"Is {n} even or odd?", {"answer": ("even", "odd")[n % 2]}) for n in range(size)]
-        ...     return {"train": examples}, lambda example, text: example.meta["answer"] in text
-        >>> splits, score = parity(size=2)
-        >>> score(splits["train"][1], "It is odd.")
-        True
-    """
-
-    def add(factory: Factory) -> Factory:
-        if not name.isidentifier():
-            raise UserError(f"register_task: '{name}' is not a valid name; use letters, digits and underscores")
-        if name in _REGISTRY and _REGISTRY[name].__qualname__ != factory.__qualname__:
-            raise UserError(f"register_task: '{name}' is already registered; choose another name")
-        _REGISTRY[name] = factory
-        return factory
-
-    return add
-
-
-def registered_tasks() -> tuple[str, ...]:
-    """Sorted names of the registered tasks."""
-    return tuple(sorted(_REGISTRY))
 
 
 def make_custom(spec: CustomSpec) -> Task:
-    """Call the factory with the options and check the result.
+    """Call the factory with the options (`task.options.x=…`, as keyword arguments) and check the result.
+
+    It returns `(splits, score)`: lists of `Example` by split name, and a function from an example and a completion to a
+    `Reward`, a number (correct if at least 1) or a bool. It may instead return an object with `name`, `splits` and `score`;
+    an interactive task also has `respond` and `stop`.
 
     Raises:
         UserError: the factory does not exist, does not accept the options, or does not return a task.
     """
-    factory = _find(spec.factory)
-    made = _own(f"task.factory = '{spec.factory}' with options {dict(spec.options)}", lambda: factory(**spec.options))
+    factory = import_function(spec.factory, "task.factory")
+    made = _call_user(
+        f"task.factory = '{spec.factory}' with options {dict(spec.options)}", lambda: factory(**spec.options)
+    )
     if isinstance(made, tuple) and len(made) == 2 and callable(made[1]):
         return CheckedTask(spec.factory, lambda: made[0], made[1])
     missing = [part for part in ("splits", "score") if not callable(getattr(made, part, None))]
@@ -77,7 +40,7 @@ def make_custom(spec: CustomSpec) -> Task:
     return CheckedTask(name, made.splits, made.score)
 
 
-def _own(what: str, call: Callable[[], Any]) -> Any:
+def _call_user(what: str, call: Callable[[], Any]) -> Any:
     """The result of a user's function; an error in it names the function, and --debug shows its traceback."""
     try:
         return call()
@@ -89,17 +52,6 @@ def _own(what: str, call: Callable[[], Any]) -> Any:
         ) from error
 
 
-def _find(path: str) -> Factory:
-    """The registered factory of that name, or `module:function`, also from the working directory."""
-    if ":" in path:
-        return import_function(path, "task.factory")
-    if path not in _REGISTRY:
-        raise UserError(
-            f"task.factory = '{path}': no registered task{nearest(path, _REGISTRY)} or give module:function"
-        )
-    return _REGISTRY[path]
-
-
 class CheckedTask:
     """Wrapper of a custom task that checks its splits and rewards."""
 
@@ -109,7 +61,7 @@ class CheckedTask:
     @once
     def splits(self) -> dict[str, list[Example]]:
         """The task's splits, with `id` and `level` (default "all") in the `meta` of each example."""
-        splits = _own(f"task '{self.name}', splits", self._make_splits)
+        splits = _call_user(f"task '{self.name}', splits", self._make_splits)
         if not isinstance(splits, Mapping) or not splits.get("train"):
             raise UserError(f"task '{self.name}': splits must be a dict with a list of examples under 'train'")
         return {
@@ -127,7 +79,7 @@ class CheckedTask:
 
     def score(self, example: Example, completion: str) -> Reward:
         """The scorer's result as a `Reward`. A total that is not finite is left to the health rule `non_finite`."""
-        reward = _own(f"task '{self.name}', score", lambda: self._score(example, completion))
+        reward = _call_user(f"task '{self.name}', score", lambda: self._score(example, completion))
         if isinstance(reward, Reward):
             return reward
         if isinstance(reward, (bool, int, float)):
@@ -157,7 +109,7 @@ class InteractiveCheckedTask(CheckedTask):
 
     def respond_many(self, examples: Sequence[Example], completions: Sequence[str]) -> list[str | None]:
         """The task's responses, from its `respond_many` if defined."""
-        responses: list[Any] = _own(
+        responses: list[Any] = _call_user(
             f"task '{self.name}', respond", lambda: respond_all(self._task, examples, completions)
         )
         kinds = {type(response).__name__ for response in responses if not isinstance(response, str | None)}
