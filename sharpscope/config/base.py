@@ -207,7 +207,9 @@ def validate(model: type[typing.Any], data: Mapping[str, Any]) -> typing.Any:
             path = ".".join(str(part) for part in _field_path(details["loc"], data)) or "config"
             value = "" if isinstance(details["input"], Mapping) else f" = {short(details['input'])}"
             message = details["msg"].removeprefix("Value error, ")
-            lines.setdefault(path, f"{path}{value}: {message[0].lower() + message[1:]}")
+            if message[1:2].islower():  # a sentence; not a symbol such as L
+                message = message[0].lower() + message[1:]
+            lines.setdefault(path, f"{path}{value}: {message}")
         more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
         raise UserError("; ".join(list(lines.values())[:3]) + more) from None
 

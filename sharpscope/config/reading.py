@@ -79,7 +79,8 @@ def read_yaml(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"config file '{file}' does not exist; give the path of a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"config file '{file}' cannot be read: {error}") from None
+        why = "is a folder; --resume continues a run" if file.is_dir() else f"cannot be read: {error}"
+        raise UserError(f"config file '{file}' {why}") from None
     except YAML_ERRORS as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""

@@ -137,13 +137,13 @@ def write(
 def _tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
+    from sharpscope.policy import embedded_policy
+
+    folder = embedded_policy(name.removeprefix("embedded:")) if name.startswith("embedded:") else name
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as problem:
-        text = " ".join(str(problem).split())[:200]
-        raise UserError(
-            f"--tokenizer {name}: cannot be loaded ({text}); give the model's folder or hub id"
-        ) from problem
+        raise UserError(f"--tokenizer {name}: cannot be loaded; give the model's folder or hub id") from problem
 
 
 def _stacked(step: int, parts: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, Any]:

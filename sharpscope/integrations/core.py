@@ -243,7 +243,7 @@ class Recorder(Guard):
         note(self.run_dir, places=sorted(schedule.at.get("norms", ())), not_measured=reasons)
         if reasons:
             what = "norms, shares and critical sharpness" if len(reasons) > 1 else "critical sharpness"
-            _say(f"{what} are not measured: {plan.reason}; to measure every step: {_EVERY_STEP}")
+            _say(f"not measured: {what}, since {plan.reason}; to measure every step: {_EVERY_STEP}")
 
     def _open_folder(self, done_updates: int) -> tuple[Path, int]:
         """The run's folder and its next step; rows of updates that a resumed training makes again are removed."""

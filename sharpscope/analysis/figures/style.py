@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from io import BytesIO
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -52,6 +53,16 @@ def styled() -> AbstractContextManager[None]:
     return mpl.rc_context(_RC)
 
 
+class Picture(Figure):
+    """A figure that Jupyter shows although pyplot did not make it."""
+
+    def _repr_png_(self) -> bytes:
+        """The figure as PNG."""
+        png = BytesIO()
+        self.savefig(png, format="png", dpi=110)
+        return png.getvalue()
+
+
 def panels(count: int, *, columns: int = 2, height: float = 2.0, **shared: Any) -> tuple[Figure, list[Axes]]:
     """A figure with `count` equal axes in rows of `columns`; made without pyplot, so no global state.
 
@@ -63,7 +74,7 @@ def panels(count: int, *, columns: int = 2, height: float = 2.0, **shared: Any) 
     """
     columns = min(count, columns)
     rows = -(-count // columns)
-    figure = Figure(figsize=(WIDTH if columns > 1 else ONE_COLUMN, height * rows + 0.4), layout="constrained")
+    figure = Picture(figsize=(WIDTH if columns > 1 else ONE_COLUMN, height * rows + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False, **shared).ravel()
     for spare in grid[count:]:
