@@ -9,11 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from sharpscope.config.base import Part, check_keys, short, validate
 from sharpscope.config.method import Method
-from sharpscope.config.reading import load_yaml, merge, method_layer, method_parts
+from sharpscope.config.reading import merge, method_layer, method_parts
 from sharpscope.config.token_weights import (
     ConstantWeight,
     Control,
@@ -50,7 +51,8 @@ def method_note(name: str, entry: Mapping[str, Any]) -> MethodNote:
 @cache
 def methods() -> dict[str, MethodNote]:
     """The named methods (methods.yaml)."""
-    entries = load_yaml(Path(__file__).with_name("methods.yaml").read_text(encoding="utf-8"))
+    text = Path(__file__).with_name("methods.yaml").read_text(encoding="utf-8")
+    entries = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return {name: method_note(name, entry) for name, entry in entries.items()}
 
 

@@ -123,6 +123,8 @@ def test_ablations_get_names_of_their_own():
         (["method=grpo", "method.tokens.kind=bins"], "include or exclude"),
         (["method=wapo", "method.correction.kind=truncate"], "ratio.to=sampler needs correction=null"),
         (["method=aggc", "method.module_clip.high=0.6"], "greater than 1"),
+        (["health.memory=3"], "health.memory = 3"),
+        (["health.memry.action=off"], "health.memry: unknown field; did you mean 'memory'"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_place(overrides, says):
@@ -211,6 +213,8 @@ def test_the_configuration_of_a_run_of_version_0_2_is_read(tmp_path: Path):
     old = {
         "name": "x",
         "out": "elsewhere",
+        "policy": {"trust_remote_code": False},
+        "rollout": {"backend": {"kind": "local"}},
         "method": {
             "name": "kl-cov",
             "clip": {"kind": "none"},
