@@ -59,8 +59,8 @@ def plan(
     if baseline_accuracy is not None:
         powers += powers_of_answers(baseline_accuracy, answers, terms)
     powers = [power for power in powers if power.claim.split()[0] in names]
-    found = [Section("What the claims need", power_table(powers), NOTE)] if powers else []
-    print_sections([Section("", "\n".join(lines)), *found])
+    sections = [Section("", "\n".join(lines))] if lines else []
+    print_sections(sections + ([Section("What the claims need", power_table(powers), NOTE)] if powers else []))
 
 
 @study.command()

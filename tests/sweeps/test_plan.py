@@ -189,13 +189,10 @@ def test_an_interrupt_ends_the_active_runs_and_starts_no_other(fake):
     ("status", "code", "text", "counted", "reason"),
     [
         (None, 2, "view: x\nerror: task.path: none.parquet\nand more", "failed", "task.path: none.parquet"),
-        (None, 1, "a crash", "failed", "a crash"),
         (None, -9, "", "failed", "signal 9"),
         ("running", -9, "", "interrupted", "signal 9"),
-        ("interrupted", 2, "error: another reference", "failed", "another reference"),
         ("interrupted", 130, "view: sharpscope show", "interrupted", None),
         ("failed", 1, "failed: 3 steps\nview: sharpscope show", "failed", "a rule said so"),
-        (None, 0, "", "interrupted", None),  # the user stopped the sweep before its turn
     ],
 )
 def test_how_a_run_is_counted(sweep_file, status, code, text, counted, reason):
