@@ -77,7 +77,7 @@ def fork(
         raise UserError(
             "--without-tokens: needs a run's folder and --step, as in fork RUN --step 40 --without-tokens top:12"
         )
-    other = {"methods": methods, "outcomes": outcomes, "batches": batches, "checkpoint": checkpoint}
+    other: dict[str, Any] = {"methods": methods, "outcomes": outcomes, "batches": batches, "checkpoint": checkpoint}
     other |= {"token-weights": token_weights, "out": out}
     wrong = next((name for name, value in other.items() if value), None)
     if wrong is not None:

@@ -96,7 +96,7 @@ def probe(
     check_names("--backend", [backend], get_args(Backend))
     values = parse_overrides(set_ or []) | ({"functionals": functional} if functional else {})
     spec = _spec(values)
-    afterwards = {"steps": steps, "force": force, "method": method, "temperature": temperature}
+    afterwards: dict[str, Any] = {"steps": steps, "force": force, "method": method, "temperature": temperature}
     if tokens is None and rollouts is None:
         _check(run, model, data, all_checkpoints, afterwards)
         parts, out = _parts(run, probes), _free(out, "probe" if run is None else f"{run}-probe")

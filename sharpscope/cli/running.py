@@ -221,7 +221,7 @@ def _sweep(runs: Sequence[PlannedRun], workers: int, retry: bool, dry_run: bool)
     with progress(f"{len(runs)} runs") as update:
         ended = execute(runs, workers=workers, threads=threads, retry=retry, on_progress=tell)
     folder = runs[0].run_dir.parent
-    counts = Counter(ending for ending, _ in ended.values())
+    counts: Counter[str] = Counter(ending for ending, _ in ended.values())
     words = {"finished": "finished", "skipped": "already finished", "interrupted": "interrupted", "failed": "failed"}
     words |= {"held": "run by others"} if counts["held"] else {}
     listed = ", ".join(f"{counts[ending]} {word}" for ending, word in words.items())
