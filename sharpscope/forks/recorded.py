@@ -90,7 +90,7 @@ class TrainerStep:
     def update(self, without: Tensor | None, observe: Callable[[PendingUpdate], None] | None) -> Sequence[UpdateResult]:
         """Restore the state and make the step; the model keeps its weights."""
         self.snapshot.restore()
-        made = []
+        made: list[UpdateResult] = []
         for recorded, (values, first) in zip(self.updates, self.coef, strict=True):
             coef = values if without is None else values.masked_fill(without, 0.0)
             for parameter, part in zip(self.parameters, self.rows.gradient(coef), strict=True):

@@ -192,6 +192,15 @@ def rotate(
             "more prompts (--set rollout.prompts_per_step=64) or a task of another difficulty"
         )
     stats = start.scorer.statistics(batch.rollouts)
+    rows, noise = _compared(start, chosen, batch, stats, methods is not None, tell)
+    described = start.described(batch, None if run is None else Path(run))
+    return Rotations(_table([rows[name] for name in chosen]), noise, described, _weights(start.weights), start.methods)
+
+
+def _compared(
+    start: _Start, chosen: Mapping[str, Method], batch: RolloutBatch, stats: TokenStats, asked: bool, tell: Tell
+) -> tuple[dict[str, dict[str, Any]], float]:
+    """Rows by method, and the noise angle; a method that cannot be compared is an error if it was asked for by name."""
     rows: dict[str, dict[str, Any]] = {}
     references: dict[str, list[Gradient]] = {}
     noise = math.nan
@@ -203,13 +212,12 @@ def rotate(
         try:
             row, angle = start.measured(name, batch, stats, references)
         except UserError as problem:
-            if methods is not None:
+            if asked:
                 raise UserError(f"--methods {name}: {problem}") from None
             row, angle = {"problem": str(problem)}, math.nan
         rows[name] = {"method": name, **row}
         noise = angle if math.isnan(noise) else noise
-    described = start.described(batch, None if run is None else Path(run))
-    return Rotations(_table([rows[name] for name in chosen]), noise, described, _weights(start.weights), start.methods)
+    return rows, noise
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------------
@@ -412,8 +420,11 @@ def weight_curves(methods: Mapping[str, Method]) -> pd.DataFrame:
     for name, method in methods.items():
         for axis, x in (("logit", np.linspace(-5.0, 35.0, 401)), ("probability", np.linspace(0.001, 0.999, 500))):
             values = torch.from_numpy(x)
-            given = {"logit": values} if axis == "logit" else {"logp": values.log()}
-            step = StepTensors.from_columns(**given)
+            step = (
+                StepTensors.from_columns(logit=values)
+                if axis == "logit"
+                else StepTensors.from_columns(logp=values.log())
+            )
             try:
                 weight = token_weights(method.weight, step, torch.Generator().manual_seed(0))[:, 0].numpy()
             except (UserError, ValueError):

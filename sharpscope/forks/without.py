@@ -309,8 +309,13 @@ def _write(run: Run, again: StepAgain, name: str, settings: Mapping[str, Any], t
         common = {"step": again.step - 1, "fork": name, "batch": 0, "arm": arm, "reference": ALL}
         common |= {"comparison": "step", "scale": 1.0}
         saturated = readings.get("saturation", Reading(0.0)).value > MAX_SATURATION
-        bad = "" if sound and not saturated else "sam_sharpness"
-        rows += outcome_rows(common, readings, start, lambda outcome, _, sound=sound, bad=bad: sound and outcome != bad)
+        wrong = "sam_sharpness" if saturated else ""
+
+        def valid(outcome: str, _: Reading, sound: bool = sound, wrong: str = wrong) -> bool:
+            """A saturated sharpness measures the accuracy."""
+            return sound and outcome != wrong
+
+        rows += outcome_rows(common, readings, start, valid)
         tell(f"{arm}: measured")
     again.restore()
     tokens = [

@@ -21,6 +21,7 @@ from sharpscope.errors import UserError
 from sharpscope.policy.sharding import copies, is_shard, reshard
 from sharpscope.probes.attribution import coming_step
 from sharpscope.probes.estimate import Estimate
+from sharpscope.probes.guard import random_state
 
 Outcome = Literal["found", "not descent", "no crossing", "flat", "not finite", "unresolved"]
 EXPAND = 4.0  # largest factor between two step sizes while no crossing is bracketed
@@ -143,7 +144,8 @@ def critical_sharpness(
             f"tolerance, {tolerance}, max_evaluations, {max_evaluations}: in (0, 1), and at least 4 evaluations"
         )
     began = time.perf_counter()
-    with _Line(loss_fn, parameters, direction) as line:
+    line = _Line(loss_fn, parameters, direction)
+    try:
         loss = line.loss(0.0) if start is None else line.noted(0.0, start)
         if noise is None:
             noise = max(4 * line.loss_resolution, line.resolution / 8) * abs(loss)
@@ -151,30 +153,18 @@ def critical_sharpness(
         search = _Search(lambda eta: line.loss(eta) - loss, noise, slope, tolerance, left)
         if not math.isfinite(loss):
             outcome: Outcome = "not finite"
-        elif slope is not None and slope <= 0:
-            outcome = "not descent"
         else:
-            outcome = search.run(guess)
+            outcome = "not descent" if slope is not None and slope <= 0 else search.run(guess)
         found = outcome == "found"
         rounding = line.rounding(search.root) if found else math.nan
         std_error = search.std_error(line.by_prompt) if found else math.nan
-    why = _reason(outcome, loss, search, noise, rounding)
+    finally:
+        line.place(0.0)
+    why, root = _reason(outcome, loss, search, noise, rounding), search.root
+    slope = search.first_slope if slope is None else slope
+    measured = (loss, search.depth, line.evaluations, rounding, not why, why, time.perf_counter() - began)
     return CriticalSharpness(
-        value=2 / search.root,
-        lr=search.root,
-        lower=search.lower,
-        upper=search.upper,
-        outcome=outcome,
-        slope=search.first_slope if slope is None else slope,
-        loss=loss,
-        depth=search.depth,
-        evaluations=line.evaluations,
-        rounding=rounding,
-        converged=not why,
-        why=why,
-        seconds=time.perf_counter() - began,
-        prompts=line.prompts,
-        std_error=std_error,
+        2 / root, root, search.lower, search.upper, outcome, slope, *measured, prompts=line.prompts, std_error=std_error
     )
 
 
@@ -313,7 +303,7 @@ class _Search:
 
 
 class _Line:
-    """Evaluates the loss at θ − η·Δ; a context manager that restores the weights."""
+    """Evaluates the loss at θ − η·Δ."""
 
     def __init__(
         self,
@@ -342,21 +332,11 @@ class _Line:
         self.resolution = max((torch.finfo(w.dtype).eps for w, _, _ in self.moves), default=0.0)
         self.loss_resolution = torch.finfo(torch.float64).eps
 
-    def __enter__(self) -> _Line:
-        self._cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        self._random = torch.get_rng_state(), torch.cuda.get_rng_state_all() if self._cuda else []
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._place(0.0)
-        self._rewind()
-
     def loss(self, eta: float) -> float:
         """L(θ − η·Δ), the same in every process."""
-        self._place(eta)
-        self._rewind()
+        self.place(eta)
         self.evaluations += 1
-        with torch.no_grad():
+        with torch.no_grad(), random_state():
             return self.noted(eta, self.loss_fn())
 
     def noted(self, eta: float, value: Tensor | float) -> float:
@@ -389,17 +369,13 @@ class _Line:
         return math.sqrt(lost / length) if length > 0 else 0.0
 
     @torch.no_grad()
-    def _place(self, eta: float) -> None:
+    def place(self, eta: float) -> None:
+        """Set the weights to θ − η·Δ."""
         if self.model is not None:
             reshard(self.model)  # a forward pass without a backward pass leaves gathered weights, which would be stale
         for weights, start, along in self.moves:
             wide = torch.promote_types(start.dtype, torch.float32)
             weights.data.copy_(start if eta == 0 else start.to(wide) - eta * along.to(wide))
-
-    def _rewind(self) -> None:
-        torch.set_rng_state(self._random[0])
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._random[1])
 
 
 def trainable(parameters: nn.Module | Sequence[Tensor]) -> list[Tensor]:

@@ -18,6 +18,7 @@ from sharpscope.errors import UserError
 from sharpscope.memory import require_memory
 from sharpscope.probes.estimate import Estimate, html_table, with_prompts
 from sharpscope.probes.lanczos import Eigenpairs, NotFiniteError, Operator, eigenpairs, hutchpp, t_interval
+from sharpscope.probes.pyhessian import curvature_by_pyhessian
 from sharpscope.probes.surface import LossFn, Surface, length, opened
 
 
@@ -146,9 +147,8 @@ def curvature(
     finite do not raise; they are NaN with `converged = False` and a reason.
 
     Args:
-        loss_fn: zero-argument closure that computes a scalar loss from `parameters`. It must be deterministic (use eval mode);
-            4 calls at the start and 2 at the end are compared. SDPA uses its MATH kernel inside; custom attention must have
-            second derivatives. Or a surface that is already guarded (see `lm_surface`).
+        loss_fn: zero-argument closure that computes a scalar loss from `parameters`; deterministic (use eval mode), which 4 calls
+            at the start and 2 at the end check, and twice differentiable. Or a surface that is already guarded (see `lm_surface`).
         parameters: leaf tensors. Duplicates count once; tensors that do not require grad are left out. None for a surface.
         seed: seed of all random vectors.
         top: number of largest eigenpairs.
@@ -157,8 +157,7 @@ def curvature(
         max_products: maximum number of Hessian-vector products for the eigenpairs.
         trace_probes: random probes of the trace, at least 2; 0 for no trace.
         backend: `lanczos`, or `pyhessian` for PyHessian's eigenvalues and trace.
-        preconditioner: D, a positive tensor for each parameter (see `adamw_preconditioner`); the estimates are then of
-            D^(−1/2) H D^(−1/2).
+        preconditioner: D, a positive tensor for each parameter (see `adamw_preconditioner`), for D^(−1/2) H D^(−1/2).
         memory_mb: memory for Lanczos vectors [MiB]; with less memory Lanczos restarts more often.
         check: when to compare a Hessian product and the gradient with finite differences (see `check_products`): `first` call
             with this closure and these parameters, `always` or `off`.
@@ -180,46 +179,42 @@ def curvature(
         >>> round(found.largest, 6), round(found.trace, 6), found.converged
         (4.0, 5.0, True)
     """
-    if backend not in ("lanczos", "pyhessian"):
-        raise UserError(f"backend, '{backend}': use 'lanczos' or 'pyhessian'")
+    if backend not in ("lanczos", "pyhessian") or (backend == "pyhessian" and preconditioner is not None):
+        raise UserError(f"backend, '{backend}': use 'lanczos', or 'pyhessian' for the plain Hessian")
     if top < 1 or trace_probes == 1 or not 0 < tolerance < 1:
-        raise UserError(
-            f"top, {top}, trace_probes, {trace_probes}, tolerance, {tolerance}: at least 1 eigenvalue, 0 or at least 2 probes, "
-            "and a relative residual between 0 and 1"
-        )
+        raise UserError("curvature: top must be at least 1, trace_probes 0 or at least 2, tolerance between 0 and 1")
     with opened(loss_fn, parameters, check) as (surface, known):
         began = time.perf_counter()
         loss, gradient = surface.gradient() if at is None else at
-        missing = np.full(1, np.nan)
-        start = Curvature(loss, length(gradient), missing, missing, torch.zeros(0), seed=seed)
-        start = replace(start, trace_probes=trace_probes)
-        if not (math.isfinite(loss) and bool(gradient.isfinite().all())):
-            finite = "finite" if gradient.isfinite().all() else "not finite"
-            return replace(start, why=f"the loss is {loss} and its gradient {finite}")
+        norm, missing = length(gradient), np.full(1, np.nan)
+        start = Curvature(loss, norm, missing, missing, torch.zeros(0), seed=seed, trace_probes=trace_probes)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return replace(start, why=f"the loss is {loss}, or its gradient is not finite (norm {norm})")
         wanted = top + int(smallest)
         capacity = max(2 * wanted + 3, int(memory_mb * 2**20 / gradient.nbytes))
         _check_memory(gradient, min(capacity, max_products), wanted)
-        hessian = surface.hessian()
-        checked = known.get("hessian")
-        if check != "off" and checked is None:
-            checked = surface.check(hessian)
-            if not math.isnan(checked):
-                known["hessian"] = checked
+        hessian, checked = _checked_hessian(surface, known, check)
         scale = None if preconditioner is None else _inverse_root(preconditioner, parameters, surface)
-        if scale is not None:
-            hessian = hessian.scaled(scale)
+        hessian = hessian if scale is None else hessian.scaled(scale)
         if backend == "pyhessian":
-            from sharpscope.probes.pyhessian import curvature_by_pyhessian
-
-            if preconditioner is not None:
-                raise UserError("backend, 'pyhessian': knows the plain Hessian only; use backend='lanczos'")
             found = curvature_by_pyhessian(surface, hessian, start, wanted, tolerance, max_products, trace_probes > 0)
         else:
             found = _by_lanczos(hessian, start, top, smallest, tolerance, max_products, capacity)
             if by_prompt and len(found.vectors):
                 found = replace(found, by_prompt=_by_prompt(surface, found, scale))
-        vectors = found.vectors[: len(found.top)]
-        return replace(found, vectors=vectors, checked=checked, seconds=time.perf_counter() - began)
+        found = replace(found, vectors=found.vectors[: len(found.top)])
+        return replace(found, checked=checked, seconds=time.perf_counter() - began)
+
+
+def _checked_hessian(surface: Surface, known: dict[str, Any], check: Check) -> tuple[Operator, float | None]:
+    """The Hessian, and the error of one of its products: what is known, else measured unless the check is off."""
+    hessian = surface.hessian()
+    if check == "off" or known.get("hessian") is not None:
+        return hessian, None if check == "off" else known["hessian"]
+    checked = surface.check(hessian)
+    if not math.isnan(checked):
+        known["hessian"] = checked
+    return hessian, checked
 
 
 def _by_lanczos(

@@ -238,7 +238,7 @@ def eigenpairs(
     space = Krylov(operator, min(max(capacity, 2 * wanted + 3), max(max_products, wanted)), generator)
     space.start()
     spent, restarted, met, last = 0, False, 0, np.full(wanted, np.inf)
-    scale = np.finfo(np.float64).tiny
+    scale = float(np.finfo(np.float64).tiny)
     while True:
         space.extend()
         spent += 1

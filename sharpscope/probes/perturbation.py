@@ -77,8 +77,8 @@ class Sharpness:
     def estimates(self) -> list[Estimate]:
         """Rows of the `probes` table: the value, named after its kind, and `<kind>_first_order`."""
         whole = Estimate("perturbation", self.kind, self.value, samples=1, rho=self.rho, seconds=self.seconds)
-        bound = {"ceiling": self.ceiling, "saturation": self.saturation}
-        whole = replace(whole, converged=False if self.why else None, why=self.why, **bound)
+        whole = replace(whole, ceiling=self.ceiling, saturation=self.saturation)
+        whole = replace(whole, converged=False if self.why else None, why=self.why)
         why = self.why if math.isnan(self.first_order) else ""
         first = Estimate("perturbation", f"{self.kind}_first_order", self.first_order, rho=self.rho, why=why)
         return [with_prompts(whole, self.by_prompt), first]

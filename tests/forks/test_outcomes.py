@@ -150,16 +150,6 @@ def test_on_an_enumerated_bandit_every_outcome_is_exact(bandit):
     assert 1e-5 * inner(slope, step) == pytest.approx(change, rel=1e-3)
 
 
-def test_an_update_that_goes_far_has_a_small_effective_share(bandit):
-    scorer, rollouts, success = bandit
-    fixed = FixedRollouts(rollouts, success, scorer.statistics(rollouts))
-    far = fixed.start.logp.clone()
-    far[0] += 50
-    assert fixed.failure(far).effective_share == pytest.approx(1 / len(rollouts))
-    assert fixed.failure(far).value == pytest.approx(1 - float(success[0]))
-    assert fixed.failure(fixed.start.logp).std_error == pytest.approx(0, abs=1e-15)
-
-
 @pytest.mark.parametrize("moved", [False, True])
 def test_sharpness_equals_that_of_the_loss_written_out(toy_config, moved):
     config = toy_config(optimizer__lr=1e-3, task__factory="tests.toy_task:even_start", policy__dtype="float64")

@@ -10,7 +10,6 @@ from torch import nn
 
 import sharpscope
 from sharpscope.errors import CheckError, UserError
-from sharpscope.probes import check as checking
 from sharpscope.probes.check import check_products
 from sharpscope.probes.surface import ClosureSurface
 from tests.probes.spectra import with_spectrum
@@ -83,28 +82,6 @@ def test_a_wrong_gradient_is_refused(dtype, loss):
             call()
         assert caught.value.probe == "gradient" and caught.value.error > caught.value.tolerance
         assert call(check="off").checked is None
-
-
-def test_a_closure_is_checked_as_often_as_asked(monkeypatch):
-    x = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
-    other = torch.tensor([2.0, 1.0], dtype=torch.float64, requires_grad=True)
-    asked = []
-    inner = checking._difference_error
-    monkeypatch.setattr(checking, "_difference_error", lambda *given: asked.append(1) or inner(*given))
-
-    def loss():
-        return (x.sin() * other.cos()).sum()
-
-    for call, each in (
-        (lambda p, check: sharpscope.curvature(loss, p, check=check), 2),
-        (lambda p, check: sharpscope.sharpness(loss, p, 0.1, check=check), 1),
-    ):
-        asked.clear()
-        first, again = call([x], "first").checked, call([x], "first").checked
-        assert first == again < 0.01 and len(asked) == each
-        assert call([x, other], "first").checked < 0.01 and len(asked) == 2 * each
-        assert call([x, other], "always").checked < 0.01 and len(asked) == 3 * each
-        assert call([x], "off").checked is None and len(asked) == 3 * each
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -126,26 +126,6 @@ def test_it_says_why_there_is_no_crossing():
     assert rows[0].converged is False and rows[0].why == line.why and math.isnan(rows[0].value)
 
 
-def test_a_known_start_saves_an_evaluation_and_changes_nothing():
-    scale, shift = torch.tensor([1.0, 2.0, 4.0]).double(), torch.tensor([1.0, 0.5, 1.5]).double()
-    x = torch.tensor([1.3], dtype=torch.float64, requires_grad=True)
-
-    def by_prompt():
-        return scale * (x - shift).square()
-
-    slope = (2 * scale * (x.detach() - shift)).mean()
-    for own in (by_prompt, lambda: by_prompt().mean()):
-        start = own().detach()
-        one, two = (
-            critical_sharpness(own, [x], [torch.ones(1)], guess=0.3, slope=float(slope), start=s)
-            for s in (None, start if start.dim() else float(start))
-        )
-        assert one.evaluations == two.evaluations + 1
-        assert (one.value, one.loss, one.prompts) == (two.value, two.loss, two.prompts)
-        assert one.std_error == two.std_error or math.isnan(one.std_error) == (start.dim() == 0)
-    assert one.value == pytest.approx(float(2 * scale.mean() / slope))
-
-
 @pytest.mark.parametrize("kind", ["adamw", "adam", "plain"])
 def test_direction_and_slope_are_those_of_the_next_step(kind):
     torch.manual_seed(0)

@@ -14,19 +14,15 @@ from sharpscope.probes import (
     adamw_preconditioner,
     choose_radius,
     curvature,
-    gradient_norm,
     lm_surface,
-    probe_set_batches,
     problems,
     run,
     runner,
-    squared_gradient_norm,
 )
 from sharpscope.probes import language_model as language
 from sharpscope.probes.objectives import Objective, completion_batch, token_batch
 from tests.models import random_batch, tiny_model
 from tests.probes.test_guard import assert_same, disturbed, snapshot
-from tests.probes.test_objectives import built, draw
 
 SPEC = ProbesSpec(
     preset="standard",
@@ -171,22 +167,6 @@ def test_curvature_with_wrong_products_is_left_out_with_a_reason(monkeypatch):
     assert trusting[-1].curvature.checked is None
 
 
-@pytest.mark.parametrize(("check", "times"), [("off", 0), ("first", 1), ("always", 2)])
-def test_products_are_checked_as_often_as_asked(monkeypatch, check, times):
-    calls, inner = [], language.check_products
-    monkeypatch.setattr(language, "check_products", lambda *given, **named: calls.append(1) or inner(*given, **named))
-    model, batch = tiny_model(), random_batch()
-    spec = ProbesSpec(curvature_prompts=3, check=check, max_products=4, trace_probes=0)
-    for _ in range(2):
-        found = probed(model, objective(batch), spec, perturbation=False)[-1].curvature
-        assert found.checked is None if check == "off" else found.checked < 0.01
-    assert len(calls) == times
-    if check == "first":
-        model.lm_head.weight.requires_grad_(False)  # another set of parameters
-        probed(model, objective(batch), spec, perturbation=False)
-        assert len(calls) == 2
-
-
 def test_the_preconditioned_eigenvalue_is_that_of_a_single_call():
     model, batch = tiny_model("qwen2", dtype=torch.float32), random_batch()
     optimizer = stepped(model, batch)
@@ -198,30 +178,3 @@ def test_the_preconditioned_eigenvalue_is_that_of_a_single_call():
     shared = rows["preconditioned_largest"]
     assert shared.converged and shared.value == pytest.approx(alone.largest, rel=1e-3)
     assert rows["preconditioned_threshold"].value == pytest.approx(38 / 1e-3)
-
-
-def test_memory_limits_and_the_self_check_reach_every_probe(monkeypatch):
-    asked = []
-
-    def spied(*arguments, **options):
-        asked.append({name: options[name] for name in ("microbatch_tokens", "check")})
-        return lm_surface(*arguments, **options)
-
-    monkeypatch.setattr(runner, "lm_surface", spied)
-    monkeypatch.setattr(gradient_norm, "lm_surface", spied)
-    limits = {"microbatch_tokens": 96, "check": "off"}
-    splits = ("train", "heldout")
-    spec = ProbesSpec(functionals=("nll", "surrogate"), splits=splits, gradient_samples=4, rho=0.05, **limits)
-    model = tiny_model("qwen2", dtype=torch.float32)
-    batches = [*probe_set_batches(built(), spec, draw, temperature=0.5, seed=len)]
-    assert [(len(batch.objectives), batch.seed) for batch in batches] == [(2, 5), (2, 7), (0, 11)]
-    results = [*run(model, batches, spec)]
-    assert asked == [limits] * 5
-    assert {row.quantity for row in results[-1].estimates} == {"squared_gradient_norm", "squared_gradient_norm_naive"}
-    alone = squared_gradient_norm(model, batches[-1].drawn, temperature=0.5, seed=11, **limits)
-    assert [row.value for row in alone] == [row.value for row in results[-1].estimates]
-
-
-def test_one_prompt_has_no_gradient_norm():
-    spec = ProbesSpec(splits=("train", "heldout"), gradient_samples=4)
-    assert [len(batch.objectives) for batch in probe_set_batches(built(train=1, heldout=0), spec, draw)] == [1]

@@ -41,14 +41,6 @@ def test_data_files_are_read_and_mistakes_named(tmp_path):
         read_rows(tmp_path / "d.csv")
 
 
-@pytest.mark.parametrize("inside", ["\u2028", "\u2029", "\u0085"])
-def test_only_a_line_feed_ends_a_line_of_a_data_file(tmp_path, inside):
-    rows = [{"prompt": f"a{inside}b", "completion": "c"}, {"prompt": "d", "completion": f"e{inside}"}]
-    path = tmp_path / "d.jsonl"
-    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
-    assert [(row.prompt, row.completion) for row in read_rows(path)] == [(f"a{inside}b", "c"), ("d", f"e{inside}")]
-
-
 def test_texts_are_probed(tiny_policy):
     from sharpscope.policy import PolicySpec, load_policy
     from sharpscope.probes import DataRow, run, text_batches

@@ -100,7 +100,7 @@ def _derivatives(
         if part is not None:
             total += (part * g).sum((-1, -2))
     output = torch.zeros_like(like)
-    if structure.tied in direction:
+    if structure.tied is not None and structure.tied in direction:
         for chunk in head_chunks(local.hidden, structure.head, local.rows.targets, temperature):
             along = chunk.pull.to(local.hidden) @ direction[structure.tied]  # (C, d)
             output[chunk.rows] = torch.linalg.vecdot(along, local.hidden[chunk.rows]).to(like)

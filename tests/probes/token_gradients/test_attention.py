@@ -175,12 +175,3 @@ def test_a_beginning_is_read_once_where_that_saves_enough(monkeypatch):
         monkeypatch.setattr(rows_module, "WORTH", worth)  # two rows go on from 18 tokens, three from 24
         found = {None if chunk.before is None else len(chunk.before) for chunk in rows.chunks(10**6, share=True)}
         assert found == set(read)
-
-
-def test_groups_of_rows_are_those_that_begin_alike():
-    model, given = tiny_model("qwen2"), batch()
-    rows = rows_module.make_rows(model, given["input_ids"], given["mask"], given["attention_mask"], 1.0)
-    found = [(len(chunk.ids), chunk.before) for chunk in rows.chunks(10**6, share=True)]
-    assert [count for count, _ in found] == [2, 3, 2]  # the first prompt's but one; the second's; those alone
-    assert [None if before is None else len(before) for _, before in found] == [18, 24, None]
-    assert sum(len(chunk.targets) for chunk in rows.chunks(8, share=True)) == int(given["mask"].sum())
