@@ -150,9 +150,7 @@ class Updates:
             return self.skip(gradient, norm)
         clip = learner.clipping(self.method, [p.grad for p in learner.parameters], norm, self.progress)
         rotation = self.rotation(gradient.rows, norm) if self.rotations else None
-        for parameter, factor in zip(learner.parameters, clip.factors, strict=True):
-            if parameter.grad is not None and factor != 1.0:
-                parameter.grad.mul_(factor)
+        _scale_gradients(learner.parameters, clip.factors)
         learner.state.norms = clip.averages
         if self.before_optimizer is not None and gradient.index == 0:
             plain = clip.share if self.method.sharpness is None and self.method.module_clip is None else None
@@ -477,3 +475,9 @@ def _added(gradients: Sequence[Gradient]) -> Gradient:
         present = [part for part in parts if part is not None]
         sums.append(present[0] if len(present) == 1 else sum(present[1:], present[0]) if present else None)
     return sums
+
+
+def _scale_gradients(parameters: Sequence[nn.Parameter], factors: Sequence[float]) -> None:
+    for parameter, factor in zip(parameters, factors, strict=True):
+        if parameter.grad is not None and factor != 1.0:
+            parameter.grad.mul_(factor)
