@@ -266,7 +266,10 @@ def opened(
             raise UserError("parameters, none: a closure needs the tensors that its loss is computed from")
         yield loss_fn, {}
         return
-    assert callable(loss_fn)
+    if not callable(loss_fn):
+        raise UserError(
+            f"loss_fn, {type(loss_fn).__name__}: give a function that returns the loss, not the loss itself"
+        )
     surface = ClosureSurface(loss_fn, parameters)
     known = remembered_closure(loss_fn, surface.parameters) if check == "first" else {}
     with untouched(list(parameters)), surface.deterministic():
