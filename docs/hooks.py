@@ -23,6 +23,7 @@ from sharpscope.traces import schema_markdown
 
 ROOT = Path(__file__).parents[1]
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+_DOLLARS = re.compile(r"\$\$(.+?)\$\$|\$([^$]+)\$", re.DOTALL)
 _EXAMPLES = re.compile(r"Examples:\n((?:  ?\S.*\n|\s*\n(?=  ))+)")
 
 
@@ -52,9 +53,15 @@ def on_post_build(config: MkDocsConfig, **_: Any) -> None:
 
 def on_page_content(content: str, page: Page, **_: Any) -> str:
     r"""Replace \(…\) and \[…\] by MathML, and the notebooks' links to source files by links to pages."""
+
+    def dollars(match: re.Match[str]) -> str:
+        display = "block" if match[1] else "inline"
+        return latex2mathml.converter.convert(html.unescape(match[1] or match[2]), display=display)
+
     if page.file.src_uri.endswith(".ipynb"):  # the notebook plugin leaves links as they are; a page is a folder
         content = re.sub(r'href="(?!\w+:)([^"#]*/)?index\.md', r'href="../\1', content)
         content = re.sub(r'href="(?!\w+:)([^"#]+)\.(?:md|ipynb)(?=[#"])', r'href="../\1/', content)
+        content = re.sub(r"<p>.*?</p>", lambda paragraph: _DOLLARS.sub(dollars, paragraph[0]), content, flags=re.DOTALL)
 
     def formula(match: re.Match[str]) -> str:
         display = "block" if match[2] == "[" else "inline"
