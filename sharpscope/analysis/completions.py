@@ -90,7 +90,7 @@ def _add_spike(choices: Mapping[str, Choice], name: str, spike: Spike) -> None:
     """Take the prompts of a spike's largest tokens from its run, and from the others of its study."""
     choice, what = choices[name], "spike" if spike.z >= SPIKE_Z else "largest gradient"
     asked = choice.run.rollouts[choice.run.rollouts["step"] == spike.step].set_index("rollout")
-    leading = [] if spike.tokens is None else spike.tokens["rollout"].unique()
+    leading = [] if spike.tokens is None else spike.tokens["rollout"].unique()  # type: ignore[var-annotated]
     held = asked.reindex(leading).dropna(how="all")["prompt"]
     taken = held.fillna(pd.Series(held.index, held.index)).drop_duplicates()[:SPIKE_PROMPTS]
     choice.add(spike.step, map(int, taken.index), what)
@@ -114,5 +114,5 @@ def largest_rollouts(run: Run, steps: list[int]) -> dict[int, int]:
     pull = tokens["loss_coef"].astype(float).abs() * complement(tokens["logp"].to_numpy())
     size = share.where(share.groupby(tokens["step"]).transform("count") > 0, pull).dropna()
     at = size.groupby(tokens["step"]).idxmax()
-    found = {int(step): int(tokens.loc[row, "rollout"]) for step, row in at.items()}  # type: ignore[call-overload, arg-type]
+    found = {int(step): int(tokens.loc[row, "rollout"]) for step, row in at.items()}  # type: ignore[call-overload]
     return {step: found[step] for step in steps if step in found}

@@ -119,8 +119,9 @@ def _events(study: Study) -> list[tuple[int, str]]:
         who = f" ({method_label(label)}, seed {seed})" if len(study.each()) > 1 else ""
         loud = run.events[run.events["severity"] != "info"]
         rows += [(str(rule), int(step), who) for rule, step in zip(loud["rule"], loud["step"], strict=True)]
-        for row in find_spikes(run.steps).itertuples():
-            spikes.append((row.z, int(row.step), f"gradient spike, {row.grad_norm / row.typical:.1f} × typical{who}"))
+        for row in find_spikes(run.steps).to_dict("records"):
+            text = f"gradient spike, {row['grad_norm'] / row['typical']:.1f} × typical{who}"
+            spikes.append((float(row["z"]), int(row["step"]), text))
     found: dict[int, list[str]] = {}
     for rule, own in pd.DataFrame(rows, columns=["rule", "step", "who"]).groupby("rule", sort=False):
         runs = own["who"].unique()

@@ -82,7 +82,7 @@ def fork_differences(forks: pd.DataFrame, reference: str | None = None) -> pd.Da
     numbers = pairs[["both", "change", "difference"]]  # without the columns of text, which take most of the time
     result = []
     for key, places in pairs.groupby(_SERIES, sort=False).groups.items():
-        common = dict(zip(_SERIES, key, strict=True))
+        common = dict(zip(_SERIES, key, strict=True))  # type: ignore[call-overload]
         states = numbers.loc[places].groupby(pairs.loc[places, "state"], sort=False)
         used = {str(name): own[own["both"]] for name, own in states}
         invalid = states["both"].agg(lambda both: int((~both).sum()))

@@ -199,7 +199,7 @@ def step_sections(run: Run, spike: Spike, top: int = 8) -> list[Section]:
     ]
     ranges = pd.DataFrame(cells, columns=["π", "share of the update", "share of the tokens"])
     scaled = f"Estimated from {spike.sample} and scaled to sum to 100 %." if spike.sample else ""
-    return [*result, Section("Ranges of probability", ranges, scaled, records=records)]
+    return [*result, Section("Ranges of probability", ranges, scaled, records=records)]  # type: ignore[arg-type]
 
 
 def trained_text(study: Study, settings: Sequence[Setting]) -> str:

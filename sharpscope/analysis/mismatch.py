@@ -49,7 +49,7 @@ def _range(part: str, at: int) -> str:
     edges = (*EDGES[part], None)
     if edges[at + 1] is None:
         return f"from {edges[at]:g}"
-    return f"{edges[at]:g} to {edges[at + 1] - (part == 'position'):g}"
+    return f"{edges[at]:g} to {edges[at + 1] - (part == 'position'):g}"  # type: ignore[operator]
 
 
 def mismatch_by_step(run: Run) -> dict[int, float]:

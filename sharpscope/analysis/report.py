@@ -224,7 +224,7 @@ def difference_sections(study: Study, settings: Sequence[Setting]) -> list[Secti
     said += [f"{int(halve)} seeds would halve the intervals." for halve in main["to_halve"].dropna()[:1]]
     title = f"Did {method_label(treatment)} change anything, compared with {method_label(baseline)}?"
     shown = difference_table(main).drop(columns=_PAIRS, errors="ignore")
-    return [Section(title, shown, " ".join(said), records=main.to_dict("records"))]  # type: ignore[arg-type]
+    return [Section(title, shown, " ".join(said), records=main.to_dict("records"))]
 
 
 _ANGLES = {

@@ -30,7 +30,7 @@ def left_out(run: Run) -> pd.DataFrame:
         values["negative"] = (used["advantage"] < 0).astype(float)
         out = (policy == 0) & (used["clipped"] == 0)
         by_step = pd.DataFrame(values).groupby([used["step"], out.map({True: "out", False: "kept"})]).mean().unstack()
-        by_step.columns = [f"{name}_{which}" for name, which in by_step.columns]
+        by_step.columns = [f"{name}_{which}" for name, which in by_step.columns]  # type: ignore[str-unpack, union-attr]
         pieces.append(by_step.assign(out=out.groupby(used["step"]).mean()).reset_index())
     return pd.concat(pieces, ignore_index=True) if len(pieces) > 1 else pieces[0]
 

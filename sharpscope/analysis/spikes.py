@@ -260,7 +260,7 @@ def spike_text(run: Run, z: float = SPIKE_Z) -> str:
     if len(spikes):
         each = ", ".join(f"{r.step} (z = {r.z:.1f}, {r.times:.1f} × typical)" for r in spikes.itertuples())
         count = f"{len(spikes)} step{'s' * (len(spikes) > 1)} with z ≥ {z:g}"
-        return f"{count}: {each}. {_near(run, int(spikes.loc[spikes['z'].idxmax(), 'step']))}"
+        return f"{count}: {each}. {_near(run, int(spikes.loc[spikes['z'].idxmax(), 'step']))}"  # type: ignore[call-overload, index]
     said, named = [], None
     if scores["z"].isna().all():
         few = (
@@ -268,7 +268,7 @@ def spike_text(run: Run, z: float = SPIKE_Z) -> str:
         )
         said.append(few)
     else:
-        top = scores.loc[scores["z"].idxmax()]
+        top = scores.loc[scores["z"].idxmax()]  # type: ignore[call-overload]
         named = top["step"]
         said.append(
             f"No step reaches z = {z:g}: the highest is z = {top['z']:.1f} at step {named:.0f}, gradient norm "
@@ -277,7 +277,7 @@ def spike_text(run: Run, z: float = SPIKE_Z) -> str:
         if (factor := math.exp(z * top["scale"])) > 2 * LARGE:
             only = f"only {factor:.0f} × the typical norm would be a spike: the rule is insensitive here."
             said.append(f"Norms scatter so much in this run that {only}")
-    largest = scores.loc[scores["grad_norm"].idxmax()]
+    largest = scores.loc[scores["grad_norm"].idxmax()]  # type: ignore[call-overload]
     for _, row in large_steps(run.steps).head(1).iterrows():
         largest, times = row, row["grad_norm"] / row["typical"]
         is_ = f"its gradient is {times:.1f} × the typical one, and the reward falls by {row['fall']:.2f} with it."

@@ -50,14 +50,14 @@ def without_sections(run: Run, name: str, layers: int = 4) -> list[Section]:
         value = values.at[outcome, arm]
         share = outcome.startswith(("accuracy", "saturation"))
         text = percent(value, 1) if share else number(value)
-        if arm in errors and pd.notna(value) and pd.notna(error := errors.at[outcome, arm]):
-            text += f" ± {100 * error:.1f}"
+        if arm in errors and pd.notna(value) and pd.notna(error := errors.at[outcome, arm]):  # type: ignore[arg-type]
+            text += f" ± {100 * error:.1f}"  # type: ignore[operator, str-bytes-safe]
         return text + " (saturated)" * (outcome == "sam_sharpness" and arm in valid and not valid.at[outcome, arm])
 
     shown = [outcome for outcome in NAMES if outcome in values.index]
     table = pd.DataFrame({"outcome": [NAMES[outcome] for outcome in shown]})
     for arm in values:
-        table[arm] = [cell(outcome, arm) for outcome in shown]
+        table[arm] = [cell(outcome, arm) for outcome in shown]  # type: ignore[arg-type]
     note = "± is the standard error of the change over the prompts, for these completions."
     top, step = int(settings["top"]), int(settings["step"])
     parts = [
@@ -74,8 +74,8 @@ def without_sections(run: Run, name: str, layers: int = 4) -> list[Section]:
     tokens = pd.DataFrame(settings["tokens"]).merge(known, on=["rollout", "position"], how="left")
     cells = {"completion": tokens["rollout"].astype(str), "position": tokens["position"].astype(str)}
     readable = len(known) > 0 and tokens["logp"].notna().all()
-    cells |= {"token": sentences(run, step, tokens)} if readable else {}
-    cells |= {"share of the update": [percent(value, 1, sign=True) for value in tokens["share"]]}
+    cells |= {"token": sentences(run, step, tokens)} if readable else {}  # type: ignore[dict-item]
+    cells |= {"share of the update": [percent(value, 1, sign=True) for value in tokens["share"]]}  # type: ignore[dict-item]
     cells |= {"π": np.exp(tokens["logp"]).map(number)} if readable else {}
     return [*parts, Section("The leading tokens", pd.DataFrame(cells))]
 
@@ -87,7 +87,7 @@ def verdict(values: pd.DataFrame, arms: list[str], top: int) -> str:
     """
     gone, parts = {}, []
     for name, what, unit in (("kl", "the step's KL", " nats a token"), ("grad_norm", "the gradient's norm", "")):
-        whole, without, others = (float(values.at[name, arm]) for arm in arms)
+        whole, without, others = (float(values.at[name, arm]) for arm in arms)  # type: ignore[arg-type]
         gone[name] = tuple(1 - value / whole if whole > 0 else math.nan for value in (without, others))
         shares = f"{percent(gone[name][0])} of {what} is gone without these {top} tokens"
         parts.append(

@@ -156,7 +156,7 @@ def _over_rest(axis: Axes, logp: pd.Series, y: pd.Series, label: str, line: Mapp
     """Quantiles of y in 24 equal bins of ln(1 − π)."""
     rest = pd.Series(np.maximum(complement(logp.to_numpy()), SMALLEST))
     bins = pd.cut(np.log(rest), 24, labels=False) if len(rest) else rest
-    quantiles(axis, rest, y.astype(float).reset_index(drop=True), bins, label, line)
+    quantiles(axis, rest, y.astype(float).reset_index(drop=True), bins, label, line)  # type: ignore[arg-type]
 
 
 def weights(samples: Mapping[str, pd.DataFrame], pulled: pd.DataFrame, styles: Lines) -> Figure:
@@ -263,7 +263,7 @@ def run_pictures(runs: Runs) -> Iterator[tuple[str, Figure]]:
             named = table["quantity"] + np.where(share, " [points]", "")
             yield f"{study.slug}differences", differences(table.assign(**ends, quantity=named))
     forked = fork_differences(runs.forks) if any(run.rows("forks") for run in runs) else pd.DataFrame({"fork": []})
-    for name, own in forked.groupby("fork", sort=False):
+    for name, own in forked.groupby("fork", sort=False):  # type: ignore[assignment]
         if (figure := fork_effects(own)) is not None:
             yield f"fork_{name}" if forked["fork"].nunique() > 1 else "forks", figure
 

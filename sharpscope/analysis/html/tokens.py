@@ -105,7 +105,7 @@ def _completions(
             steps[step] = with_values(choice.run.tokens(steps=[step], columns=wanted))
         row, tokens = rollouts.loc[(step, rollout)], steps[step]
         body, texts = _body(row, tokens[tokens["rollout"] == rollout].sort_values("position"), maker)
-        prompt = _cut(row["prompt"])
+        prompt = _cut(row["prompt"])  # type: ignore[call-overload, index]
         new = [text for text in dict.fromkeys(texts) if text not in pieces] + [prompt] * (prompt not in prompts)
         completion = _head(row, number, step, rollout, why) | body
         used += len(json.dumps(completion)) + 6 * len(texts) + len(json.dumps(new))
