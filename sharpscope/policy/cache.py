@@ -6,7 +6,7 @@ transformers (full or sliding window) apply.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,9 @@ class PromptLayer(DynamicLayer):
     An update replaces them, since a layer that is recomputed in the backward pass updates them again.
     """
 
+    keys: Tensor
+    values: Tensor
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add states (n, H, t, d_head) and return all keys and values to attend to; see transformers."""
         self.keys, self.values, self.is_initialized = key_states, value_states, True
@@ -107,7 +110,8 @@ class PromptCache(Cache):
         width = self.states[0][0].shape[2]
         index = torch.arange(width, device=padding.device)[None] - padding[:, None]  # (B, P)
         index = index.clamp_min(0)[:, None, :, None]  # padding can have any finite values
-        for layer, pair in zip(self.layers, self.states, strict=True):  # (B, H, P, d)
+        layers = cast(list[PromptLayer], self.layers)
+        for layer, pair in zip(layers, self.states, strict=True):  # (B, H, P, d)
             layer.keys, layer.values = (s.gather(2, index.expand(-1, s.shape[1], -1, s.shape[3])) for s in pair)
 
     def continuation(self, row_prompt: Tensor) -> Cache:
