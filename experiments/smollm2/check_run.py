@@ -75,10 +75,10 @@ class Step:
         self.tokens = run.tokens(steps=[step]).sort_values(["rollout", "position"])
         self.updates = run.updates[run.updates["step"] == step].sort_values("update")
         rows = run.rollouts[run.rollouts["step"] == step].sort_values("rollout")
-        prompts = {row.group: words(row.prompt)["input_ids"] for row in rows.itertuples()}
-        assert all(len(prompts[row.group]) == row.prompt_tokens for row in rows.itertuples())
-        self.ids = [torch.tensor([*prompts[row.group], *row.token_ids]) for row in rows.itertuples()]
-        self.prompt = rows["prompt_tokens"].to_numpy()
+        drawn = self.tokens.groupby("rollout")["token_id"].apply(list)
+        prompts = {row.rollout: words(row.prompt)["input_ids"] for row in rows.itertuples()}
+        self.ids = {row: torch.tensor([*prompt, *drawn[row]]) for row, prompt in prompts.items()}
+        self.prompt = {row: len(prompt) for row, prompt in prompts.items()}
 
     def gradient(self, model: nn.Module, coefficient: pd.Series) -> Tensor:
         """Σ c ∇ ln π over the tokens, (P,), `ROWS` completions at a time."""
