@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     spec = WARM_STARTS[options.policy]
     for setting in options.set:
         name, _, text = setting.partition("=")
-        value, default = yaml.safe_load(text), getattr(spec, name, None)
+        default: Any = getattr(spec, name, None)
+        value: Any = yaml.safe_load(text)
         value = float(value) if isinstance(default, float) and type(value) is int else value
         if type(value) is not type(default):
             raise UserError(f"--set {setting}: no such field, or not of the type of its default, {default!r}")
