@@ -120,5 +120,4 @@ def _weighting(given: str | Method) -> Method:
     """A method as given, or by its name or token weights."""
     if isinstance(given, Method):
         return given
-    method = parse_method("grpo-sg", given) if ":" in given else parse_method(given)
-    return method.with_preset("auto", "paper").model_copy(update={"name": given})
+    return parse_method(given).with_preset("auto", "paper").model_copy(update={"name": given})

@@ -47,7 +47,18 @@ def test_each_coefficient_is_the_weight_times_that_of_the_plain_loss(loss_type, 
 
 @pytest.mark.parametrize(
     "name",
-    ["grpo-sg", CALIBRATED, "ar", "cov-grpo", "grpo-sg-shuffled+weight.of.preset=calibrated", "high-entropy", "papo"],
+    [
+        *(
+            "grpo-sg",
+            CALIBRATED,
+            "ar",
+            "cov-grpo",
+            "grpo-sg-shuffled+weight.of.preset=calibrated",
+            "high-entropy",
+            "papo",
+        ),
+        "tests.toy_shaping:by_probability",
+    ],
 )
 def test_weights_are_those_that_the_objective_prepares(name, tmp_path: Path):
     run = first_step(tmp_path, name)
