@@ -51,6 +51,7 @@ SMALLER = {  # what the lines name -> what the test has, or does less of
     r"\bDIR\b": "logs/exp_001",
     r"--checkpoint 50": "--checkpoint 2",
     r"--step 40": "--step 2",
+    r"top:12": "top:2",
     r"--step 10": "--step 8",
     r"(?<!--out )runs/sums": "runs/first",
     r"--steps \d+": "--steps 1",
@@ -128,7 +129,7 @@ def files(tmp_path_factory, tiny_policy):
     for name in ("smollm2", "outputs/checkpoint-39"):
         shutil.copytree(tiny_policy, here / name)
     values = {**TOY, "policy.model": str(tiny_policy), "out": str(here / "runs" / "first"), "steps": 2}
-    values |= {"checkpoint.every": 1, "evaluation.every": 0, "recording.token_gradients_every": 1}
+    values |= {"checkpoint.every": 1, "evaluation.every": 0, "optimizer.lr": 1e-4, "recording.token_gradients_every": 1}
     assert train(build_config(values=values)).status == "finished"
     dump = rows_of(sharpscope.load_run(here / "runs" / "first"), tiny_policy)
     write_table(here / "dumped", dump[: len(dump) // 2])
@@ -179,6 +180,8 @@ def test_the_commands_of_a_page_run(page, folder, monkeypatch):
         more = ADDED.get(words[1], [])
         if words[1] == "demo":  # has no --set
             monkeypatch.setattr("sharpscope.config.build_config", lambda values: build_config(values=values | DEMO))
+        if "--tokens" in words:  # of another policy than the one at hand
+            more = [*more, "--force"]
         if words[1] == "fork" and "--without-tokens" not in words:
             more = [*more, "--batches", "1"]
         if "--out" in words:  # of the page's earlier command, or of the files

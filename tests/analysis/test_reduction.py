@@ -82,9 +82,7 @@ def test_what_is_there_is_left_and_what_has_not_finished_is_named(folder, reduce
 
 
 def reduce(*arguments) -> str:
-    result = CliRunner().invoke(
-        app, ["export", *map(str, arguments), "--to", "reduced", "--tokens", "20"], env={"COLUMNS": "200"}
-    )
+    result = CliRunner().invoke(app, ["export", *map(str, arguments), "--to", "reduced"], env={"COLUMNS": "200"})
     if isinstance(result.exception, UserError):
         raise result.exception
     assert result.exit_code == 0, result.output

@@ -174,6 +174,7 @@ def test_a_failed_run_stops_no_other_and_waits_for_retry(fake):
 
 def test_an_interrupt_ends_the_active_runs_and_starts_no_other(fake):
     first, second, third = runs = fake("wait", "wait", "finished")
+    before = signal.getsignal(signal.SIGINT)
 
     def interrupt(active) -> None:
         if len(active) == 2 and all(run.run_dir.exists() for run in active):
@@ -182,7 +183,7 @@ def test_an_interrupt_ends_the_active_runs_and_starts_no_other(fake):
     ended = execute(runs, workers=2, threads=1, on_progress=interrupt)
     assert set(ended.values()) == {("interrupted", "")}
     assert first.status == second.status == "interrupted" and third.status == "planned"
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize(
