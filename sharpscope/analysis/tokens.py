@@ -108,11 +108,11 @@ def sample_tokens(run: Run, columns: Sequence[str], limit: int = SAMPLE) -> pd.D
 
 def sample_text(tokens: pd.DataFrame) -> str:
     """Which groups the measured `tokens` are of, where not all were: `a random 25 % of each update's groups`; else empty."""
-    shares = tokens[INCLUSION].fillna(1.0).astype(float)
-    low, high = float(shares.min()), float(shares.max())
-    if not low < 1:
+    shares = tokens[INCLUSION].dropna().astype(float)
+    shares = shares[shares < 1]
+    if shares.empty:
         return ""
-    least, most = f"{100 * low:.3g}", f"{100 * high:.3g}"
+    least, most = (f"{100 * share:.3g}" for share in (shares.min(), shares.max()))
     return f"a random {least if least == most else f'{least} to {most}'} % of each update's groups"
 
 

@@ -311,10 +311,12 @@ class _UpdateProbes:
         self.run, self.config = observer.run, observer.run.config
         group = observer.rollouts.group[update.rows.to(observer.rollouts.group.device)]
         self.rows, self.probability, share = torch.arange(len(group)), 1.0, self.config.recording.group_share
+        self.still = torch.arange(0)  # rows of groups without a gradient that are not measured
         if sampled and share < 1:
             seeded = generator(self.config.seed, "groups", observer.step, update.index)
             moved = (update.loss_coef != 0).any(dim=1).cpu()
             self.rows, self.probability = sample_groups(group.cpu(), moved, share, seeded)
+            self.still = (~torch.isin(group.cpu(), group.cpu()[moved])).nonzero()[:, 0]
         part = self.part = observer.rollouts.rows(update.rows[self.rows.to(update.rows.device)])
         self.mask = _mask(part)
         coef = update.loss_coef[self.rows.to(update.loss_coef.device)].to(part.input_ids.device)
@@ -377,9 +379,14 @@ class _UpdateProbes:
         norm = self.update.grad_norm
         if norm > 0:
             gradient = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in self.view.parameters]
-            self.observer.fill(
-                "attribution", lambda check: self.put("attribution", self._along(gradient, check) / norm**2)
-            )
+            self.observer.fill("attribution", lambda check: self._shares(gradient, norm, check))
+
+    def _shares(self, gradient: list[Tensor], norm: float, check: Check) -> None:
+        """Attribution of the measured rows, and that of groups without a gradient, which is known to be 0."""
+        self.put("attribution", self._along(gradient, check) / norm**2)
+        known = torch.zeros(len(self.still), self.mask.shape[1])
+        for name, values in (("attribution", known), ("inclusion_probability", known + 1)):
+            self.observer.put(name, self.update, self.still, values)
 
     def influence(self) -> None:
         """c_t⟨∇log π_t, ∇L_heldout⟩ of all tokens; positive lowers the held-out loss."""

@@ -247,8 +247,9 @@ ref_logp? float32 [nats]: log-probability under the reference policy; null witho
 logit_grad_norm float32 [L2 norm over logits]: norm of the gradient of -ln pi with respect to the logits, ||p - e_y||
 head_grad_norm float32 [L2 norm over the output layer]: norm of the gradient of ln pi with respect to the output layer
 inclusion_probability? float32: probability that the token's group is in the random sample of its update's groups
-    with a gradient whose tokens are measured, 1 if all are; its inverse weights sums of score_norm_local, attribution
-    and heldout_influence over the tokens of groups with a gradient; null where they were not measured
+    with a gradient whose tokens are measured, 1 if all are, and where attribution is known to be 0 since the group has
+    no gradient; its inverse weights sums of attribution over all tokens, and of score_norm_local and heldout_influence
+    over the tokens of groups with a gradient; null where nothing was measured
 score_norm_local? float32 [L2 norm]: norm of grad ln pi without the terms through other positions
 score_norm_by_layer? json [L2 norm]: score_norm_local by layer, and of the embedding and the output layer: a JSON object
     such as {"0": …, "1": …, "embedding": …}; of the 8 tokens with the largest |c| score_norm_local of a measured update
