@@ -45,7 +45,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_post_build(config: MkDocsConfig, **_: Any) -> None:
-    """Write the report of the example run beside the pages, as example/report.html."""
+    """Write the report of the example run into the site, as example/report.html."""
     site = Path(config.site_dir).absolute()
     with contextlib.chdir(ROOT):  # the page names the folder as it is given
         analyze("data/example", out=site / "example")

@@ -1,4 +1,4 @@
-"""Make the pictures of README and the first page from the example runs: `python docs/screenshots.py`.
+"""Make the pictures of README and the pages from the example runs: `python docs/screenshots.py`.
 
 The report is photographed in headless Chromium (Debian's package `chromium`, and the Python package `playwright`); terminal output is
 saved by rich as SVG. `tests/test_examples.py` checks that the terminal output is current.
@@ -35,8 +35,8 @@ def terminal() -> str:
     return re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)  # they would be loaded from another host
 
 
-def photograph(page: Path, to: Path) -> None:
-    """Photograph the report's token view at the token with the largest share."""
+def photograph(page: Path, tokens: Path, curves: Path) -> None:
+    """Photograph the report's curves, and its token view at the token with the largest share."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium")
@@ -48,10 +48,14 @@ def photograph(page: Path, to: Path) -> None:
         tab = browser.new_page(viewport={"width": 1180, "height": 610}, device_scale_factor=1.5)
         tab.set_default_timeout(180_000)  # [ms]; a busy machine takes long to draw the page
         tab.goto(page.as_uri())
+        tab.locator("#curves").scroll_into_view_if_needed()
+        tab.evaluate("document.getElementById('curves').scrollIntoView({block: 'start'})")
+        tab.wait_for_timeout(1000)
+        tab.screenshot(path=curves)
         tab.locator("a.spot").first.click()
         tab.locator("#tip dl").wait_for()
         tab.evaluate("document.getElementById('legend').scrollIntoView({block: 'start'})")
-        tab.screenshot(path=to)
+        tab.screenshot(path=tokens)
         browser.close()
 
 
@@ -60,7 +64,7 @@ def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     (IMAGES / "tokens.svg").write_text(terminal(), "utf-8")
     with tempfile.TemporaryDirectory() as folder:
-        photograph(analyze([RUN.parent], folder).page, IMAGES / "report-tokens.png")
+        photograph(analyze([RUN.parent], folder).page, IMAGES / "report-tokens.png", IMAGES / "report-curves.png")
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ move each other through shared weights, and through the momentum. The signs agre
 ## CAPO's model of an update
 
 CAPO predicts each token's KL by the token's own step of the output layer (m_F). Spearman's correlation with the measured k3 estimate after
-the update of all tokens; beside it that of ‖p − e_y‖ alone, which needs no optimizer and no curvature. The paper has 0.62 for GRPO and 0.46
+the update of all tokens, and that of ‖p − e_y‖ alone, which needs no optimizer and no curvature. The paper has 0.62 for GRPO and 0.46
 for CAPO (Qwen2.5-Math-7B).
 
 {capo}

@@ -6,9 +6,11 @@ import ast
 import contextlib
 import doctest
 import functools
+import html
 import importlib
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import tempfile
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -49,7 +52,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_readme_is_short_and_its_terminal_picture_is_current():
-    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) < 130
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 110
     spec = importlib.util.spec_from_file_location("screenshots", ROOT / "docs" / "screenshots.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -60,13 +63,58 @@ def test_readme_is_short_and_its_terminal_picture_is_current():
     assert 'url("http' not in made  # fonts of another host
 
 
-def test_the_page_of_claims_lists_them_with_their_margins():
+def test_the_numbers_of_the_readme_are_those_of_the_files_behind_them():
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+
+    def page(name: str) -> str:
+        text = html.unescape(re.sub(r"<[^>]*>", "", (ROOT / "docs" / name).read_text("utf-8")))
+        return " ".join(text.replace("\xa0", " ").split())
+
+    picture = page("images/tokens.svg")
+    step, times, prompt = re.search(
+        r"at step (\d+) the gradient is ([\d.]+) times .*? one prompt, `(.+?)`", readme
+    ).groups()
+    assert f"step {step}," in picture and f"{times} × the typical" in picture and prompt in picture
+    before, after, steps = map(int, re.search(r"(\d+) → (\d+) % greedily in (\d+) steps", readme).groups())
+    run = sharpscope.load_run(ROOT / "data" / "example" / "sums")
+    greedy = run.eval.query("temperature == 0 and split == 'heldout'").sort_values("step")
+    assert (greedy["accuracy"].iloc[[0, -1]] * 100).round().tolist() == [before, after] and greedy[
+        "step"
+    ].max() == steps
+    angles = dict(
+        re.findall(
+            r"^\| `?([^|`]*?)`?(?:\\\*)? \| (\d.*) \|$",
+            (ROOT / "docs/explanations/what-methods-do.md").read_text("utf-8"),
+            re.M,
+        )
+    )
+    for label, name in {"GRPO-SG": "grpo-sg", "TR-GRPO": "tr-grpo", "CISPO": "cispo", "Cov-GRPO": "cov-grpo"}.items():
+        knights, _, _, smollm2 = (cell.split(", ") for cell in angles[name].split(" | "))
+        assert f"| {label} | {knights[0]}° | {knights[2]}° | {smollm2[0]}° |" in readme
+    knights, _, _, smollm2 = angles["noise of the batch"].split(" | ")
+    assert f"| {knights}° | | {smollm2}° |" in readme
+    study = re.search(r"greedy accuracy (\S+ ± \S+ points, \d+ seeds)", readme)[1].replace(", 12 seeds", "")
+    assert f"mass 4 − plain GRPO: {study};" in page("study.md") and "over 12 seeds" in page("study.md")
+    price = page("trainers/index.md")
+    cap, ratio = re.search(r"at most (\d+ %) of its forward.*? took ([\d.]+) times", readme).groups()
+    assert f"at most {cap} of its forward and backward passes" in price and re.search(
+        rf"GRPOTrainer,.*?\| \d+ \| {ratio}\d? \|", price
+    )
+    weights = load_file(ROOT / "data/policies/knights_knaves/model.safetensors")
+    count = sum(weight.numel() for weight in weights.values())
+    assert f"{count / 1e6:.2f} million" in readme
+
+
+def test_the_page_of_claims_lists_them_with_their_margins_and_sources():
     from sharpscope.analysis.claims.base import margin_text
     from sharpscope.analysis.claims.registry import CLAIMS
 
     page = (ROOT / "docs/explanations/claims.md").read_text("utf-8")
     names = {"treatment": "the treatment", "baseline": "the baseline"}
-    rows = [f"| {c.name} | {c.title.format(**names)} | {margin_text(c.margin, c.scale)} |" for c in CLAIMS.values()]
+    rows = [
+        f"| {c.name} | {c.title.format(**names)} | {margin_text(c.margin, c.scale)} | {c.source} |"
+        for c in CLAIMS.values()
+    ]
     assert "\n".join(rows) + "\n\n" in page
 
 

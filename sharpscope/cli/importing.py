@@ -42,7 +42,7 @@ def import_(
     ] = None,
     kl_tau: Annotated[float | None, typer.Option(help="prime-rl: kl_tau of the default loss; with --adv-tau.")] = None,
 ) -> None:
-    """Write a trace from the files of another trainer. What they do not say is null.
+    """Write a trace from the files of another trainer. Values that they lack are null.
 
     Examples:
       sharpscope import nemo-rl logs/exp_001 --out runs/imported --tokenizer Qwen/Qwen3-0.6B

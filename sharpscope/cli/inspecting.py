@@ -62,7 +62,9 @@ def tokens(
         ),
     ] = "attribution",
     top: Annotated[int | None, typer.Option(min=1, help="Number of tokens. Default: 20; of each spike, 8.")] = None,
-    spikes: Annotated[bool, typer.Option("--spikes", help="Find and explain steps with a large gradient.")] = False,
+    spikes: Annotated[
+        bool, typer.Option("--spikes", help="Steps with an unusually large gradient, and the tokens behind them.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """List the tokens that hold the largest shares of a step's gradient, or that are largest in another column.
@@ -101,7 +103,9 @@ def _print(sections: list[Section], as_json: bool) -> None:
 
 def analyze(
     runs: Runs,
-    out: Annotated[Path | None, typer.Option(help="Output folder. Default: `report` beside the runs.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Output folder. Default: `report` in the folder of the runs.")
+    ] = None,
     claims: Annotated[bool, typer.Option("--claims", help="Test the published claims on these runs too.")] = False,
     figures: Annotated[bool, typer.Option("--figures", help="Write figures for papers too (PNG and SVG).")] = False,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,

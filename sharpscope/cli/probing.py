@@ -22,7 +22,7 @@ WHOLE = 128  # prompts on which curvature is computed by default
 
 
 Models = Annotated[
-    list[str] | None, typer.Option(help="embedded:NAME, a model folder, or a hub id. Repeatable, side by side.")
+    list[str] | None, typer.Option(help="embedded:NAME, a model folder, or a hub id. Repeatable: a column for each.")
 ]
 Tokens = Annotated[
     Path | None,

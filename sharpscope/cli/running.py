@@ -69,7 +69,10 @@ def demo(
 
 def run(
     config: Annotated[Path | None, typer.Argument(help="YAML file of a run or a sweep, see experiments/.")] = None,
-    method: Annotated[str | None, typer.Option("--method", "-m", help="[label=]name[+field=value…].")] = None,
+    method: Annotated[
+        str | None,
+        typer.Option("--method", "-m", help="Method: name, or label=name, with changed fields: name+field=value…"),
+    ] = None,
     methods: Annotated[str | None, typer.Option(help=f"{METHODS} Makes a sweep.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Seeds, separated by commas. Makes a sweep.")] = None,
     task: Task = None,

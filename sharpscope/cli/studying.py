@@ -73,7 +73,7 @@ def declare(
     The radius of its sharpness probes is one of them, so that all runs share it. Where probes.rho is auto, a radius is looked for on
     the initial policy and named, to be put into the file.
 
-    Written is study.declared.json beside study.yaml, to be committed. `sharpscope study claims RUNS --study FILE` checks and
+    It writes study.declared.json next to study.yaml; commit both. `sharpscope study claims RUNS --study FILE` checks and
     quotes it.
 
     Example:

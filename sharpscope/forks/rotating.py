@@ -155,7 +155,7 @@ def rotate(
         token_weights: in place of those of the methods that have some (None given: grpo-sg and two controls): `module:function`, or
             a preset of the sigmoid, paper or calibrated.
         overrides: changes of the configuration, `field.subfield=value`, such as `rollout.prompts_per_step=64`.
-        warm_up: with `model`: batches of the first method whose gradients fill AdamW's moments first; the weights stay.
+        warm_up: with `model`: batches of the first method's reference whose gradients fill AdamW's moments first; the weights stay.
         measure: whether to make every update, measure what it does to entropy and policy on the batch, and take it back.
         threads: CPU threads; None: as configured.
         on_progress: called with a line of text on what is done.
@@ -183,7 +183,7 @@ def rotate(
     start = _Start(config, chosen, state, measure)
     if warm_up:
         tell("warming up the optimizer")
-        start.warm_up(warm_up)
+        start.warm_up(warm_up, reference_method(next(iter(chosen.values()))))  # its weights may need a calibration
     tell("drawing completions")
     batch = start.draw()
     if batch.zero_variance_share == 1:

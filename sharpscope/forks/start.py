@@ -215,12 +215,11 @@ class State:
         statistics, spec = partial(shared.statistics, self.scorer), self.config.rollout
         return draw_rollouts(self.policy, self.task, order, method, spec, seed, step, statistics, shared.draw)
 
-    def warm_up(self, steps: int) -> None:
-        """If no optimizer state is stored, fill AdamW's moments with gradients of the first method at the starting weights."""
+    def warm_up(self, steps: int, method: Method) -> None:
+        """If no optimizer state is stored, fill AdamW's moments with gradients of `method` at the starting weights."""
         self.warmed = 0 if self.warm else steps
         if not self.warmed:
             return
-        method = next(iter(self.methods.values()))
         learner, seed = self.learner(method), derive(self.config.seed, "fork warm-up")
         order = replace(self._order, cursor=0, seed=seed)
         set_learning_rate(self.optimizer, 0.0)
@@ -346,7 +345,7 @@ class Start(State):
         self.drawer = Drawer(config, self.policy, task)
         self.run_radius = _radius_of(config, checkpoint)
         self._calibrate()
-        self.warm_up(spec.warm_up)
+        self.warm_up(spec.warm_up, next(iter(self.methods.values())))
         self.snapshot = Snapshot(self.policy.model, self.optimizer, self.proximal)
         self.rho = fork_radius(self) if "sharpness" in spec.outcomes else None
 

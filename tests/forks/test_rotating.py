@@ -36,7 +36,7 @@ def start_of(tiny_policy, name="grpo"):
         "threads": 1,
     }
     start = _Start(build_config(values=values), {name: named_method(name)}, None, measure=True)
-    start.warm_up(2)
+    start.warm_up(2, next(iter(start.methods.values())))
     batch = start.draw()
     return start, batch, start.scorer.statistics(batch.rollouts)
 
