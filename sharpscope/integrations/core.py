@@ -113,7 +113,7 @@ class Recorder(Guard):
         with guarded(model, weights=False), own_forward(model):
             source = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
             first_forward(model)
-            with unsharded(model):
+            with unsharded(model, layers=False):
                 self.policy = make_policy(model, tokenizer, source, compute=compute)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         kl = {"kl": {"coef": beta}} if beta else {}
@@ -341,10 +341,10 @@ class Recorder(Guard):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Context for statistics of tokens: the model's weights are gathered, its state is restored afterwards."""
+        """Context for statistics of tokens: weights outside the layers are gathered, the model's state is restored afterwards."""
         if is_sharded(self.model):
             distributed.gather(None)
-        with unsharded(self.model), guarded(self.model, weights=False), torch.no_grad():
+        with unsharded(self.model, layers=False), guarded(self.model, weights=False), torch.no_grad():
             yield
 
     # -- batches and updates ------------------------------------------------------------------------------------------

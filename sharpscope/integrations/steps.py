@@ -13,7 +13,7 @@ from torch import Tensor
 from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.policy import Rollouts, TokenStats, completions_of, join_rollouts, microbatches
-from sharpscope.policy.scoring import Scorer, write_stats
+from sharpscope.policy.scoring import Scorer, shortest_row, write_stats
 from sharpscope.recording.norms import Norms
 from sharpscope.recording.step import (
     PendingUpdate,
@@ -335,9 +335,14 @@ def same_prompts(rollouts: Rollouts, group_size: int) -> bool:
 def own_statistics(scorer: Scorer, rollouts: Rollouts) -> TokenStats:
     """TokenStats (N, T) of this process's rows; `Scorer.statistics` divides rows that all processes have."""
     result = scorer.zeros(rollouts)
-    group, prompts = rollouts.group if scorer.share_prompt else None, rollouts.prompt_lengths
-    for rows in microbatches(rollouts.lengths, scorer.microbatch_tokens, prompt_lengths=prompts, group=group):
+    group = rollouts.group if scorer.share_prompt and not scorer.sharded else None
+    prompts = rollouts.prompt_lengths
+    batches = microbatches(rollouts.lengths, scorer.microbatch_tokens, prompt_lengths=prompts, group=group)
+    idle = scorer.idle_passes(batches)
+    for rows in batches:
         write_stats(result, rows, scorer.score(rollouts.rows(rows), stats=True).stats)
+    for _ in range(idle):
+        scorer.score(shortest_row(rollouts), stats=True)
     return result
 
 

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.policy.adapters import has_adapters
 from sharpscope.policy.head import backbone, layers_of
@@ -85,9 +87,12 @@ def reshard(model: nn.Module) -> None:
 
 
 @contextmanager
-def unsharded(model: nn.Module) -> Iterator[None]:
-    """Gather all weights on every process, so that each can run any number of forward passes."""
-    modules = _sharded_modules(model)
+def unsharded(model: nn.Module, layers: bool = True) -> Iterator[None]:
+    """Gather all weights on every process, so that each can run any number of forward passes.
+
+    Without `layers` only the other weights, such as the output layer's: then all processes must run the layers equally often.
+    """
+    modules = [m for m in _sharded_modules(model) if layers or not isinstance(m, GradientCheckpointingLayer)]
     # torch has no function that returns this setting, which can differ between modules.
     before = [(group, group.post_forward_mesh_info) for module in modules for group in _groups(module)]
     for module in modules:
@@ -100,6 +105,30 @@ def unsharded(model: nn.Module) -> Iterator[None]:
             group.post_forward_mesh_info = setting
         for module in modules:
             module.reshard()
+
+
+def summation_factor(model: nn.Module) -> float:
+    """What FSDP2's reduction multiplies a gradient by that all processes compute alike: 1 where it averages."""
+    groups = [group for module in _sharded_modules(model) for group in _groups(module)]
+    divided = next((group.gradient_divide_factor for group in groups), None)
+    return distributed.world_size() / divided if divided else 1.0
+
+
+def recover(model: nn.Module) -> None:
+    """Make a sharded model usable again after an error in the middle of a forward pass, in every process."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    for module in _sharded_modules(model):
+        state = module._get_fsdp_state()
+        state._state_ctx.iter_forward_root, state._training_state = None, TrainingState.IDLE
+        for group in _groups(module):
+            group._training_state = TrainingState.IDLE
+        module.reshard()
+
+
+def copy_bytes(model: nn.Module, copies: int) -> float:
+    """Size of `copies` whole copies of a model's weights [bytes]."""
+    return copies * float(sum(p.numel() * p.element_size() for p in model.parameters()))
 
 
 def _groups(module: Any) -> list[Any]:

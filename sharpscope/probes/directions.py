@@ -93,6 +93,12 @@ def noise_rotation(first: Gradient, second: Gradient, share: float = 0.5) -> flo
     return math.degrees(math.acos(math.sqrt(min(max(product, 0.0) / (share * (1 - share) * whole), 1.0))))
 
 
+@torch.no_grad()
+def inner(first: Gradient, second: Gradient) -> float:
+    """Inner product of two gradients over all parameters, in float64."""
+    return _sums(first, second, lambda a, b: (a @ b,), count=1)[0]
+
+
 def _sums(first: Gradient, second: Gradient, terms: Any, *, count: int) -> list[float]:
     """Sums over all parameters of `terms` of two flat float64 tensors; parts of shards are summed over the processes."""
     whole, local, divided = [0.0] * count, [0.0] * count, False

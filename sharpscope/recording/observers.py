@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +22,10 @@ from torch import Tensor, nn
 from sharpscope import distributed
 from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
+from sharpscope.memory import require_memory
 from sharpscope.policy import Policy, Rollouts, completions_of
 from sharpscope.policy.scoring import Scorer
-from sharpscope.policy.sharding import ModelView, is_sharded
+from sharpscope.policy.sharding import ModelView, copy_bytes, is_sharded, reshard
 from sharpscope.probes import (
     CriticalSharpness,
     Estimate,
@@ -38,6 +40,7 @@ from sharpscope.probes import (
     update_direction,
     update_slope,
 )
+from sharpscope.probes.token_gradients import ShardedProbes
 from sharpscope.recording.health import refusal
 from sharpscope.recording.probe_sets import Drawer, needs_probe_set, run_probe_set
 from sharpscope.recording.schedule import CRITICAL, MeasurementSchedule
@@ -81,6 +84,27 @@ class Observers:
         self.refused: set[str] = set()  # columns that are left out for the rest of the run
         self.checked: set[str] = set()  # columns that have passed their self-check
         self.critical_lr: float | None = None  # η_c found last, from which the next line search starts
+        self.sharded = ShardedProbes(policy.model) if is_sharded(policy.model) else None
+        if self.sharded is not None:
+            self._require_copy()
+
+    def _require_copy(self) -> None:
+        """Check that the measures that gather a sharded model's weights and gradient have the memory for it.
+
+        Raises:
+            UserError: they do not; the message says how much and which setting switches them off.
+        """
+        every, functionals = self.schedule.every, self.config.probes.functionals
+        wanted = [
+            (every["influence"], "held-out influence", "recording.heldout_influence_every=0"),
+            (every["surface"] and functionals, "the loss surface", "probes.preset=off"),
+            (every["rotation"], "rotation", "recording.rotation_every=0"),
+        ]
+        for due, what, setting in wanted:
+            if due:
+                size, device = copy_bytes(self.policy.model, 2), self.policy.device
+                text = f"a copy of all weights and gradients on each process, which {what} needs,"
+                require_memory(size, device, text, f"set {setting}")
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, as JSON."""
@@ -161,7 +185,7 @@ class StepObserver:
         measures = [name for name in ("norms", "shares") if spike or due(name, self.step)]
         measures += ["influence"] if due("influence", self.step) else []
         if measures:
-            probes = _UpdateProbes(self, update, self.run.view(), sampled=not spike)
+            probes = _UpdateProbes(self, update, sampled=not spike)
             self.seconds += time.perf_counter() - started
             for name in measures:
                 with self._timed(name):
@@ -182,7 +206,7 @@ class StepObserver:
         if column in run.refused:
             return
         check = run.config.probes.check
-        if column in run.checked and check == "first" and is_sharded(run.policy.model):
+        if column in run.checked and check == "first" and run.sharded is not None:
             check = "off"  # the copy that probes see is a new model each time
         try:
             measure(check)
@@ -306,8 +330,8 @@ class _UpdateProbes:
     `rows` are the n measured rows of the update, `part` their rollouts, P prompt and T completion positions wide.
     """
 
-    def __init__(self, observer: StepObserver, update: PendingUpdate, view: ModelView, *, sampled: bool) -> None:
-        self.observer, self.update, self.view = observer, update, view
+    def __init__(self, observer: StepObserver, update: PendingUpdate, *, sampled: bool) -> None:
+        self.observer, self.update, self.sharded = observer, update, observer.run.sharded
         self.run, self.config = observer.run, observer.run.config
         group = observer.rollouts.group[update.rows.to(observer.rollouts.group.device)]
         self.rows, self.probability, share = torch.arange(len(group)), 1.0, self.config.recording.group_share
@@ -322,8 +346,16 @@ class _UpdateProbes:
         coef = update.loss_coef[self.rows.to(update.loss_coef.device)].to(part.input_ids.device)
         self.coef = nn.functional.pad(coef, (part.prompt_width, 0))  # (n, P+T)
 
-    def _each(self, probe: Callable[..., Tensor], mask: Tensor, rows: Tensor) -> Tensor:
-        """Values (m, P+T) of `rows` (m,) by `probe(rows, **arguments)`; each process computes a part of them."""
+    @cached_property
+    def view(self) -> ModelView:
+        """The present model, of a sharded one a gathered copy."""
+        return self.run.view()
+
+    def _each(self, probe: Callable[..., Tensor], mask: Tensor, rows: Tensor, *, together: bool = False) -> Tensor:
+        """Values (m, P+T) of `rows` (m,) by `probe(rows, **arguments)`; each process computes a part of them.
+
+        With `together` the probe exchanges weights, so that all processes call it, also for no rows.
+        """
         part, temperature = self.part, self.config.rollout.temperature
 
         def of_rows(some: Tensor) -> Tensor:
@@ -331,6 +363,9 @@ class _UpdateProbes:
             given = {"input_ids": part.input_ids, "mask": mask, "attention_mask": part.attention_mask}
             return probe(some, temperature=temperature, **{name: values[some] for name, values in given.items()})
 
+        if together:
+            found = of_rows(rows[distributed.local_slice(len(rows))])
+            return torch.cat(distributed.gather(found.cpu())).to(found.device)
         return distributed.map_rows(rows, of_rows)
 
     def put(self, name: str, values: Tensor) -> None:
@@ -347,13 +382,17 @@ class _UpdateProbes:
             by_layer: dict[int, Mapping[str, Tensor]] = {}  # first row that this process measures -> norms by layer
 
             def probe(some: Tensor, **given: Any) -> Tensor:
-                found = score_norms(self.view.model, method="local", check=check, **given)
-                by_layer[int(some[0])] = found.groups
+                if self.sharded is not None:
+                    found = self.sharded.local(check=check != "off", **given)
+                else:
+                    found = score_norms(self.view.model, method="local", check=check, **given)
+                if len(some):
+                    by_layer[int(some[0])] = found.groups
                 return found.values
 
             # Also of tokens with a zero coefficient: their norms are defined, and the passes over a row cost the same.
             every = torch.arange(len(self.mask), device=self.mask.device)
-            local.append(self._each(probe, self.mask, every))
+            local.append(self._each(probe, self.mask, every, together=self.sharded is not None))
             self.put("score_norm_local", local[0])
             self._leading(local[0], by_layer)
 
@@ -378,12 +417,15 @@ class _UpdateProbes:
         """Attribution of all tokens."""
         norm = self.update.grad_norm
         if norm > 0:
-            gradient = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in self.view.parameters]
+            model = self.run.policy.model if self.sharded is not None else self.view.model
+            reshard(model)  # a forward pass can leave gathered weights, which have no gradient
+            trained = [p for p in model.parameters() if p.requires_grad]
+            gradient = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in trained]
             self.observer.fill("attribution", lambda check: self._shares(gradient, norm, check))
 
     def _shares(self, gradient: list[Tensor], norm: float, check: Check) -> None:
         """Attribution of the measured rows, and that of groups without a gradient, which is known to be 0."""
-        self.put("attribution", self._along(gradient, check) / norm**2)
+        self.put("attribution", self._along(gradient, check, self.sharded) / norm**2)
         known = torch.zeros(len(self.still), self.mask.shape[1])
         for name, values in (("attribution", known), ("inclusion_probability", known + 1)):
             self.observer.put(name, self.update, self.still, values)
@@ -395,16 +437,22 @@ class _UpdateProbes:
             lambda check: self.put("heldout_influence", self._along(self._heldout_gradient(), check)),
         )
 
-    def _along(self, direction: list[Tensor], check: Check) -> Tensor:
-        """c_t⟨∇log π_t, direction⟩ (n, P+T). Rows of groups whose rewards are all equal have c = 0 and are not run."""
+    def _along(self, direction: list[Tensor], check: Check, sharded: ShardedProbes | None = None) -> Tensor:
+        """c_t⟨∇log π_t, direction⟩ (n, P+T), of a direction in shards by `sharded`.
+
+        Rows of groups whose rewards are all equal have c = 0 and are not run.
+        """
         live = ((self.coef != 0) & self.mask.bool()).any(dim=1).nonzero()[:, 0]
         out = torch.zeros_like(self.coef)
 
         def probe(some: Tensor, **given: Any) -> Tensor:
-            return attribute(self.view.model, coef=self.coef[some], direction=direction, check=check, **given)
+            if sharded is None:
+                return attribute(self.view.model, coef=self.coef[some], direction=direction, check=check, **given)
+            rates = sharded.along(direction=direction, check=check != "off", **given)
+            return self.coef[some].to(rates) * rates
 
         if len(live):
-            out[live] = self._each(probe, self.mask, live).to(out)
+            out[live] = self._each(probe, self.mask, live, together=sharded is not None).to(out)
         return out
 
     def _exact(self, local: Tensor | None, check: Check) -> None:
@@ -436,7 +484,12 @@ class _UpdateProbes:
             return score_norms(self.view.model, method="exact", check=check, **given).values
 
         values = torch.full(part.input_ids.shape, math.nan, device=norms.device)
-        values[keep] = torch.where(mask[keep].bool(), self._each(probe, mask, keep).float(), math.nan)
+        if self.sharded is None:
+            found = self._each(probe, mask, keep)
+        else:
+            temperature = self.config.rollout.temperature
+            found = self.sharded.exact(part.input_ids[keep], mask[keep], part.attention_mask[keep], temperature)
+        values[keep] = torch.where(mask[keep].bool(), found.float(), math.nan)
         chances = torch.full_like(values, math.nan)
         chances[rows, columns] = self.probability * probability
         self.put("score_norm", values)

@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from sharpscope import distributed
+from sharpscope.integrations import core
 from sharpscope.integrations.record import record
 from tests.integrations.test_loop import drawn, logps, surrogate
 from tests.integrations.trainers import (
@@ -70,7 +71,9 @@ def fsdp2() -> Iterator[None]:
 
 def train_all(folder: Path) -> None:
     """Train with each maker, and keep the weights before each update and at the end of every process in kept.pt."""
-    search_finely(pytest.MonkeyPatch())
+    patch = pytest.MonkeyPatch()
+    search_finely(patch)
+    patch.delattr(core, "gathered_copy")  # nothing that is recorded here needs a copy of the whole weights
     kept = {}
     for name, (make, arguments, weighted) in MAKERS.items():
         sharded = name.endswith("fsdp2")

@@ -37,7 +37,7 @@ from sharpscope.integrations.completions import Completion, step_events, step_ta
 from sharpscope.integrations.guard import Guard, reason_of, warn_stopped
 from sharpscope.policy import completions_of
 from sharpscope.probes import Estimate, columns, guarded
-from sharpscope.probes.token_gradients import ShardedNorms
+from sharpscope.probes.token_gradients import ShardedProbes
 from sharpscope.recording import environment
 from sharpscope.recording.health import refusal
 from sharpscope.recording.norms import (
@@ -254,7 +254,7 @@ class VerlRecorder(Guard):
             self.steps = int(total or -1)  # of the training, if known
             self.every = {"score_norm_local": interval(NORMS, NORMS_EVERY)}
             self.every["critical_sharpness"] = interval(CRITICAL, max(CRITICAL_EVERY, -(-self.steps // ROUNDS)))
-            self.norms = ShardedNorms(worker.engine.module)
+            self.norms = ShardedProbes(worker.engine.module)
             whole = worker.engine_config.strategy == "fsdp2"
             self.groups = layer_groups(worker.engine.module) if whole else None
             for name in () if whole else self.every:
@@ -286,7 +286,7 @@ class VerlRecorder(Guard):
             if any(value is None for value in distributed.gather(temperature)):
                 raise UserError("temperature: differs between rows; norms are of one temperature")
             with self.worker.engine.eval_mode(disable_auto_offload=offload):
-                measured = self.norms.measure(made.input_ids, whole, made.attention_mask, float(temperature or 1.0))
+                measured = self.norms.local(made.input_ids, whole, made.attention_mask, float(temperature or 1.0))
         except UserError as problem:
             self._refuse("score_norm_local", problem)
             return

@@ -17,7 +17,7 @@ from sharpscope.probes.guard import guarded
 from sharpscope.probes.token_gradients.result import METHODS, NormMethod, ScoreNorms
 from sharpscope.probes.token_gradients.rows import make_rows
 from sharpscope.probes.token_gradients.self_check import NORMS, check_norms
-from sharpscope.probes.token_gradients.sharded import ShardedNorms
+from sharpscope.probes.token_gradients.sharded import ShardedProbes
 from sharpscope.probes.token_gradients.sketch import sketch_norms
 from sharpscope.probes.token_gradients.structure import structure_of
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from sharpscope.errors import UserError
-from sharpscope.policy import bare
+from sharpscope.policy import Head, bare
 from sharpscope.probes.guard import attention_implementation
 from sharpscope.probes.token_gradients.head import head_chunks
 from sharpscope.probes.token_gradients.rows import Rows
@@ -71,7 +71,7 @@ class Keeping(TorchFunctionMode):
         return out
 
 
-class _Pushing(TorchFunctionMode):
+class Pushing(TorchFunctionMode):
     """Linear maps with one product less where their values are kept; no derivative where a model switches autograd off."""
 
     def __init__(self, kept: Sequence[Tensor]) -> None:
@@ -144,7 +144,7 @@ def pushed_hidden(
             torch.enable_grad(),
             substituted(model, duals),
             attention_implementation(model, structure.forward_attention),
-            _Pushing(kept),
+            Pushing(kept),
         ):
             try:
                 out = hidden_states(model, ids, read_before(model, before))
@@ -184,15 +184,37 @@ def logp_derivative(
     bias = by_name.get(structure.head_bias or "")
     for chunk, known in zip(rows.chunks(share=structure.shares), kept or repeat(()), strict=False):
         hidden, moved = pushed_hidden(model, structure, chunk.ids, by_name, before=chunk.before, kept=known)
-        hidden, moved = hidden[chunk.predicts], moved[chunk.predicts]
-        out = torch.empty(len(hidden), dtype=structure.dtype, device=hidden.device)
-        for part in head_chunks(hidden, structure.head, chunk.targets, temperature):
-            h, pull = hidden[part.rows], part.pull
-            rate = torch.linalg.vecdot(moved[part.rows].to(out), part.to_hidden.to(out))
-            if weight is not None:
-                rate += torch.linalg.vecdot(h.to(out), (pull.to(h) @ weight.to(h)).to(out))
-            if bias is not None:
-                rate += (pull @ bias.to(pull)).to(out)
-            out[part.rows] = rate
-        chunk.write(values, out)
+        states = hidden[chunk.predicts], moved[chunk.predicts]
+        chunk.write(values, head_rates(*states, structure.head, (weight, bias), chunk.targets, temperature))
     return values
+
+
+def head_rates(
+    hidden: Tensor,
+    moved: Tensor,
+    head: Head,
+    direction: tuple[Tensor | None, Tensor | None],
+    targets: Tensor,
+    temperature: float,
+) -> Tensor:
+    """Derivatives (M,) of the log-probabilities of `targets` (M,).
+
+    Args:
+        hidden: (M, d) that predict them.
+        moved: derivatives of `hidden`.
+        head: the output layer.
+        direction: derivatives of its weight and bias; None: constant.
+        targets: tokens.
+        temperature: softmax temperature.
+    """
+    out = torch.empty(len(hidden), dtype=torch.promote_types(head.weight.dtype, torch.float32), device=hidden.device)
+    weight, bias = direction
+    for part in head_chunks(hidden, head, targets, temperature):
+        h, pull = hidden[part.rows], part.pull
+        rate = torch.linalg.vecdot(moved[part.rows].to(out), part.to_hidden.to(out))
+        if weight is not None:
+            rate += torch.linalg.vecdot(h.to(out), (pull.to(h) @ weight.to(h)).to(out))
+        if bias is not None:
+            rate += (pull @ bias.to(pull)).to(out)
+        out[part.rows] = rate
+    return out

@@ -1,28 +1,32 @@
-"""Local score norms of a model whose weights are in shards (FSDP2), without a copy of the whole weights.
+"""Score norms and shares of a model whose weights are in shards (FSDP2), without a copy of the whole weights.
 
-The pass is that of the method `local`, through the sharded model itself: FSDP2 gathers a layer's weights while it computes that
-layer, where the recorder meets them. Only the inputs and cotangents of the layers enter a norm, and these belong to the process
-that holds the row. Each process gives its rows; all must call together.
+The passes go through the sharded model itself: FSDP2 gathers a layer's weights while it computes that layer, where the recorder,
+or a tangent gathered alike, meets them. Each process gives its rows; all must call together, since all run equally many passes.
+With mixed precision the passes are in the precision of the training.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from inspect import signature
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.autograd import forward_ad
 
 from sharpscope import distributed
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy import Head, backbone, bare, output_head
-from sharpscope.probes.guard import guarded
+from sharpscope.policy.sharding import full_tensor, is_shard, recover, reshard, summation_factor
+from sharpscope.probes.directions import inner
+from sharpscope.probes.guard import attention_implementation, guarded
+from sharpscope.probes.parameter_groups import group_names
 from sharpscope.probes.token_gradients import attention as attn
+from sharpscope.probes.token_gradients.forward_mode import Pushing, head_rates
 from sharpscope.probes.token_gradients.local import start_of
 from sharpscope.probes.token_gradients.result import Collector, ScoreNorms, Sums
 from sharpscope.probes.token_gradients.rows import Rows, make_rows, safe_width, widen
@@ -36,73 +40,159 @@ TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 """Largest relative error of the self-check, by dtype of the activations; 5e-2 for float16 and bfloat16."""
 
 
-class ShardedNorms:
-    """Measures local score norms of a sharded model; the first call compares one with the model's own gradient.
+class ShardedProbes:
+    """Norms and shares of tokens of a sharded model; the first call of each compares one with the model's own gradient.
+
+    The processes share the rows, or each has its own; all must call together. Gradients of the training stay as they are.
 
     Attributes:
         model: causal language model of transformers after `fully_shard`.
-        checked: relative error that the self-check found; None before.
+        checked: relative errors that the self-checks of `local` and `along` found.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.checked: float | None = None
+        self.checked: dict[str, float] = {}
+        self._dtype = torch.float32  # of the logits
 
-    def measure(self, input_ids: Tensor, mask: Tensor, attention_mask: Tensor, temperature: float) -> ScoreNorms:
-        """Local norms of this process's tokens. All processes must call it, each with its own rows; no `.grad` may be set.
+    def local(
+        self, input_ids: Tensor, mask: Tensor, attention_mask: Tensor, temperature: float, check: bool = True
+    ) -> ScoreNorms:
+        """Local norms of this process's tokens.
 
         Args:
             input_ids: (N, S) tokens.
             mask: (N, S), 1 on the tokens of interest.
             attention_mask: (N, S), 0 on padding.
             temperature: softmax temperature T > 0 of log π.
+            check: whether the first call compares a norm with that of the model's own gradient.
 
         Raises:
             UserError: in every process, a part of the model that the method does not support.
             CheckError: in every process, a norm differs from that of the model's own gradient.
         """
         model = self.model
-        with guarded(model, weights=False):
+        with self._unchanged():
             rows = _together(lambda: make_rows(model, input_ids, mask, attention_mask, temperature))
-            if self.checked is None:
-                self._check(rows, temperature)
+            if check and "local" not in self.checked and (row := _first(rows)) is not None:
+                found = float(_local_sums(model, row, temperature).total[0]) ** 0.5
+                own = self._gradient(row.ids, temperature)
+                reference = math.sqrt(inner(own, own))
+                self._check("local", found, reference, reference)
             collector = Collector(rows, torch.promote_types(next(model.parameters()).dtype, torch.float32))
-            chunks = list(rows.chunks(CHUNK))
-            idle = _row(rows.ids[:1, :1].expand(1, 2))
-            idle = replace(idle, chosen=torch.zeros_like(idle.chosen))
-            for index in range(max(distributed.gather(len(chunks)))):
-                sums = _local_sums(model, chunks[index] if index < len(chunks) else idle, temperature)
-                if index < len(chunks):
-                    collector.write(chunks[index], sums)
-            return replace(collector.result("local", None), checked=self.checked)
+            for chunk, mine in _passes(rows):
+                sums = _local_sums(model, chunk, temperature)
+                if mine:
+                    collector.write(chunk, sums)
+            return replace(collector.result("local", None), checked=self.checked.get("local"))
 
-    def _check(self, rows: Rows, temperature: float) -> None:
-        """Compare the local norm of a row's second token, at which the method is exact, with that of its gradient."""
-        pair = distributed.broadcast(rows.ids[:1, :2].cpu() if rows.ids.shape[1] > 1 else None)
-        if pair is None:
-            return
-        row = _row(pair.to(rows.ids.device))
-        norm = float(_local_sums(self.model, row, temperature).total[0]) ** 0.5
+    def along(
+        self,
+        input_ids: Tensor,
+        mask: Tensor,
+        attention_mask: Tensor,
+        direction: Sequence[Tensor | None],
+        temperature: float,
+        check: bool = True,
+    ) -> Tensor:
+        """Derivatives (N, S) of log π of this process's tokens along a direction, 0 where the mask is 0.
+
+        Args:
+            input_ids, mask, attention_mask, temperature, check: as for `local`.
+            direction: tensors like the trainable parameters in the model's order, such as their `.grad`; None counts 0.
+
+        Raises:
+            UserError: in every process, a part of the model without a forward-mode derivative.
+            CheckError: in every process, a derivative differs from that by the model's own gradient.
+        """
+        model = self.model
+        with self._unchanged():
+            named = {name: p for name, p in bare(model).named_parameters() if p.requires_grad}
+            tangents = {n: part for n, part in zip(named, direction, strict=True) if part is not None}
+            rows = _together(lambda: make_rows(model, input_ids, mask, attention_mask, temperature))
+            if check and "along" not in self.checked and (row := _first(rows)) is not None:
+                found = float(_rates(model, row, tangents, temperature)[0])
+                own = self._gradient(row.ids, temperature)
+                scale = math.sqrt(inner(own, own) * inner(direction, direction))
+                self._check("along", found, inner(own, direction), scale)
+            out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.ids.device)
+            for chunk, mine in _passes(rows):
+                rates = _rates(model, chunk, tangents, temperature)
+                out = out.to(torch.promote_types(out.dtype, rates.dtype))
+                if mine:
+                    chunk.write(out, rates)
+            return out
+
+    def exact(self, input_ids: Tensor, mask: Tensor, attention_mask: Tensor, temperature: float) -> Tensor:
+        """Norms (N, S) of the whole gradients of a few tokens, a forward and a backward pass for each.
+
+        All processes give the same rows, and compute each token together. Arguments and errors are those of `local`.
+        """
+        with self._unchanged():
+            rows = _together(lambda: make_rows(self.model, input_ids, mask, attention_mask, temperature))
+            values = torch.zeros(rows.shape, dtype=torch.float64, device=rows.ids.device)
+            for row, position in rows.chosen.nonzero().tolist():
+                gradient = self._gradient(rows.ids[row : row + 1, : position + 1], temperature)
+                values[rows.source[row], rows.place[row, position]] = math.sqrt(inner(gradient, gradient))
+            return values
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Context that restores weights, gradients and mode; the weights are in shards, on which training has its gradients."""
+        reshard(self.model)
+        with guarded(self.model, weights=False):
+            try:
+                yield
+            finally:
+                reshard(self.model)
+
+    def _gradient(self, ids: Tensor, temperature: float) -> list[Tensor | None]:
+        """∇log π of the last token of one row (1, L), the same in every process, by a backward pass; sharded."""
+        given = {"logits_to_keep": 2} if "logits_to_keep" in signature(bare(self.model).forward).parameters else {}
         with torch.enable_grad():
-            logits = self.model(input_ids=row.ids, use_cache=False).logits
+            logits = self.model(input_ids=ids, use_cache=False, **given).logits
             wide = torch.promote_types(logits.dtype, torch.float32)
-            (logits[0, 0].to(wide) / temperature).log_softmax(-1)[row.ids[0, 1]].backward()
-        squares = []
+            self._dtype = logits.dtype
+            (logits[0, -2].to(wide) / temperature).log_softmax(-1)[ids[0, -1]].backward()
+        factor, found = summation_factor(self.model), []
         for parameter in self.model.parameters():
-            if parameter.grad is not None:  # FSDP2 has averaged the processes' gradients, which are equal
-                size = torch.linalg.vector_norm(parameter.grad.to(wide))
-                squares.append(float(size.full_tensor() if isinstance(size, DTensor) else size) ** 2)
-                parameter.grad = None
-        reference = math.fsum(squares) ** 0.5
-        error, limit = abs(norm - reference) / reference, TOLERANCE.get(logits.dtype, 5e-2)
-        self.checked = max(distributed.gather(error))
-        if not self.checked <= limit:
+            gradient, parameter.grad = parameter.grad, None
+            if parameter.requires_grad:
+                whole = gradient is None or not is_shard(gradient) or factor == 1.0
+                found.append(gradient if whole else gradient / factor)
+        return found
+
+    def _check(self, name: str, found: float, expected: float, scale: float) -> None:
+        """Compare a value with that by the model's own gradient, relative to `scale`, in every process."""
+        error, limit = abs(found - expected) / scale if scale else 0.0, TOLERANCE.get(self._dtype, 5e-2)
+        self.checked[name] = max(distributed.gather(error))
+        if not self.checked[name] <= limit:
             raise CheckError(
-                f"score norms of the sharded model differ from its own gradient's by {self.checked:.1e} (allowed {limit:.0e})",
-                "local",
-                self.checked,
+                f"{'score norms' if name == 'local' else 'shares'} of the sharded model differ from its own gradient's by "
+                f"{self.checked[name]:.1e} (allowed {limit:.0e})",
+                name,
+                self.checked[name],
                 limit,
             )
+
+
+def _first(rows: Rows) -> Rows | None:
+    """The first two tokens of the first process's first row, the second of interest; None if it has none."""
+    pair = distributed.broadcast(rows.ids[:1, :2].cpu() if len(rows.ids) and rows.ids.shape[1] > 1 else None)
+    return None if pair is None else _row(pair.to(rows.ids.device))
+
+
+def _passes(rows: Rows) -> Iterator[tuple[Rows, bool]]:
+    """Chunks of this process's rows, then, while other processes have more, one without a token of interest.
+
+    Yields:
+        A chunk, and whether it is one of the rows.
+    """
+    chunks = list(rows.chunks(CHUNK))
+    idle = _row(torch.zeros((1, 2), dtype=torch.long, device=rows.ids.device))
+    idle = replace(idle, chosen=torch.zeros_like(idle.chosen))
+    for index in range(max(distributed.gather(len(chunks)))):
+        yield (chunks[index], True) if index < len(chunks) else (idle, False)
 
 
 def _row(ids: Tensor) -> Rows:
@@ -137,7 +227,8 @@ def _local_sums(model: nn.Module, rows: Rows, temperature: float) -> Sums:
     structure = Structure(
         {}, Head(layer.weight), head_name if shared else None, None if shared else head_name, names.get(id(layer.bias))
     )
-    structure.groups = dict.fromkeys(names.values(), ())
+    trainable = {name: p for name, p in causal.named_parameters() if p.requires_grad}
+    structure.groups = group_names(causal, trainable)
     # The output layer's part is known in closed form.
     structure.modules = {module: keys for module, keys in holders(causal, names).items() if module is not layer}
     ids = widen(rows.ids, safe_width(model, rows.ids.shape[1]))  # (B, L)
@@ -197,3 +288,93 @@ def _require_linear(causal: nn.Module, expected: Tensor, logits: Tensor) -> None
             f"model, {type(causal).__name__}: its logits are not a linear function of its last hidden state; norms are not "
             "measured"
         )
+
+
+@contextmanager
+def _tangents(model: nn.Module, direction: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within it the parameters of a forward pass carry tangents, each gathered while FSDP2 has its layer's weights gathered."""
+    causal = bare(model)
+    names = {id(p): name for name, p in causal.named_parameters()}
+    gathering = {module for module in causal.modules() if hasattr(module, "unshard")} | {causal}
+    owned: dict[nn.Module, list[tuple[nn.Module, str, str]]] = {module: [] for module in gathering}
+
+    def assign(module: nn.Module, owner: nn.Module) -> None:
+        """List the parameters below `module` with the module whose call has them gathered."""
+        owner = module if module in gathering else owner
+        owned[owner] += [(module, key, names[id(p)]) for key, p in module._parameters.items() if p is not None]
+        for child in module.children():
+            assign(child, owner)
+
+    replaced: dict[nn.Module, list[tuple[nn.Module, str, Any]]] = {}
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        """Give the gathered weights their tangents."""
+        gathered: dict[str, Any] = {}
+        for holder, key, name in owned[module]:
+            weight: Any = holder._parameters[key]
+            if name not in gathered:
+                gathered[name] = full_tensor(direction.get(name))
+            dual, tangent = weight.detach(), gathered[name]
+            if tangent is not None:
+                tangent = tangent.to(weight)
+                if getattr(holder, "padding_idx", None) is not None:  # its row has no gradient in reverse mode
+                    tangent = tangent.index_fill(0, torch.tensor([holder.padding_idx], device=weight.device), 0.0)
+                dual = forward_ad.make_dual(dual, tangent)
+            replaced.setdefault(module, []).append((holder, key, weight))
+            holder._parameters[key] = dual
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        """Put the weights back, before FSDP2 frees them."""
+        for holder, key, weight in replaced.pop(module, []):
+            holder._parameters[key] = weight
+
+    assign(causal, causal)
+    with ExitStack() as stack:
+        for module in gathering:
+            stack.callback(module.register_forward_pre_hook(enter).remove)  # after FSDP2's hook, which was there before
+            stack.callback(module.register_forward_hook(leave, prepend=True).remove)
+        try:
+            yield
+        finally:
+            for module in list(replaced):
+                leave(module)
+
+
+@torch.no_grad()
+def _rates(model: nn.Module, rows: Rows, direction: Mapping[str, Tensor], temperature: float) -> Tensor:
+    """Derivatives (M,) of log π of a chunk's tokens, by a pass in forward mode through the sharded model."""
+    causal: Any = bare(model)
+    layer, seen = causal.get_output_embeddings(), dict[str, Any]()
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        seen["hidden"] = forward_ad.unpack_dual(output.last_hidden_state)
+
+    def take(module: nn.Module, args: Any) -> None:
+        """Compute the output layer's part while its weights are whole."""
+        value, moved = seen["hidden"]
+        pairs = [None if p is None else forward_ad.unpack_dual(p) for p in (layer.weight, layer.bias)]
+        tangents = [None if pair is None else pair.tangent for pair in pairs]
+        whole = replace(output_head(model), weight=pairs[0].primal, bias=pairs[1] and pairs[1].primal)  # type: ignore[union-attr]
+        moved = torch.zeros_like(value) if moved is None else moved
+        states = value[rows.predicts], moved[rows.predicts]
+        seen["rates"] = head_rates(*states, whole, (tangents[0], tangents[1]), rows.targets, temperature)
+
+    positions = torch.arange(rows.ids.shape[1], device=rows.ids.device).repeat(len(rows.ids), 1)
+    given = {"logits_to_keep": 1} if "logits_to_keep" in signature(causal.forward).parameters else {}
+    try:
+        with forward_ad.dual_level(), torch.enable_grad(), _tangents(model, direction), ExitStack() as stack:
+            calls = stack.enter_context(attn.counting())
+            stack.enter_context(attention_implementation(model, attn.FORWARD))
+            stack.callback(backbone(model).register_forward_hook(keep).remove)
+            stack.callback(layer.register_forward_pre_hook(take).remove)
+            with Pushing(()):
+                model(input_ids=rows.ids, position_ids=positions, use_cache=False, **given)
+    except (NotImplementedError, RuntimeError) as problem:
+        recover(model)
+        if "forward mode" not in str(problem) and "jvp" not in str(problem):
+            raise
+        text = f"model, {type(causal).__name__}: a part of it has no forward-mode derivative, which token shares need"
+        raise UserError(text) from problem
+    if not calls:
+        raise UserError(f"model, {type(causal).__name__}: its attention does not go through transformers' AttentionInterface")
+    return seen["rates"]

@@ -1,4 +1,4 @@
-"""Local score norms through a model whose weights are in shards: those of the whole model."""
+"""Norms and shares through a model whose weights are in shards: those of the whole model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy.head import layers_of
-from sharpscope.probes import score_norms
+from sharpscope.probes import attribute, logp_gradient, score_norms
 from sharpscope.probes.token_gradients import local, sharded
 from tests.models import random_batch, tiny_model
 
@@ -44,15 +45,66 @@ def test_norms_are_those_of_the_whole_model(architecture: str, tie: bool, monkey
         whole, *given, method="local", attention_mask=batch["attention_mask"], temperature=0.7
     ).values
     model = shard(tiny_model(architecture, tie=tie).train())
-    norms = sharded.ShardedNorms(model)
-    found = norms.measure(*given, batch["attention_mask"], 0.7)
-    assert norms.checked is not None and norms.checked < 1e-8
+    norms = sharded.ShardedProbes(model)
+    found = norms.local(*given, batch["attention_mask"], 0.7)
+    assert norms.checked["local"] < 1e-8
     assert model.training and all(parameter.grad is None for parameter in model.parameters())
     assert (expected > 0).sum() == batch["mask"].sum()
     torch.testing.assert_close(found.values, expected, rtol=1e-9, atol=1e-12)
     kept = dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.full_tensor(), kept[name])
+
+
+@pytest.mark.parametrize(("architecture", "tie"), [("qwen2", True), ("llama", False), ("gpt2", True), ("gemma2", True)])
+def test_shares_and_exact_norms_are_those_of_the_whole_model(architecture: str, tie: bool, monkeypatch):
+    """Along the gradient that training holds in shards, which stays as it is."""
+    monkeypatch.setattr(sharded, "CHUNK", 12)
+    whole, batch = tiny_model(architecture, tie=tie), random_batch()
+    given, there = (batch["input_ids"], batch["mask"]), batch["attention_mask"]
+    coef = torch.linspace(-1, 1, batch["mask"].numel(), dtype=torch.float64).view_as(batch["mask"]) * batch["mask"]
+    gradient = logp_gradient(whole, *given, coef, there, 0.7)
+    expected = attribute(whole, *given, coef, gradient, there, 0.7)
+    norms = score_norms(whole, *given, method="exact", attention_mask=there, temperature=0.7).values
+    model = shard(tiny_model(architecture, tie=tie).train())
+    for parameter, part in zip(model.parameters(), gradient, strict=True):
+        parameter.grad = distribute_tensor(part, parameter.device_mesh, parameter.placements)
+    kept = [parameter.grad for parameter in model.parameters()]
+    before = [one.full_tensor().clone() for one in kept]
+    probes = sharded.ShardedProbes(model)
+    found = coef * probes.along(*given, there, kept, 0.7)
+    assert probes.checked["along"] < 1e-8
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(probes.exact(*given, there, 0.7), norms, rtol=1e-9, atol=1e-12)
+    for parameter, one, value in zip(model.parameters(), kept, before, strict=True):
+        assert parameter.grad is one and torch.equal(one.full_tensor(), value)
+    for (_, one), (_, other) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), other)
+
+
+def test_after_a_part_without_a_forward_mode_the_model_trains_on():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(context, gradient):
+            return 2 * gradient
+
+    models, batch = [tiny_model(tie=False) for _ in range(2)], random_batch()
+    for model in models:
+        model.model.layers[1].mlp.register_forward_hook(lambda module, _, out: Doubled.apply(out))
+        shard(model)
+    direction = [torch.ones_like(parameter) for parameter in models[0].parameters()]
+    with pytest.raises(UserError, match="no forward-mode derivative"):
+        sharded.ShardedProbes(models[0]).along(
+            batch["input_ids"], batch["mask"], batch["attention_mask"], direction, 1.0, check=False
+        )
+    for model in models:
+        model(input_ids=batch["input_ids"]).logits.square().sum().backward()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one.grad.full_tensor(), other.grad.full_tensor())
 
 
 def test_frozen_parameters_do_not_count():
@@ -63,7 +115,7 @@ def test_frozen_parameters_do_not_count():
             parameter.requires_grad_("mlp" in name)
     given = (batch["input_ids"], batch["mask"])
     expected = score_norms(whole, *given, method="local", attention_mask=batch["attention_mask"]).values
-    found = sharded.ShardedNorms(shard(model)).measure(*given, batch["attention_mask"], 1.0).values
+    found = sharded.ShardedProbes(shard(model)).local(*given, batch["attention_mask"], 1.0).values
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -79,7 +131,7 @@ def test_norms_that_are_wrong_are_refused(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(local, "head_gradients", wrong)
     with pytest.raises(CheckError, match="differ from its own gradient"):
-        sharded.ShardedNorms(model).measure(batch["input_ids"], batch["mask"], batch["attention_mask"], 1.0)
+        sharded.ShardedProbes(model).local(batch["input_ids"], batch["mask"], batch["attention_mask"], 1.0)
 
 
 def test_what_one_process_refuses_is_raised_in_all(monkeypatch: pytest.MonkeyPatch):
@@ -96,7 +148,7 @@ def test_what_one_process_refuses_is_raised_in_all(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sharded, "_require", counted)
     monkeypatch.setattr(sharded.distributed, "first_not_none", elsewhere)
     with pytest.raises(UserError, match="of another process"):
-        sharded.ShardedNorms(model).measure(batch["input_ids"], batch["mask"], batch["attention_mask"], 1.0)
+        sharded.ShardedProbes(model).local(batch["input_ids"], batch["mask"], batch["attention_mask"], 1.0)
     assert len(checked) == 1
 
 
@@ -105,4 +157,4 @@ def test_what_the_method_does_not_know_is_refused():
     model.model.norm.extra = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
     model.model.norm.register_forward_hook(lambda module, _, out: out * module.extra.sin())
     with pytest.raises(UserError, match=r"model\.norm"):
-        sharded.ShardedNorms(shard(model)).measure(batch["input_ids"], batch["mask"], batch["attention_mask"], 1.0)
+        sharded.ShardedProbes(shard(model)).local(batch["input_ids"], batch["mask"], batch["attention_mask"], 1.0)
