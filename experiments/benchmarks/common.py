@@ -80,6 +80,13 @@ def cost(work: Callable[[], object]) -> Cost:
     return Cost(*seconds, (torch.cuda.max_memory_allocated() if cuda else _status("VmHWM")) - held)
 
 
+def peak(work: Callable[[], object]) -> int:
+    """Peak bytes of a call above what was held. Slow on a CPU from then on: freed memory goes back to the system at once."""
+    if not torch.cuda.is_available():
+        ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: else the peak holds what was freed before
+    return cost(work).extra
+
+
 def _status(field: str) -> int:
     """A line of /proc/self/status in bytes (Linux)."""
     lines = Path("/proc/self/status").read_text().splitlines()

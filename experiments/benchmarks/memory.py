@@ -1,8 +1,8 @@
-"""What a measurement needs on each process under FSDP2: by formula, and checked on two gloo processes with a tiny policy.
+"""What a measurement needs on each process under FSDP2: by formula, and checked on two gloo processes with a small policy.
 
-Bytes above the training's own (shards of weights, gradient and two moments). P parameters, N processes, b bytes a number, E the
-parameters that are not sharded (embedding, final norm), layer the parameters of one layer. A measure that gathers the whole
-model needs P·b on every process; one that works through the sharded model needs one gathered layer at a time.
+Bytes above the training's own (shards of weights, gradient and two moments) and above activations, in numbers of b bytes:
+P parameters, N processes, E those outside the layers (embedding, output layer, final norm), L those of one layer. A measure that
+works through the sharded model needs E, and two layers, since FSDP2 gathers the next one while one computes.
 """
 
 from __future__ import annotations
@@ -11,52 +11,56 @@ import multiprocessing
 import os
 import socket
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from experiments.benchmarks.common import SHAPES, Row, cost, random_model
+from experiments.benchmarks.common import SHAPES, Row, peak, random_model, random_rows
 
-WHOLE = {"shares": 2, "update shares": 4, "loss surface": 2, "head norms": 1}
-"""Measure -> whole copies of the model's size on each process: weights, gradient, two moments."""
-LAYERWISE = ("local norms", "critical sharpness")
-"""Measures that work through the sharded model, one gathered layer at a time."""
+MEASURES: dict[str, Callable[[float, float, float, int], float]] = {
+    "statistics of tokens (mismatch)": lambda P, E, L, N: E + 2 * L,
+    "norms of the gradient and the update by layer": lambda P, E, L, N: max(E, L) / N,
+    "local norms": lambda P, E, L, N: E + 2 * L,
+    "shares": lambda P, E, L, N: 2 * E + 3 * L,
+    "exact norms": lambda P, E, L, N: 2 * E + 3 * L + P / N,
+    "critical sharpness": lambda P, E, L, N: E + 2 * L + 2 * P / N,
+    "held-out influence, loss surface, rotation": lambda P, E, L, N: 2 * P,
+}
+"""Measure -> numbers held on each process: of the gathered weights, tangents or gradients, and of what is in shards."""
 
 
-def sizes(shape: str) -> tuple[float, float]:
-    """Parameters of a shape in all, and of one layer."""
+def sizes(shape: str) -> tuple[float, float, float]:
+    """Parameters of a shape in all, outside its layers, and of one layer."""
     s = SHAPES[shape] if shape != "7b" else dict(zip(SHAPES["3b"], (28, 3584, 28, 4, 18_944, 152_064), strict=True))
     d, kv = s["width"], s["width"] // s["heads"] * s["key_heads"]
     layer = 2 * d * d + 2 * d * kv + 3 * d * s["feed_forward"]
     tables = s["vocabulary"] * d * (2 if shape == "7b" else 1)  # the embeddings of 7b are not tied
-    return s["layers"] * layer + tables, layer
+    return s["layers"] * layer + tables, tables, layer
 
 
-def fsdp(shapes: tuple[str, ...] = ("1.5b", "3b", "7b"), check: bool = True) -> list[Row]:
-    """The table by formula, and one measured copy against its formula."""
+def fsdp(shapes: tuple[str, ...] = ("1.5b", "3b", "7b"), processes: int = 8) -> list[Row]:
+    """The table by formula, and what two processes of a small policy took, against the formula."""
     rows = []
-    for measure in (*LAYERWISE, *WHOLE):
-        copies = {shape: sizes(shape) for shape in shapes}  # whole copies, or two gathered layers; float32
-        gib = {
-            s: 4 * (WHOLE[measure] * whole if measure in WHOLE else 2 * one) / 2**30
-            for s, (whole, one) in copies.items()
-        }
-        note = "; ".join(f"{shape}: {value:.3g} GiB" for shape, value in gib.items())
-        rows.append(Row(f"FSDP2, {measure}, on each process, float32", gib[shapes[-1]], "GiB", "", "", note))
-    if check:
-        found, expected = _checked()
-        note = f"{found / 2**20:.0f} MiB measured for weights and gradient of {expected / 8e6:.3g} M parameters"
+    for measure, formula in MEASURES.items():
+        gib = {shape: 4 * formula(*sizes(shape), processes) / 2**30 for shape in shapes}
+        note = "; ".join(f"{shape}: {value:.2g} GiB" for shape, value in gib.items())
         rows.append(
-            Row("a gathered copy, measured over the formula, two processes", found / expected, "×", "", "", note)
+            Row(f"FSDP2, {measure}, on each of {processes} processes", gib[shapes[-1]], "GiB", "", "", note + " (float32)")
         )
+    P, E, L, found = _checked()
+    for measure, took in found.items():
+        expected = 4 * MEASURES[measure](P, E, L, 2)
+        note = f"{took / 2**20:.0f} MiB on each of two processes, {expected / 2**20:.0f} by formula; {P / 1e6:.3g} M parameters"
+        rows.append(Row(f"FSDP2, {measure}, measured over the formula", took / expected, "×", "", "", note))
     return rows
 
 
-CHECKED = {"layers": 8, "width": 512, "heads": 8, "key_heads": 8, "feed_forward": 1536, "vocabulary": 2048}
+CHECKED = {"layers": 8, "width": 512, "heads": 8, "key_heads": 8, "feed_forward": 1536, "vocabulary": 4096}
 
 
-def _checked() -> tuple[float, float]:
-    """Peak bytes of a gathered copy of weights and gradient in a process of two, and those of the formula."""
+def _checked() -> tuple[float, float, float, dict[str, float]]:
+    """P, E and L of the small policy, and the peak bytes of measures in one process of two."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -69,23 +73,54 @@ def _checked() -> tuple[float, float]:
             process.join()
         if any(process.exitcode for process in started):
             raise RuntimeError("fsdp: a process failed")
-        parameters, found = torch.load(f"{folder}/0")
-    return found, 8.0 * parameters
+        return torch.load(f"{folder}/0")  # type: ignore[no-any-return]
 
 
 def _rank(rank: int, port: str, folder: str) -> None:
-    from sharpscope.policy.sharding import gathered_copy, shard
+    from torch.distributed.fsdp import fully_shard
+
+    from sharpscope.policy.sharding import gathered_copy
+    from sharpscope.probes import critical_sharpness, update_direction
+    from sharpscope.probes.token_gradients import ShardedProbes
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    model = random_model(CHECKED)
-    parameters = sum(p.numel() for p in model.parameters())
-    shard(model)
+    model: Any = random_model(CHECKED)
+    P, layer = (float(sum(p.numel() for p in part.parameters())) for part in (model, model.model.layers[0]))
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    for part in (*model.model.layers, model):  # as TRL's trainers do
+        fully_shard(part, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(input_ids=torch.ones(1, 8, dtype=torch.long)).logits.sum().backward()
-    copies: list[Any] = []
-    found = cost(lambda: copies.append(gathered_copy(model, optimizer, torch.device("cpu"), moments=False)))
-    torch.save((parameters, float(found.extra)), f"{folder}/{rank}")
+    ids, mask = random_rows(model, 1, 8)
+
+    def loss() -> torch.Tensor:
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    for _ in range(2):
+        optimizer.step()
+        optimizer.zero_grad()
+        loss().backward()
+    probes, given, kept = ShardedProbes(model), (ids, mask, torch.ones_like(ids)), list[Any]()
+    gradient = [p.grad for p in model.parameters()]
+    works: dict[str, Callable[[], object]] = {
+        "local norms": lambda: probes.local(*given, 1.0),
+        "shares": lambda: probes.along(*given, gradient, 1.0),
+        "exact norms": lambda: probes.exact(ids, mask * (mask.cumsum(1) == 3), given[2], 1.0),
+        "critical sharpness": lambda: critical_sharpness(
+            lambda: float(loss().detach()), model, update_direction(optimizer, model), guess=1e-3, max_evaluations=4
+        ),
+        "held-out influence, loss surface, rotation": lambda: kept.append(
+            gathered_copy(model, optimizer, torch.device("cpu"), moments=False)
+        ),
+    }
+    found = {}
+    for name, work in works.items():
+        with torch.set_grad_enabled(name != "critical sharpness"):
+            if not name.startswith("held-out"):
+                peak(work)  # the self-check, and buffers that stay
+            found[name] = float(peak(work))
+    torch.save((P, P - CHECKED["layers"] * layer, layer, found), f"{folder}/{rank}")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
