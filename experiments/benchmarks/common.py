@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import platform
 import statistics
@@ -81,10 +82,16 @@ def cost(work: Callable[[], object]) -> Cost:
 
 
 def peak(work: Callable[[], object]) -> int:
-    """Peak bytes of a call above what was held. Slow on a CPU from then on: freed memory goes back to the system at once."""
-    if not torch.cuda.is_available():
-        ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: else the peak holds what was freed before
-    return cost(work).extra
+    """Peak bytes of a call above what was held, of tensors: as PyTorch's allocator reports them."""
+    if torch.cuda.is_available():
+        return cost(work).extra
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return int(max(itertools.accumulate(size for _, size in changes), default=0))
 
 
 def _status(field: str) -> int:

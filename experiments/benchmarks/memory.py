@@ -46,7 +46,14 @@ def fsdp(shapes: tuple[str, ...] = ("1.5b", "3b", "7b"), processes: int = 8) -> 
         gib = {shape: 4 * formula(*sizes(shape), processes) / 2**30 for shape in shapes}
         note = "; ".join(f"{shape}: {value:.2g} GiB" for shape, value in gib.items())
         rows.append(
-            Row(f"FSDP2, {measure}, on each of {processes} processes", gib[shapes[-1]], "GiB", "", "", note + " (float32)")
+            Row(
+                f"FSDP2, {measure}, on each of {processes} processes",
+                gib[shapes[-1]],
+                "GiB",
+                "",
+                "",
+                note + " (float32)",
+            )
         )
     P, E, L, found = _checked()
     for measure, took in found.items():
@@ -119,7 +126,7 @@ def _rank(rank: int, port: str, folder: str) -> None:
     for name, work in works.items():
         with torch.set_grad_enabled(name != "critical sharpness"):
             if not name.startswith("held-out"):
-                peak(work)  # the self-check, and buffers that stay
+                work()  # the self-check
             found[name] = float(peak(work))
     torch.save((P, P - CHECKED["layers"] * layer, layer, found), f"{folder}/{rank}")
     torch.distributed.barrier()

@@ -10,6 +10,7 @@ import pandas as pd
 from sharpscope.analysis.sections import Section
 from sharpscope.analysis.study import per_run
 from sharpscope.analysis.text import percent
+from sharpscope.analysis.tokens import ROW, row_probability
 from sharpscope.traces import Run, Runs
 from sharpscope.traces.rules import QUANTITIES, mismatch
 
@@ -26,10 +27,13 @@ def mismatch_table(run: Run) -> pd.DataFrame:
     μ, not π, so that tokens in a range are draws from μ given the range. Empty without sampler log-probabilities.
     """
     pieces = []
-    for frame in run.iter_tokens(columns=["step", "position", "logp", "behavior_logp"], required=["behavior_logp"]):
-        rows = frame.dropna()
+    for frame in run.iter_tokens(
+        columns=["step", "position", "logp", "behavior_logp", ROW], required=["behavior_logp"]
+    ):
+        rows = frame.assign(**{ROW: row_probability(frame)}).dropna()
         sampler = rows["behavior_logp"].to_numpy(dtype=np.float64)
         values = pd.DataFrame(mismatch(rows["logp"].to_numpy(), rows["behavior_logp"].to_numpy())).assign(tokens=1)
+        values = values.mul(1 / rows[ROW].to_numpy(), axis=0) if bool((rows[ROW] < 1).any()) else values
         bins = {"all": np.zeros(len(rows), dtype=int), "step": rows["step"].to_numpy()}
         for part, at in (("position", rows["position"].to_numpy()), ("probability", np.exp(sampler))):
             bins[part] = np.searchsorted(EDGES[part], at, side="right") - 1

@@ -12,7 +12,7 @@ import pandas as pd
 
 from sharpscope.analysis.sections import Section
 from sharpscope.analysis.text import percent
-from sharpscope.analysis.tokens import INCLUSION, inverse_inclusion
+from sharpscope.analysis.tokens import INCLUSION, ROW, inverse_inclusion, row_probability
 from sharpscope.traces import Run
 
 
@@ -80,7 +80,18 @@ def entropy_bins(run: Run) -> pd.DataFrame:
     scaled to sum to 1; NaN without any) and `entropy` (Σ c·polarity over Σ |c·polarity|: signed, positive raises the entropy).
     Index: BINS. Empty where advantages or statistics were not recorded.
     """
-    columns = ["step", "update", "logp", "collision", "advantage", "loss_coef", "polarity", "attribution", INCLUSION]
+    columns = [
+        "step",
+        "update",
+        "logp",
+        "collision",
+        "advantage",
+        "loss_coef",
+        "polarity",
+        "attribution",
+        INCLUSION,
+        ROW,
+    ]
     sums = np.zeros((4, len(BINS)))  # tokens, gradient, entropy, |entropy| by kind
     for part in run.iter_tokens(columns=columns, required=["collision", "advantage"]):
         index = token_bins(part)
@@ -88,7 +99,9 @@ def entropy_bins(run: Run) -> pd.DataFrame:
         push = with_values(frame, ["entropy_change"])["entropy_change"].fillna(0.0).to_numpy()
         updates = frame.groupby("step")["update"].transform("nunique").clip(lower=1)
         share = (frame["attribution"].astype(float) / updates).fillna(0.0).to_numpy() * inverse_inclusion(frame)
-        sums += [np.bincount(index, each, len(BINS)) for each in (np.ones(len(index)), share, push, np.abs(push))]
+        count = 1 / row_probability(frame)
+        weighted = (count, share, count * push, count * np.abs(push))
+        sums += [np.bincount(index, each, len(BINS)) for each in weighted]
     count, gradient, change, size = sums
     if not count.any():
         return pd.DataFrame(columns=["tokens", "gradient", "entropy"])

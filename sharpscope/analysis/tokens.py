@@ -21,6 +21,7 @@ SAMPLE = 200_000
 """Tokens of a setting that a figure draws from [tokens]."""
 DECILES = 10
 INCLUSION = "inclusion_probability"
+ROW = "row_probability"
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,12 @@ def sample_tokens(run: Run, columns: Sequence[str], limit: int = SAMPLE) -> pd.D
     """
     rng = np.random.default_rng(0)
     kept = pd.DataFrame({name: pd.Series(dtype=float) for name in columns}).assign(draw=0.0)
-    for frame in run.iter_tokens(columns=columns, required=[name for name in columns if name != INCLUSION]):
-        rows = frame.assign(**({INCLUSION: frame[INCLUSION].fillna(1.0)} if INCLUSION in columns else {})).dropna()
+    for frame in run.iter_tokens(columns=[*columns, ROW], required=[name for name in columns if name != INCLUSION]):
+        known = frame.drop(columns=ROW).assign(chance=row_probability(frame))
+        rows = known.assign(**({INCLUSION: known[INCLUSION].fillna(1.0)} if INCLUSION in columns else {})).dropna()
         if rows.empty:
             continue
-        fresh = rows.assign(draw=rng.random(len(rows)))
+        fresh = rows.assign(draw=rng.random(len(rows)) * rows["chance"]).drop(columns="chance")
         kept = fresh if kept.empty else pd.concat([kept, fresh], ignore_index=True)
         if len(kept) > limit:
             kept = kept.nsmallest(limit, "draw").sort_index()
@@ -123,6 +125,11 @@ def inverse_inclusion(tokens: Mapping[str, Any] | pd.DataFrame) -> NDArray[np.fl
     """
     chance = np.asarray(tokens[INCLUSION], dtype=np.float64)
     return np.asarray(1.0 / np.where(chance > 0, chance, 1.0))
+
+
+def row_probability(tokens: pd.DataFrame) -> NDArray[np.float64]:
+    """(n,) probability that a token's row was written; 1 where none is recorded: all were."""
+    return np.asarray(tokens[ROW].astype(float).fillna(1.0), dtype=np.float64)
 
 
 def complement(logp: NDArray[Any]) -> NDArray[np.float64]:

@@ -62,6 +62,9 @@ class RecordingSpec(Spec):
 
     rollouts_every: int = Field(1, ge=0, description="Interval of the rollouts table; 0: never [steps].")
     tokens_every: int = Field(1, ge=0, description="Interval of the tokens table; 0: never [steps].")
+    token_rows: int = Field(200_000, ge=1)
+    """Rows of the tokens table in a step from which only a random sample of its groups with about as many tokens is
+    written and measured; a step with a spike is written whole. Column row_probability has the probability."""
     token_gradients_every: int = Field(50, ge=0)
     """Interval of score norms (local method) and attribution, also at the first step; 0: never [steps]."""
     group_share: float = Field(0.25, gt=0, le=1)

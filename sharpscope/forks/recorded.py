@@ -49,6 +49,10 @@ class TrainerStep:
                 f"--step {step}: the run has no tokens with IDs there; record it again with recording.tokens_every=1"
             )
         rows = self.rows = step_rows(run, step, run.arrow("tokens", [step]), policy)
+        if rows.frame["row_probability"].notna().any():
+            raise UserError(
+                f"--step {step}: the run has a sample of its tokens; record it again with more recording.token_rows"
+            )
         gap = float(np.nanmean(np.abs(rows.column(rows.stats.logp) - rows.frame["logp"].to_numpy(dtype=float))))
         if gap > WRONG:
             raise UserError(

@@ -29,7 +29,7 @@ from sharpscope.integrations.guard import Guard, T, reason_of, warn_stopped
 from sharpscope.integrations.price import Work, places
 from sharpscope.integrations.steps import Batch, Step, generated_lengths, own_statistics, unused_tokens, widened
 from sharpscope.objective import Method, Plan, calibrate, named_method, prepare
-from sharpscope.policy import TokenStats, make_policy
+from sharpscope.policy import Rollouts, TokenStats, make_policy
 from sharpscope.policy.scoring import Scorer
 from sharpscope.policy.sharding import ModelView, gathered_copy, is_sharded, reshard, unsharded
 from sharpscope.probes import Rotation, guarded, logp_gradient, rotation
@@ -37,7 +37,14 @@ from sharpscope.recording import environment
 from sharpscope.recording.health import StepHealth
 from sharpscope.recording.norms import clip_factor, gradient_norm, gradient_norms, layer_groups, norms, update_norms
 from sharpscope.recording.observers import Observers, StepObserver
-from sharpscope.recording.rows import id_columns, rollout_columns, steps_row, token_columns, update_columns
+from sharpscope.recording.rows import (
+    id_columns,
+    rollout_columns,
+    steps_row,
+    token_columns,
+    update_columns,
+    written_groups,
+)
 from sharpscope.recording.run_folder import NoWriter, note, trace_writer
 from sharpscope.recording.step import PendingUpdate, RolloutBatch, StepResult, StepTokens, UpdateRotation, step_tensors
 from sharpscope.rules import Event
@@ -499,11 +506,13 @@ class Recorder(Guard):
             self._append("rollouts", columns if self.correct else columns | {"correct": None})
         if probed or (spec.tokens_every and number % spec.tokens_every == 0):
             layers = {at: values for one in self._observed for at, values in one.by_layer.items()}
-            columns = token_columns(number, batch, result, probed, self.policy.head, self.temperature, layers)
+            written = self._written(batch.rollouts, probed)
+            columns = token_columns(number, batch, result, probed, self.policy.head, self.temperature, layers, written)
             sampled = all(one.sampled for one in step.batches)
             self._append("tokens", columns if sampled else columns | {"behavior_logp": None})
             if (later := step.later_uses(first)) is not None:
-                self._append("uses", {"step": number, **later})
+                kept = slice(None) if written is None else written[0].numpy()[later["rollout"]]
+                self._append("uses", {"step": number} | {name: values[kept] for name, values in later.items()})
         for observer in self._observed:
             self._events += observer.events
             if observer.rows:
@@ -524,6 +533,15 @@ class Recorder(Guard):
         self.writer.flush()
         note(self.run_dir, steps_done=self.step_number - 1)
         self._flushed = time.perf_counter()
+
+    def _written(self, rollouts: Rollouts, probed: Mapping[str, Tensor]) -> tuple[Tensor, float] | None:
+        """Which rollouts' tokens are written, and the share of groups that are; None: all, as at a spike."""
+        if any(one.spike for one in self._observed):
+            return None
+        drawn, share = written_groups(rollouts, self.config.recording.token_rows, self._seed, self.step_number)
+        for values in probed.values():  # of an update before all the step's completions were known
+            drawn = drawn | ~values.isnan().all(1)
+        return drawn, share
 
     def _probed(self, like: Tensor) -> dict[str, Tensor]:
         """The columns (N, T) that the observers of the step's updates have measured."""

@@ -43,6 +43,7 @@ from sharpscope.probes import (
 from sharpscope.probes.token_gradients import ShardedProbes
 from sharpscope.recording.health import refusal
 from sharpscope.recording.probe_sets import Drawer, needs_probe_set, run_probe_set
+from sharpscope.recording.rows import written_groups
 from sharpscope.recording.schedule import CRITICAL, MeasurementSchedule
 from sharpscope.recording.step import PendingUpdate
 from sharpscope.recording.surface import SurfaceProbes
@@ -151,6 +152,8 @@ class StepObserver:
     Attributes:
         columns: of the tokens table, (N, T) each, NaN where nothing was measured.
         by_layer: rollout and position of leading tokens -> local norms by layer.
+        spike: whether an update's gradient norm was a spike, at which all is measured and written.
+        written: (N,) the rollouts whose tokens are written and may be measured, and the share of groups that are.
         events: one for each column that its probe refused.
         seconds: time spent.
     """
@@ -163,6 +166,8 @@ class StepObserver:
         self.seconds = 0.0
         self._found: list[Estimate] = []
         self._scale = math.nan  # Σ_t |∂L/∂log π_t| of the first update
+        self.spike = False
+        self.written = written_groups(rollouts, run.config.recording.token_rows, run.config.seed, step)
 
     @property
     def rows(self) -> dict[str, Any]:
@@ -184,10 +189,12 @@ class StepObserver:
             )
         measures = [name for name in ("norms", "shares") if spike or due(name, self.step)]
         measures += ["influence"] if due("influence", self.step) else []
+        if spike:
+            self.spike, self.written = True, (torch.ones_like(self.written[0]), 1.0)
         if measures:
             probes = _UpdateProbes(self, update, sampled=not spike)
             self.seconds += time.perf_counter() - started
-            for name in measures:
+            for name in measures if len(probes.rows) else ():
                 with self._timed(name):
                     getattr(probes, name)()
 
@@ -335,12 +342,16 @@ class _UpdateProbes:
         self.run, self.config = observer.run, observer.run.config
         group = observer.rollouts.group[update.rows.to(observer.rollouts.group.device)]
         self.rows, self.probability, share = torch.arange(len(group)), 1.0, self.config.recording.group_share
-        self.still = torch.arange(0)  # rows of groups without a gradient that are not measured
-        if sampled and share < 1:
-            seeded = generator(self.config.seed, "groups", observer.step, update.index)
+        self.still = torch.arange(0)  # rows of groups without a gradient that are not measured but written
+        self.still_probability = 1.0
+        written = observer.written[0][update.rows.cpu()]
+        if sampled and (share < 1 or not bool(written.all())):
+            seeded, group = generator(self.config.seed, "groups", observer.step, update.index), group.cpu()
             moved = (update.loss_coef != 0).any(dim=1).cpu()
-            self.rows, self.probability = sample_groups(group.cpu(), moved, share, seeded)
-            self.still = (~torch.isin(group.cpu(), group.cpu()[moved])).nonzero()[:, 0]
+            self.rows, self.probability = sample_groups(group, moved, share, seeded, written)
+            still = ~torch.isin(group, group[moved])
+            self.still = (still & written).nonzero()[:, 0]
+            self.still_probability = len(group[self.still].unique()) / max(len(group[still].unique()), 1)
         part = self.part = observer.rollouts.rows(update.rows[self.rows.to(update.rows.device)])
         self.mask = _mask(part)
         coef = update.loss_coef[self.rows.to(update.loss_coef.device)].to(part.input_ids.device)
@@ -427,7 +438,7 @@ class _UpdateProbes:
         """Attribution of the measured rows, and that of groups without a gradient, which is known to be 0."""
         self.put("attribution", self._along(gradient, check, self.sharded) / norm**2)
         known = torch.zeros(len(self.still), self.mask.shape[1])
-        for name, values in (("attribution", known), ("inclusion_probability", known + 1)):
+        for name, values in (("attribution", known), ("inclusion_probability", known + self.still_probability)):
             self.observer.put(name, self.update, self.still, values)
 
     def influence(self) -> None:
@@ -532,7 +543,9 @@ def layer_values(groups: Mapping[str, Tensor], at: tuple[int, int]) -> dict[str,
     return {name: float(norm[at]) for name, norm in of.items()}
 
 
-def sample_groups(group: Tensor, moved: Tensor, share: float, seeded: torch.Generator) -> tuple[Tensor, float]:
+def sample_groups(
+    group: Tensor, moved: Tensor, share: float, seeded: torch.Generator, written: Tensor | None = None
+) -> tuple[Tensor, float]:
     """Rows of a simple random sample of the groups with a gradient, in order, and the probability that such a group is in it.
 
     Sums over the sample, divided by the probability, are unbiased for sums over all groups of what is 0 without a gradient.
@@ -542,10 +555,12 @@ def sample_groups(group: Tensor, moved: Tensor, share: float, seeded: torch.Gene
         moved: (n,) bool, whether a row has a gradient; without any, all groups count.
         share: of these groups that are drawn, in (0, 1]; at least two are drawn.
         seeded: draws them.
+        written: (n,) bool, whether a row's group may be drawn, itself a simple random sample of the groups; None: all may.
     """
     groups = torch.unique(group[moved] if bool(moved.any()) else group)
-    size = min(len(groups), max(2, round(share * len(groups))))
-    drawn = groups[torch.randperm(len(groups), generator=seeded)[:size]]
+    among = groups if written is None else groups[torch.isin(groups, group[written])]
+    size = min(len(among), max(2, round(share * len(groups))))
+    drawn = among[torch.randperm(len(among), generator=seeded)[:size]]
     return torch.isin(group, drawn).nonzero()[:, 0], size / len(groups)
 
 

@@ -16,6 +16,7 @@ from sharpscope.config.method import PpoClip
 from sharpscope.objective import Method, gradient_killed, per_token, summarize_weights
 from sharpscope.policy import Head, Rollouts, TokenStats
 from sharpscope.recording.step import OPTIONAL, SUMMARY, RolloutBatch, StepResult, StepTokens, UpdateResult
+from sharpscope.seeds import generator
 
 ROTATION = ("gradient_rotation", "gradient_scale", "update_rotation", "update_scale", "noise_rotation")
 """Columns of the steps and updates tables that compare updates with the reference objective's."""
@@ -184,6 +185,20 @@ def head_grad_norm(stats: TokenStats, head: Head, temperature: float) -> Tensor 
     return stats.logit_grad_norm * length * (head.scale / temperature)
 
 
+def written_groups(rollouts: Rollouts, limit: int, seed: int, step: int) -> tuple[Tensor, float]:
+    """(N,) whether the tokens of a completion are written, and the share of groups that are: with more than `limit` tokens a sample.
+
+    At least two groups are drawn, as many as have about `limit` tokens.
+    """
+    group, tokens = rollouts.group.cpu(), int(rollouts.completion_mask.sum())
+    groups = group.unique()
+    count = len(groups) if tokens <= limit else max(2, round(len(groups) * limit / tokens))
+    if count >= len(groups):
+        return torch.ones(len(group), dtype=torch.bool), 1.0
+    order = torch.randperm(len(groups), generator=generator(seed, "written", step))
+    return torch.isin(group, groups[order[:count]]), count / len(groups)
+
+
 def token_columns(
     step: int,
     batch: RolloutBatch,
@@ -192,13 +207,17 @@ def token_columns(
     head: Head,
     temperature: float,
     by_layer: Mapping[tuple[int, int], Mapping[str, float]] | None = None,
+    written: tuple[Tensor, float] | None = None,
 ) -> dict[str, Any]:
     """Columns of the tokens table, a row for each loss token.
 
-    `probed` has its probe columns (N, T), NaN where not measured; `by_layer` the norms by layer of (rollout, position).
+    `probed` has its probe columns (N, T), NaN where not measured; `by_layer` the norms by layer of (rollout, position); `written`
+    is what `written_groups` drew, None for all.
     """
     rollouts, tokens = batch.rollouts, result.tokens
     mask = rollouts.completion_mask.bool().cpu()
+    if written is not None:
+        mask = mask & written[0][:, None]
     rollout, position = torch.nonzero(mask, as_tuple=True)
 
     def flat(values: Tensor) -> np.ndarray:
@@ -212,6 +231,7 @@ def token_columns(
         "position": position.numpy(),
         "update": np.ma.masked_array(flat(tokens.update), mask=~used),
         "token_id": flat(rollouts.completion_ids),
+        "row_probability": None if written is None or written[1] == 1 else written[1],
         "behavior_logp": flat(rollouts.behavior_logp),
         "sampler_logp": None if rollouts.sampler_logp is None else flat(rollouts.sampler_logp),
     }

@@ -246,9 +246,11 @@ entropy_coef? float32 [1 / nats]: dLoss / dH in that update, H the entropy of th
 ref_logp? float32 [nats]: log-probability under the reference policy; null without one
 logit_grad_norm float32 [L2 norm over logits]: norm of the gradient of -ln pi with respect to the logits, ||p - e_y||
 head_grad_norm float32 [L2 norm over the output layer]: norm of the gradient of ln pi with respect to the output layer
+row_probability? float32: probability that the rows of the token's group are written, where a step has more tokens
+    than recording.token_rows; its inverse weights sums over tokens of several steps; null where all rows are written
 inclusion_probability? float32: probability that the token's group is in the random sample of its update's groups
     with a gradient whose tokens are measured, 1 if all are, and where attribution is known to be 0 since the group has
-    no gradient; its inverse weights sums of attribution over all tokens, and of score_norm_local and heldout_influence
+    no gradient, that of being written; its inverse weights sums of attribution over all tokens, and of score_norm_local and heldout_influence
     over the tokens of groups with a gradient; null where nothing was measured
 score_norm_local? float32 [L2 norm]: norm of grad ln pi without the terms through other positions
 score_norm_by_layer? json [L2 norm]: score_norm_local by layer, and of the embedding and the output layer: a JSON object

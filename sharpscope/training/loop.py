@@ -396,7 +396,7 @@ class _Run:
         if observer.columns or (spec.tokens_every and step % spec.tokens_every == 0):
             temperature = self.config.rollout.temperature
             head, layers = self.policy.head, observer.by_layer
-            columns = token_columns(step, batch, result, observer.columns, head, temperature, layers)
+            columns = token_columns(step, batch, result, observer.columns, head, temperature, layers, observer.written)
             self.writer.append("tokens", columns)
         if observer.rows:
             self.writer.append("probes", observer.rows)

@@ -150,6 +150,49 @@ def test_sums_over_sampled_groups_are_unbiased(share):
     assert np.mean(found) == pytest.approx(float(values.sum()), abs=4 * error + 1e-12)
 
 
+def test_a_sample_of_the_written_groups_is_unbiased_too():
+    """Eight of twelve groups are written, and some of those with a gradient are measured, whatever others hold."""
+    random = torch.Generator().manual_seed(0)
+    group = torch.arange(12).repeat_interleave(3)
+    moved = torch.isin(group, torch.tensor([1, 4, 5, 7, 10]))
+    values = torch.where(moved, torch.randn(36, generator=random, dtype=torch.float64), 0.0)
+    found = []
+    for _ in range(3000):
+        written = torch.isin(group, torch.randperm(12, generator=random)[:8])
+        rows, probability = observers.sample_groups(group, moved, 0.6, random, written)
+        assert bool(written[rows].all())
+        found.append(float(values[rows].sum()) / probability)
+    error = np.std(found) / math.sqrt(len(found))
+    assert np.mean(found) == pytest.approx(float(values.sum()), abs=4 * error)
+
+
+def test_large_steps_are_written_in_part_and_spikes_whole(toy_config, monkeypatch):
+    """The rows that are written are those of the whole run; the shares at a spike are all tokens'."""
+    record = RECORD | {"recording__heldout_influence_every": 0, "steps": 6}
+    whole = sharpscope.load_run(train(toy_config(name="whole", method="grpo", **record)).run_dir).tokens()
+    limit = int(whole.groupby("step").size().min()) // 2
+    monkeypatch.setattr(observers, "robust_z", lambda recent, _: 10.0 if len(recent) == 4 else 0.0)
+    found = sharpscope.load_run(
+        train(toy_config(name="part", method="grpo", **record, recording__token_rows=limit)).run_dir
+    )
+    groups = found.rollouts[["step", "rollout", "group"]]
+    tokens = found.tokens().merge(groups, on=["step", "rollout"])
+    share = tokens.groupby("step")["group"].nunique() / groups.groupby("step")["group"].nunique()
+    spike = share == 1
+    assert spike.sum() == 1 and share[~spike].max() < 0.8
+    part, full = (tokens[tokens["step"].map(spike) == at] for at in (False, True))
+    np.testing.assert_allclose(part["row_probability"], part["step"].map(share))
+    assert full["row_probability"].isna().all() and (full["inclusion_probability"] == 1).all()
+    assert full["attribution"].sum() == pytest.approx(1, abs=1e-4)
+    assert part["score_norm_local"].notna().any()
+    keys, same = ["step", "rollout", "position"], ["token_id", "logp", "entropy", "weight", "loss_coef"]
+    pd.testing.assert_frame_equal(
+        tokens.set_index(keys)[same],
+        whole.set_index(keys)[same].loc[pd.MultiIndex.from_frame(tokens[keys])],
+        check_exact=True,
+    )
+
+
 def test_the_share_of_recording_is_in_run_json(recorded):
     info = sharpscope.load_run(recorded[0]).info["measuring"]
     assert {"norms", "shares", "surface", "tables", "influence"} <= set(info["seconds"])

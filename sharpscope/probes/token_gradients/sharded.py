@@ -376,5 +376,7 @@ def _rates(model: nn.Module, rows: Rows, direction: Mapping[str, Tensor], temper
         text = f"model, {type(causal).__name__}: a part of it has no forward-mode derivative, which token shares need"
         raise UserError(text) from problem
     if not calls:
-        raise UserError(f"model, {type(causal).__name__}: its attention does not go through transformers' AttentionInterface")
+        raise UserError(
+            f"model, {type(causal).__name__}: its attention does not go through transformers' AttentionInterface"
+        )
     return seen["rates"]
