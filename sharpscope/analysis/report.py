@@ -229,7 +229,7 @@ def difference_sections(study: Study, settings: Sequence[Setting]) -> list[Secti
 
 _ANGLES = {
     "gradient_rotation": "It turns the gradient by {:.0f}°.",
-    "noise_rotation": "The luck of one batch turns it by about {:.0f}°.",
+    "noise_rotation": "The noise of one batch turns it by about {:.0f}°.",
 }
 _PAIRS = ["pairs", "worst pair"]
 
@@ -446,6 +446,7 @@ def _facts(run: Run) -> str:
         f"learning rate {rate}": rate,
         f"group size {config.get('rollout.group_size')}": config.get("rollout.group_size"),
         f"started {info.get('started')}": info.get("started"),
+        f"on {info.get('device')}": info.get("device"),
     }
     said = ", ".join(fact for fact, is_known in facts.items() if is_known)
     imported = info.get("imported")
@@ -472,8 +473,8 @@ def problem_sections(runs: Runs) -> list[Section]:
         result.append(Section("Events", table if len(runs) > 1 else table.drop(columns="run"), part=part))
     result += filter(None, [sampler_section(runs)])
     if len(costs := cost_table(runs)):
-        note = "Sums over the recorded steps; evaluation and loading are not in them. Recording holds the probes."
-        most = {INTERVALS[kind] for kind in costs.get("most of recording", []) if kind in INTERVALS}
+        note = "Sums over the recorded steps; evaluation and loading are not in them. Recording includes the probes; mostly: its largest part."
+        most = {INTERVALS[kind] for kind in costs.get("mostly", []) if kind in INTERVALS}
         note += f" To record less, change {' or '.join(sorted(most))}." if most else ""
         result.append(Section("Cost", costs, note, part))
     return result
@@ -514,11 +515,11 @@ def cost_table(runs: Runs) -> pd.DataFrame:
         sizes = {kind: n for kind, n in (held if isinstance(held, dict) else {"process": held}).items() if n}
         row = {"run": name, "a step [s]": f"{total / len(run.steps):.2f}", "all [min]": f"{total / 60:.1f}"}
         row |= {kind: percent(part / total if total else 0.0) for kind, part in parts.items()}
-        row["most of recording"] = max(seconds, key=lambda kind: float(seconds[kind]), default="–")
+        row["mostly"] = max(seconds, key=lambda kind: float(seconds[kind]), default="–")
         row["peak memory"] = ", ".join(f"{kind} {size / 2**20:,.0f} MiB" for kind, size in sizes.items()) or "–"
         rows.append(row | {"device": str(run.info.get("device") or "–")})
     frame = pd.DataFrame(rows)
-    alone = ["run"] * (len(runs) == 1) + [name for name in frame if (frame[name] == "–").all()]
+    alone = ["run", "device"] * (len(runs) == 1) + [name for name in frame if (frame[name] == "–").all()]
     return frame.drop(columns=alone, errors="ignore")
 
 

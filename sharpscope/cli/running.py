@@ -41,17 +41,17 @@ def demo(
     from sharpscope.config import build_config
     from sharpscope.training import RichDisplay, train
 
-    measured = {
+    sizes = {
+        "rollout.prompts_per_step": 16,
         "evaluation.every": steps,
         "evaluation.prompts": 100,
         "evaluation.temperatures": [0.0],
         "recording.rotation_every": max(1, steps // 5),
-        "probes.every": max(1, steps // 4),
     }
     for number, method in enumerate(("grpo", "grpo-sg"), 1):
         typer.echo(f"[{number}/2] {method}: {steps} steps on Knights-and-Knaves puzzles with three people")
         values = {"method": method, "steps": steps, "seed": seed, "out": str(out / "runs" / method)}
-        outcome = train(build_config(values=values | measured), RichDisplay())
+        outcome = train(build_config(values=values | sizes), RichDisplay())
         if outcome.status != "finished":
             typer.echo(f"{outcome.status}: {outcome.reason}. Written: {outcome.run_dir}/")
             raise typer.Exit(130 if outcome.status == "interrupted" else 1)
@@ -62,8 +62,9 @@ def demo(
     Console().print(show_headline([out / "runs"]))
     typer.echo(
         f"\nOpen the report:  {written.page}\n"
-        'Your TRL run:     import sharpscope; sharpscope.record(trainer, out="runs/x")\n'
-        f"This run:         sharpscope show {out}/runs/grpo-sg"
+        f"This run:         sharpscope show {out}/runs/grpo-sg\n"
+        "A real model:     sharpscope run --model path/or/hub-id --task dataset --set task.path=questions.jsonl\n"
+        'Your TRL run:     import sharpscope; sharpscope.record(trainer, out="runs/x")'
     )
 
 

@@ -91,7 +91,7 @@ def _of_series(name: str, series: pd.Series) -> list[Change]:
         end = splits[number + 1][0] if number + 1 < len(splits) else len(y)
         direction = _direction(y[start:at], y[at:end])
         before, after = float(values[start:at].mean()), float(values[at:end].mean())
-        if name != "reward" and not BY_NAME[name].log and abs(after - before) < 0.02:
+        if after == before or (name != "reward" and not BY_NAME[name].log and abs(after - before) < 0.02):
             continue  # two points of a share, or 0.02 nats
         if name.startswith(("mismatch", "kl_step")) and max(before, after) < 1e-3:
             continue  # rounding

@@ -60,6 +60,10 @@ class _Stretch:
     count: int
 
 
+EXACT = ("zero_gradient", "reward_constant")
+"""Rules of a quantity that stays exactly the same; they begin where it begins to."""
+
+
 @functools.cache
 def false_alarms() -> dict[str, dict[str, list[int]]]:
     """How often each rule applied in healthy runs: rule -> kind of runs -> [runs with it, runs that it could judge].
@@ -107,16 +111,22 @@ def _stretch(
         return None
     if rule.worse is not None and (worse := np.flatnonzero(applies(rule, measured, rule.worse[0]))).size:
         holds = worse
-    part = max(np.split(holds, np.flatnonzero(np.diff(holds) > WINDOW) + 1), key=len)
+    parts = np.split(holds, np.flatnonzero(np.diff(holds) > WINDOW) + 1)
+    at = max(range(len(parts)), key=lambda index: len(parts[index]))
+    if at and np.ptp(history[_shown(rule, history)[0]][parts[at - 1][-1] : parts[at][0] + 1]) == 0:
+        parts[at] = np.concatenate([parts[at - 1], parts[at]])  # between them the quantity did not change
+    part = parts[at]
     first, last = int(part[0]), int(part[-1])
     name = next(name for name in _shown(rule, history) if rule.name != "non_finite" or np.isinf(history[name][first]))
     if rule.window == 0:
         step = int(steps[0])
         return _Stretch(Change(name, step, step, step, "flat", np.nan, np.nan), first, last, len(part))
     before, inside, start = _onset(history[name], first, rule.window)
+    if rule.name in EXACT:
+        start = first - int(np.argmin(np.append(history[name][first::-1] == history[name][first], False))) + 1
     way: Literal["up", "down"] = "down" if inside < before else "up"
     began = Change(name, int(steps[start]), int(steps[start]), int(steps[first]), way, before, inside)
-    if rule.window > 1:
+    if rule.window > 1 and rule.name not in EXACT:
         earlier = [c for c in changes if c.quantity == name and c.low <= steps[first]]
         late = itertools.dropwhile(lambda c: c.direction == "flat", reversed(earlier))
         same = list(itertools.takewhile(lambda c: c.direction == way and (c.after > c.before) == (way == "up"), late))

@@ -235,22 +235,22 @@ class Recorder(Guard):
         """Choose the places of what is measured by default."""
         schedule, options = self.observers.schedule, self._options
         plan = places(steps, self.work, critical=self._every is True, rotation=self.rotate is not None)
-        reasons = {}
+        reasons, why = {}, f"{plan.reason}; to measure every step: {_EVERY_STEP}"
         if "token_gradients_every" not in options:
             schedule.at |= {"norms": plan.norms, "shares": plan.norms}
             schedule.most_spikes = plan.spikes
             if not plan.norms:
-                reasons["recording.token_gradients_every"] = plan.reason
+                reasons["recording.token_gradients_every"] = why
         if "rotation_every" not in options:
             schedule.at["rotation"] = plan.norms if self.rotate is not None else frozenset()
         if self._every is True:
             schedule.at["surface"] = plan.critical
             if not plan.critical:
-                reasons["probes.preset"] = plan.reason
+                reasons["probes.preset"] = why
         note(self.run_dir, places=sorted(schedule.at.get("norms", ())), not_measured=reasons)
         if reasons:
             what = "norms, shares and critical sharpness" if len(reasons) > 1 else "critical sharpness"
-            _say(f"not measured: {what}, since {plan.reason}; to measure every step: {_EVERY_STEP}")
+            _say(f"not measured: {what}, since {why}")
 
     def _open_folder(self, done_updates: int) -> tuple[Path, int]:
         """The run's folder and its next step; rows of updates that a resumed training makes again are removed."""

@@ -79,6 +79,10 @@ def record(
             raise UserError("rotation: the training uses weights already; give one of the two")
         if method.tokens is None and isinstance(method.weight, UniformWeight):
             raise UserError(f"rotation = {method.name!r}: has no token weights; give one such as grpo-sg")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"record: {optimizer!r} is no optimizer; name the folder: record(trainer, out={str(optimizer)!r})"
+        )
     if not isinstance(model, nn.Module):
         return _record_trainer(model, out, task, weights, options)
     if optimizer is None or tokenizer is None:

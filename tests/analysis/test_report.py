@@ -137,7 +137,7 @@ def test_rotation_from_rounding_is_not_shown(pair: Study):
     table = curve_table(runs["grpo-sg"]).set_index("by step")
     assert table.loc["rotation of the gradient [°]", ""] == sparkline(np.array(list(ROTATION.values())))
     said = " ".join(section.note for section in found_sections(pair, pair.settings))
-    assert "It turns the gradient by 21°. The luck of one batch turns it by about 45°." in said
+    assert "It turns the gradient by 21°. The noise of one batch turns it by about 45°." in said
     alone = Study({"grpo": runs["grpo"]})
     assert "turns" not in " ".join(section.note for section in found_sections(alone, alone.settings))
 
@@ -159,7 +159,7 @@ def test_costs_are_those_of_the_tables_and_name_the_setting_to_change(tmp_path: 
         writer.append("steps", rows("steps", 1, 1) | seconds)
     (cost,) = cost_table(load_runs(tmp_path)).to_dict("records")
     assert (cost["a step [s]"], cost["generation"], cost["recording"]) == ("1.00", "50 %", "25 %")
-    assert cost["most of recording"] == "norms"
+    assert cost["mostly"] == "norms"
     (section,) = [one for one in problem_sections(load_runs(tmp_path)) if one.title == "Cost"]
     assert "To record less, change recording.token_gradients_every." in section.note
 

@@ -98,6 +98,16 @@ def test_a_first_step_that_destroys_the_policy_is_named(tmp_path):
     assert found["zero_gradient"] == 2
 
 
+def test_a_reward_that_falls_to_exactly_zero_collapses_where_it_falls(tmp_path):
+    """A training of TRL with a learning rate of 1e-2; the standard error of the fall shrinks while the reward stays 0."""
+    rewards = [0.688, 0.812, *4 * [0.562], 0.625, 0.375, 0.875, 0.0, 0.438, 0.125, 0.125, *27 * [0.0]]
+    norms = [1.38, 1.194, 1.194, 1.816, 2.602, 2.759, 1.88, 1.277, 1.37, 0.0, 1.57, 0.961, 0.816, *27 * [0.0]]
+    frame = pd.DataFrame({"step": range(1, 41), "reward": rewards, "grad_norm": norms})
+    found = symptoms(frame, tmp_path)
+    assert next(iter(found)) == "reward_collapse" and found["reward_collapse"][1] == 10
+    assert found["zero_gradient"][1] == found["reward_constant"][1] == 14
+
+
 def test_a_logged_nan_is_found_and_a_missing_value_is_not(tmp_path):
     frame = healthy(30)
     rows = frame.to_dict("records")

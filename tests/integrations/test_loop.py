@@ -226,6 +226,8 @@ def test_mistakes_are_named(tmp_path: Path):
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(UserError, match="a model needs its optimizer and tokenizer"):
         sharpscope.record(model, out=tmp_path / "a")
+    with pytest.raises(UserError, match="name the folder"):
+        sharpscope.record(object(), "runs/x")
     with pytest.raises(UserError, match="weights: a loop of your own"):
         sharpscope.record(model, optimizer, tokenizer=tokenizer(), out=tmp_path / "a", weights="grpo-sg")
     assert not (tmp_path / "a").exists()
