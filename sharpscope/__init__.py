@@ -12,7 +12,7 @@ __version__ = "0.3.0"
 
 if TYPE_CHECKING:
     from sharpscope import integrations as integrations
-    from sharpscope.config import register_token_weight as register_token_weight
+    from sharpscope.config import weight_bounds as weight_bounds
     from sharpscope.forks import fork as fork
     from sharpscope.forks import rotate as rotate
     from sharpscope.integrations.record import record as record
@@ -37,7 +37,7 @@ _MODULES = {
     "sharpness": "sharpscope.probes",
     "update_direction": "sharpscope.probes",
     "rotate": "sharpscope.forks",
-    "register_token_weight": "sharpscope.config",
+    "weight_bounds": "sharpscope.config",
 }
 
 __all__ = ["__version__", *sorted(_MODULES)]  # noqa: PLE0604 - the names are strings

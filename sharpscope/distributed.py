@@ -26,24 +26,15 @@ SUM_BYTES = 64 * 2**20  # size of one all-reduce
 
 @dataclass(frozen=True)
 class Launch:
-    """How this run was launched.
-
-    Attributes:
-        processes: number of processes.
-        sharded: whether weights, gradients and optimizer state are sharded over them (FSDP2).
-        reshard: whether each layer's weights are freed after its forward pass (otherwise after its backward pass).
-    """
+    """How this run was launched."""
 
     processes: int = 1
-    sharded: bool = False
-    reshard: bool = True
+    sharded: bool = False  # whether weights, gradients and optimizer state are sharded over the processes (FSDP2)
+    reshard: bool = True  # whether each layer's weights are freed after its forward pass, not after its backward pass
 
 
 def start(device: str = "auto") -> Launch:
     """Join the process group if `accelerate launch` or torchrun started one. Call it once per program.
-
-    Args:
-        device: policy.device; with several GPUs `auto` or `cuda` is one per process.
 
     Raises:
         UserError: accelerate is not installed, or an option of the launch is not supported.
@@ -53,9 +44,7 @@ def start(device: str = "auto") -> Launch:
     try:
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
     except ImportError:
-        raise UserError(
-            "accelerate launch: accelerate is not installed; pip install 'sharpscope[accelerate]'"
-        ) from None
+        raise UserError("accelerate launch: not installed; pip install 'sharpscope[accelerate]'") from None
     if device not in ("auto", "cuda", "cpu"):
         raise UserError(f"policy.device {device!r}: not supported with several processes; use 'auto' or 'cpu'")
     cpu = device == "cpu" or not torch.cuda.is_available()
@@ -65,10 +54,8 @@ def start(device: str = "auto") -> Launch:
     if kind not in ("MULTI_CPU", "MULTI_GPU", "FSDP"):
         raise UserError(f"accelerate launch: {kind} is not supported; use data-parallel processes or --use_fsdp")
     if state.mixed_precision != "no":
-        raise UserError(
-            f"accelerate launch --mixed_precision {state.mixed_precision}: not supported; remove it and set "
-            "policy.dtype=bfloat16"
-        )
+        given = f"accelerate launch --mixed_precision {state.mixed_precision}"
+        raise UserError(f"{given}: not supported; remove it and set policy.dtype=bfloat16")
     # Not from the state: without a GPU accelerate drops the plugin, although FSDP2 works.
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return Launch(world_size())

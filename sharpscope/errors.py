@@ -35,6 +35,11 @@ class CheckError(UserError):
         return CheckError, (self.message, self.probe, self.error, self.tolerance)
 
 
+def first_line(error: BaseException) -> str:
+    """First line of an error's message that has text, at most 200 characters; without one the name of its type."""
+    return next((line.strip()[:200] for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the element of `valid` closest to `name`, or up to LISTED of them if none is close."""
     names = sorted(valid)

@@ -31,7 +31,7 @@ def data_path(*parts: str) -> Path:
     for root in data_roots():
         if (root / path).exists():
             return root / path
+    places = " or ".join(map(str, data_roots()))
     raise UserError(
-        f"data '{path.as_posix()}': not found in {' or '.join(map(str, data_roots()))};"
-        " install the package again or use a full checkout"
+        f"data '{path.as_posix()}': not found in {places}; install the package again or use a full checkout"
     )

@@ -23,7 +23,6 @@ from sharpscope.config import (
     ClaimsSpec,
     RunConfig,
     Spec,
-    check_keys,
     make_config,
     merge,
     method_label,
@@ -137,11 +136,7 @@ class PlannedRun:
 
 
 def read_sweep(file: Path) -> SweepSpec:
-    """Read and validate the file of a sweep.
-
-    Raises:
-        UserError: the file or a field is invalid.
-    """
+    """Read and validate the file of a sweep, see `make_sweep`."""
     return make_sweep(read_yaml(file))
 
 
@@ -151,7 +146,6 @@ def make_sweep(data: Mapping[str, Any]) -> SweepSpec:
     Raises:
         UserError: a field is unknown or invalid.
     """
-    check_keys(SweepSpec, data)
     spec: SweepSpec = validate(SweepSpec, data)
     return spec
 
@@ -164,11 +158,8 @@ def plan_sweep(
 ) -> list[PlannedRun]:
     """Plan every run of a sweep, in the order parts, seeds, settings, methods, so that early runs can be compared.
 
-    Args:
-        spec: configuration of the sweep.
-        only: names of the parts to return; empty returns all. All parts are validated.
-        changes: nested fields that override those of the file.
-        token_weights: token weights of all methods that have some (`parse_methods`).
+    `only` names the parts to return, without names all; all are validated. `changes` are nested fields that override those of
+    the file, `token_weights` those of all methods that have some (`parse_methods`).
 
     Raises:
         UserError: a combination is not a valid configuration, two runs have the same folder, a part does not exist, or the
@@ -215,9 +206,8 @@ def _check_existing(run: PlannedRun) -> None:
     differences = list(_differences(existing, run.config.model_dump(mode="json")))
     if differences:
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise UserError(
-            f"sweep: {run.run_dir} contains a run with other settings ({'; '.join(differences[:3])}{more}); choose another --out"
-        )
+        other = f"other settings ({'; '.join(differences[:3])}{more})"
+        raise UserError(f"sweep: {run.run_dir} contains a run with {other}; choose another --out")
 
 
 def _differences(existing: Mapping[str, Any], planned: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -266,16 +256,10 @@ def execute(
     retry: bool = False,
     on_progress: Callable[[Sequence[PlannedRun]], None] = lambda active: None,
 ) -> dict[PlannedRun, tuple[Ending, str]]:
-    """Execute the unfinished runs of a sweep in worker processes.
+    """Execute the unfinished runs of a sweep in processes of `threads` threads; with `retry` also failed ones.
 
-    After Ctrl-C every active run completes its step and saves a checkpoint, and the next call resumes it; a second one stops them.
-
-    Args:
-        runs: all runs of the sweep.
-        workers: number of processes.
-        threads: number of threads per process.
-        retry: execute failed runs again.
-        on_progress: called several times a second with the active runs.
+    After Ctrl-C every active run completes its step and saves a checkpoint, and the next call resumes it; a second one stops
+    them. `on_progress` is called several times a second with the active runs.
 
     Returns:
         How each run ended, and why it failed, was interrupted other than by the user, or is held.

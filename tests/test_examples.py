@@ -30,15 +30,8 @@ from sharpscope.cli import app
 ALIASES = {"__version__", "record"}
 
 
-@pytest.fixture
-def unregistered(monkeypatch):
-    """Forgets the weights that an example registers."""
-    weighting = sharpscope.config.weighting
-    monkeypatch.setattr(weighting, "_REGISTRY", dict(weighting._REGISTRY))
-
-
 @pytest.mark.parametrize("name", sorted(set(sharpscope.__all__) - ALIASES))
-def test_public_function_has_an_example_that_runs(name, monkeypatch, unregistered):
+def test_public_function_has_an_example_that_runs(name, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[1])
     (found,) = [
         test for test in doctest.DocTestFinder(recurse=False).find(getattr(sharpscope, name), name) if test.examples

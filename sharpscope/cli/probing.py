@@ -172,12 +172,11 @@ def _parts(run: Path | None, probes: str | None) -> list[str]:
 
 def _spec(values: dict[str, Any]) -> ProbesSpec:
     """The settings of the probes, with these values set."""
-    from sharpscope.config import check_keys, validate
+    from sharpscope.config import validate
     from sharpscope.config.probes import ProbesSpec
     from sharpscope.errors import UserError
 
     values = {"preset": "standard", "curvature_prompts": WHOLE} | values
-    check_keys(ProbesSpec, values)
     spec: ProbesSpec = validate(ProbesSpec, values)
     if not spec.functionals:
         raise UserError("--set functionals=[]: names nothing; name a loss, such as nll")

@@ -37,9 +37,11 @@ def demo(
     from sharpscope.traces import check_free
 
     check_free(out)
+    from rich.console import Console
+
     from sharpscope.analysis import analyze, show_headline
     from sharpscope.config import build_config
-    from sharpscope.training import RichDisplay, train
+    from sharpscope.training import Display, train
 
     sizes = {
         "rollout.prompts_per_step": 16,
@@ -51,14 +53,12 @@ def demo(
     for number, method in enumerate(("grpo", "grpo-sg"), 1):
         typer.echo(f"[{number}/2] {method}: {steps} steps on Knights-and-Knaves puzzles with three people")
         values = {"method": method, "steps": steps, "seed": seed, "out": str(out / "runs" / method)}
-        outcome = train(build_config(values=values | sizes), RichDisplay())
+        outcome = train(build_config(values=values | sizes), Display(Console(stderr=True)))
         if outcome.status != "finished":
             typer.echo(f"{outcome.status}: {outcome.reason}. Written: {outcome.run_dir}/")
             raise typer.Exit(130 if outcome.status == "interrupted" else 1)
     with progress("making the report") as update:
         written = analyze([out / "runs"], out / "report", on_progress=update)
-    from rich.console import Console
-
     Console().print(show_headline([out / "runs"]))
     typer.echo(
         f"\nOpen the report:  {written.page}\n"
@@ -178,13 +178,15 @@ def _train(config: RunConfig, quiet: bool, resume: bool = False) -> None:
 
     if not resume:
         check_free(config.run_dir)
+    from rich.console import Console
+
     from sharpscope import distributed
-    from sharpscope.training import Display, RichDisplay, train
+    from sharpscope.training import Display, train
 
     if not quiet and not resume and config.optimizer.lr == default_lr(config.policy.model):
         kind = "embedded policies" if config.policy.model.startswith("embedded:") else "pretrained models"
         typer.echo(f"learning rate {config.optimizer.lr:g}, the default for {kind} (--lr sets another)")
-    outcome = train(config, Display() if quiet else RichDisplay(), resume=resume)
+    outcome = train(config, None if quiet else Display(Console(stderr=True)), resume=resume)
     if not distributed.is_rank_zero():
         return
     for text in outcome.notes:

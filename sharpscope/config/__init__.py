@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sharpscope.config.base import Schedule, SettingInfo, Spec, check_keys, known_settings, settings_of, validate
+from sharpscope.config.base import Schedule, SettingInfo, Spec, known_settings, settings_of, validate
 from sharpscope.config.claims import ClaimsSpec
 from sharpscope.config.forks import ForkSpec
 from sharpscope.config.method import Method
@@ -36,4 +36,4 @@ from sharpscope.config.run import (
     recorded_settings,
 )
 from sharpscope.config.token_weights import TokenWeight
-from sharpscope.config.weighting import register_token_weight
+from sharpscope.config.weighting import weight_bounds

@@ -194,11 +194,12 @@ def known_settings(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str,
 
 
 def validate(model: type[typing.Any], data: Mapping[str, Any]) -> typing.Any:
-    """Validate `data` with `model.model_validate`.
+    """The model of `data`.
 
     Raises:
-        UserError: The data is invalid; one line with up to three of pydantic's errors.
+        UserError: A key is unknown, or a value is invalid; one line with up to three of pydantic's errors.
     """
+    data = check_keys(model, data)
     try:
         return model.model_validate(data)
     except ValidationError as error:

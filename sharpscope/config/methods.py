@@ -237,19 +237,14 @@ def with_token_weights(method: Method, text: str) -> Method:
         if isinstance(weight, Control):
             return weight.replace(of=changed(weight.of))
         if isinstance(weight, EntropyWeight):
-            raise UserError(
-                f"{option}: not available for method {method.name}, whose weights depend on the entropy; "
-                "remove --token-weights, or choose another control such as -shuffled"
-            )
+            raise UserError(f"{option}: not for method {method.name}, whose weights depend on the entropy; remove it")
         if ":" in text:
             return CustomWeight(function=text)
         if text not in ("paper", "calibrated"):
             raise UserError(f"{option}: must be paper, calibrated, or module:function")
         if not isinstance(weight, SigmoidWeight):
-            raise UserError(
-                f"{option}: applies to sigmoid weights, and those of method {method.name} are {weight.kind}; "
-                "choose a method such as grpo-sg, or remove --token-weights"
-            )
+            of = f"those of method {method.name} are {weight.kind}"
+            raise UserError(f"{option}: applies to sigmoid weights, and {of}; choose a method such as grpo-sg")
         return weight.replace(preset=text)
 
     try:

@@ -28,13 +28,12 @@ class PolicySpec(Spec):
 
     model: str = Field("embedded:knights_knaves", min_length=1)
     """`embedded:NAME` (shipped with the package), a local folder, a GGUF file, or a Hugging Face hub id"""
-    revision: str | None = Field(None, description="branch, tag or commit of a hub id; null = its default branch")
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """compute type. bfloat16: matrix products use autocast, while weights, gradients, optimizer state, norms and
     logits stay float32; with `lora`, the frozen weights are bfloat16 too"""
     lora: LoraSpec | None = Field(None, description="train low-rank adapters only; null = all weights")
     device: str = Field("auto", description="`auto` (CUDA if available, else CPU), `cpu`, `cuda`, `cuda:1`, …")
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    attention: Literal["auto", "eager", "flash_attention_2"] = "auto"
     """attention kernel; `auto` = sdpa, or eager if the model caps its attention logits"""
     prompt_format: Literal["auto", "plain", "chat"] = "auto"
     """`chat` applies the tokenizer's chat template, `plain` does not; `auto` = chat if there is a template"""

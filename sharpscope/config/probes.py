@@ -78,8 +78,7 @@ class ProbesSpec(Spec):
     curvature_prompts: int = Field(0, ge=0)
     """Prompts of each split on which eigenvalues and trace of the Hessian are computed, the first ones; 0: no
     curvature."""
-    top: int = Field(2, ge=1, le=100)
-    """Number of largest Hessian eigenvalues."""
+    top: int = Field(2, ge=1, le=100, description="Number of largest Hessian eigenvalues.")
     max_products: int = Field(60, ge=4)
     """Maximum number of Hessian-vector products for the eigenpairs; if reached, converged = false."""
     trace_probes: int = Field(4, ge=0, description="Random vectors for the trace; 0: no trace.")
@@ -102,9 +101,7 @@ class ProbesSpec(Spec):
     def _off_has_no_interval(self) -> ProbesSpec:
         """`preset: off` in a sweep must not be combined with `every: 75` of its base."""
         if self.preset == "off" and self.every != 0:
-            raise ValueError(
-                f"every = {self.every}: preset off probes nothing; set preset to light, standard or full, or every to 0"
-            )
+            raise ValueError(f"every = {self.every}: preset off probes nothing; set another preset, or every to 0")
         return self
 
     @field_validator("trace_probes")

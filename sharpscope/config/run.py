@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from sharpscope.config.base import Spec, check_keys, known_settings, validate
+from sharpscope.config.base import Spec, known_settings, validate
 from sharpscope.config.method import Method
 from sharpscope.config.methods import expand_method, method_label, named_method, with_token_weights
 from sharpscope.config.policy import EMBEDDED_NAMES, EMBEDDED_PREFIX, PolicySpec, RolloutSpec
@@ -70,16 +70,14 @@ class RunConfig(Spec):
     def _consistent(self) -> RunConfig:
         batches, prompts = self.update.mini_batches, self.rollout.prompts_per_step
         if batches > prompts:
-            raise ValueError(
-                f"update.mini_batches = {batches} must be at most rollout.prompts_per_step = {prompts}, since groups are not "
-                "split; set update.mini_batches to 1 or more prompts"
-            )
+            why = f"must be at most rollout.prompts_per_step = {prompts}, since groups are not split"
+            raise ValueError(f"update.mini_batches = {batches} {why}; set update.mini_batches to 1 or more prompts")
         warmup = self.optimizer.warmup_steps
         if warmup >= self.steps:
             raise ValueError(f"optimizer.warmup_steps = {warmup} must be less than steps = {self.steps}")
         if self.policy.lora is not None and getattr(self.method.tokens, "kind", "") == "curvature":
             raise ValueError(
-                "method.tokens.kind = curvature: needs the output layer's gradient, which adapters leave out; set policy.lora to null"
+                "method.tokens.kind = curvature: needs the output layer's gradient; set policy.lora to null"
             )
         return self
 
@@ -172,7 +170,7 @@ def make_config(data: Mapping[str, Any], token_weights: str | None = None) -> Ru
     """
     if data.get("method") is not None:
         data = {**data, "method": expand_method(data["method"])}
-    config: RunConfig = validate(RunConfig, _default_policy(check_keys(RunConfig, data)))
+    config: RunConfig = validate(RunConfig, _default_policy(data))
     method = config.method if token_weights is None else with_token_weights(config.method, token_weights)
     return config.model_copy(update={"method": _as_auto(method, config)})
 
@@ -182,7 +180,7 @@ def _as_auto(method: Method, config: RunConfig) -> Method:
     return method.with_preset(config.default_preset, "auto")
 
 
-def _default_policy(data: dict[str, Any]) -> dict[str, Any]:
+def _default_policy(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """Select the embedded policy of the task, if it has one and no model is set."""
     task, policy = data.get("task"), data.get("policy", {})
     kind = task.get("kind") if isinstance(task, Mapping) else None

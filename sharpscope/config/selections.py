@@ -111,8 +111,7 @@ class SpuriousTokens(Part):
     kind: Literal["stapo"] = "stapo"
     probability: float = Field(0.002, gt=0, le=1)
     """Probability below which a token is rare; published 0.002."""
-    quantile: float = Field(0.75, ge=0, le=1)
-    """Quantile of the entropy; published 0.75."""
+    quantile: float = Field(0.75, ge=0, le=1, description="Quantile of the entropy; published 0.75.")
 
 
 Tokens = Annotated[

@@ -79,8 +79,6 @@ class MathSpec(Spec):
     """held-out questions for each family and level; 0: none"""
     unseen_size: int = Field(100, ge=0, le=1_000_000, description="questions for each family and unseen level")
     template: Template = Field("{prompt}\n", description="prompt template; the question replaces {prompt}")
-    time_limit: float = Field(5.0, gt=0, le=600)
-    """time limit for checking an answer; slower answers count as wrong [s]"""
     seed: int = Field(0, ge=0, description="seed of the questions (not of training)")
 
     @model_validator(mode="after")
@@ -98,23 +96,16 @@ class ColumnsSpec(Spec):
     answer: str = ""
     """reference answer for the scorer; empty: reward_model.ground_truth, or the one that exists of answer, solution,
     ground_truth and label"""
-    data_source: str = ""
-    """selects the scorer if task.scorer is auto; empty: data_source if it exists"""
-    level: str = Field(default="")
-    """difficulty, a number or a string; empty: number of people for puzzles, otherwise 'all'"""
 
 
 ScorerName = Literal["auto", "logic_rl", "exact", "exact_match", "numeric", "math"]
 
 
 class DatasetSpec(Spec):
-    """Questions and answers from a file, a folder or the Hugging Face Hub."""
+    """Questions and answers from a file or a folder."""
 
     kind: Literal["dataset"] = "dataset"
-    path: str = ""
-    """.parquet, .jsonl or .json-lines file, a folder of such files, or the id of a Hugging Face data set"""
-    subset: str = Field("", description="Hugging Face: configuration name")
-    hub_split: str = Field("train", description="Hugging Face: split to read")
+    path: str = Field("", description=".parquet or .jsonl (JSON Lines) file, or a folder of such files")
     columns: ColumnsSpec = Field(ColumnsSpec(), description="column mapping")
     scorer: ScorerName = "auto"
     """auto: selected by the row's data_source; without one: math for LaTeX, numeric for numbers, exact_match for
@@ -124,9 +115,7 @@ class DatasetSpec(Spec):
     is"""
     heldout_fraction: float = Field(0.1, ge=0, lt=1)
     """share of the questions held out, selected by content hash; 0: none"""
-    heldout_path: str = ""
-    """file, folder or id of a separate held-out set; replaces heldout_fraction"""
-    limit: int = Field(0, ge=0, description="maximum number of rows to read per set; 0: all")
+    heldout_path: str = Field("", description="file or folder of a separate held-out set; replaces heldout_fraction")
 
 
 class CustomSpec(Spec):
@@ -140,23 +129,15 @@ class CustomSpec(Spec):
 Hops = Annotated[int, Field(ge=1, le=3)]
 
 
-_GENERATOR_FIELDS = ("hops", "unseen_hops", "train_size", "heldout_size", "unseen_size", "things", "seed")
-
-
 class ToolQaSpec(Spec):
     """Questions that require search, in Search-R1's protocol: generated, or a data set with a corpus."""
 
     kind: Literal["tool_qa"] = "tool_qa"
     hops: Annotated[tuple[Hops, ...], AfterValidator(_distinct)] = Field((1,), min_length=1)
     """facts to chain in train and heldout, 1 to 3"""
-    unseen_hops: Annotated[tuple[Hops, ...], AfterValidator(_distinct)] = ()
-    """numbers of facts in the split `unseen`, not used in training, 1 to 3"""
     train_size: int = Field(300, ge=1, le=1_000_000, description="training questions for each number of hops")
     heldout_size: int = Field(100, ge=0, le=1_000_000)
     """held-out questions for each number of hops; 0: none"""
-    unseen_size: int = Field(50, ge=0, le=1_000_000, description="questions for each unseen number of hops")
-    things: int = Field(300, ge=20, le=100_000)
-    """people, companies, cities and countries of the generated world"""
     questions: DatasetSpec | None = None
     """data set of questions instead of generated ones; scorer auto = exact_match"""
     corpus: str = ""
@@ -166,8 +147,6 @@ class ToolQaSpec(Spec):
     top: int = Field(3, ge=1, le=100, description="passages returned per search")
     turns: int = Field(4, ge=1, le=100)
     """maximum number of replies from the environment, searches and feedback together"""
-    time_limit: float = Field(10.0, gt=0, le=600, description="timeout of a request to the server [s]")
-    retries: int = Field(3, ge=0, le=20, description="retries of a failed request")
     reward: Literal["exact_match", "format"] = "exact_match"
     """exact_match: 1 or 0; format: Search-R1's reward with format terms"""
     style: Literal["compact", "search_r1"] = "compact"
@@ -176,20 +155,12 @@ class ToolQaSpec(Spec):
 
     @model_validator(mode="after")
     def _no_unused_field(self) -> ToolQaSpec:
-        """Reject fields without effect. Defaults are allowed, since the stored configuration of a run has all fields."""
-        _check_apart("hops", self.hops, self.unseen_hops)
         if self.corpus and self.retriever_url:
             raise ValueError(f"corpus = {self.corpus!r}: has no effect with retriever_url; remove one of the two")
         if self.corpus and self.questions is None:
             raise ValueError(f"corpus = {self.corpus!r}: needs a data set of questions; set questions, or remove it")
-        for name in _GENERATOR_FIELDS if self.questions is not None else ():
-            value = getattr(self, name)
-            if value != type(self).model_fields[name].default:
-                raise ValueError(f"{name} = {value}: applies to generated questions only; remove it, or questions")
         if self.questions is not None and self.questions.scorer == "logic_rl":
-            raise ValueError(
-                "questions.scorer = logic_rl: scores puzzles only; use exact_match, exact, numeric or math"
-            )
+            raise ValueError("questions.scorer = logic_rl: scores puzzles only; use exact_match or another")
         return self
 
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from sharpscope.config.base import NonNegative, Positive, Real, Schedule, Share
+from sharpscope.config.functions import import_function
 from sharpscope.config.weighting import (
     PAPER_SIGMOID,
     Weighting,
-    find_token_weight,
     number,
     percentile,
     statistic_values,
@@ -226,22 +226,25 @@ class EntropyAdvantageWeight(Weighting):
 
 
 class CustomWeight(Weighting):
-    """A weight of the user's own: a name given to `register_token_weight`, or an import path `package.module:function`."""
+    """A weight of the user's own, a function at the import path `package.module:function`."""
 
     kind: Literal["custom"] = "custom"
-    function: str = Field(description="Registered name, or `package.module:function`.")
+    function: str = Field(description="`package.module:function`.", pattern=".:.")
     arguments: dict[str, float | int | str | bool] = Field(default_factory=dict)
     """Keyword arguments passed on to the function."""
 
     @model_validator(mode="after")
     def _exists(self) -> Self:
-        find_token_weight(self.function)  # a wrong name must stop a run before anything is written
+        self._imported()  # a wrong name must stop a run before anything is written
         return self
+
+    def _imported(self) -> Any:
+        return import_function(self.function, "weight function")
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """Bounds that the function is registered with."""
-        return getattr(find_token_weight(self.function), "weight_bounds", None)
+        """Bounds that the function declares (`weight_bounds`)."""
+        return getattr(self._imported(), "weight_bounds", None)
 
     @property
     def title(self) -> str:
@@ -255,7 +258,7 @@ class CustomWeight(Weighting):
             UserError: it raises, or returns another type, shape, dtype or range than declared.
         """
         try:
-            weight = find_token_weight(self.function)(step, **self.arguments)
+            weight = self._imported()(step, **self.arguments)
         except UserError:
             raise
         except Exception as error:
@@ -323,10 +326,8 @@ class _Sigmoid(Weighting):
         u = self.signed(statistic_values(self, step, xp))
         mass = step.mass if self.percentiles == "gradient" else None  # type: ignore[attr-defined]
         if mass is not None and not bool((mass[mask] > 0).any()):
-            raise UserError(
-                "method.weight.percentiles = gradient: no token of the first step carries a gradient; set tau and u0, or "
-                "percentiles to tokens"
-            )
+            why = "no token of the first step carries a gradient"
+            raise UserError(f"method.weight.percentiles = gradient: {why}; set tau and u0, or percentiles to tokens")
         u10, u90 = percentile(u, mask, 10, mass), percentile(u, mask, 90, mass)
         now = {
             name: value.value(step.progress) if isinstance(value, Schedule) else value for name, value in known.items()
@@ -335,20 +336,16 @@ class _Sigmoid(Weighting):
         tau = now.get("tau")
         if tau is None:
             if not (math.isfinite(u90 - u10) and u90 > u10):
-                raise UserError(
-                    f"method.weight: the first step's 10th and 90th percentile over {self.percentiles} are {u10:.6g} and "  # type: ignore[attr-defined]
-                    f"{u90:.6g}, nothing to calibrate on; set tau and u0, or raise rollout.prompts_per_step"
-                )
+                both = f"the first step's 10th and 90th percentile are {u10:.6g} and {u90:.6g}, nothing to calibrate on"
+                raise UserError(f"method.weight: {both}; set tau and u0, or raise rollout.prompts_per_step")
             tau = (u90 - u10) / (b - a)
         return {"tau": tau, "u0": u10 - a * tau}
 
 
 def _logit(share: float, name: str, bound: float) -> float:
     if not 0 < share < 1:
-        raise UserError(
-            f"method.weight.{name}: {bound} is out of the sigmoid's reach, {name}/alpha + mu = {share:.4g} must be in "
-            f"(0, 1); set tau and u0, or change {name}, alpha or mu"
-        )
+        why = f"is out of the sigmoid's reach, {name}/alpha + mu = {share:.4g} must be in (0, 1)"
+        raise UserError(f"method.weight.{name}: {bound} {why}; set tau and u0, or change {name}, alpha or mu")
     return math.log(share) - math.log1p(-share)
 
 
@@ -415,13 +412,12 @@ class SigmoidWeight(_Sigmoid):
 
 
 class EntropyWeight(_Sigmoid):
-    """The sigmoid of the entropy H at the position instead of the sampled token: u = −H (`low`) or H (`high`) [nats].
+    """The sigmoid of u = −H [nats], H the entropy at the position, instead of the sampled token's logit.
 
     The control that separates the token's probability from the certainty of the policy at that position. The form is ours.
     """
 
     kind: Literal["entropy"] = "entropy"
-    direction: Literal["low", "high"] = Field("low", description="Which entropy is weighted most.")
     percentiles: Counted = Field("tokens", description=f"What the calibration's percentiles count. {COUNTED}.")
     alpha: Positive = Field(2.0, description="Gain.")
     mu: Offset = Field(0.25, description="Subtracted from the sigmoid.")
@@ -433,8 +429,8 @@ class EntropyWeight(_Sigmoid):
     statistic: ClassVar[str | None] = "entropy"
 
     def signed(self, u: Any) -> Any:
-        """−u where low entropy has the largest weight, else u."""
-        return -u if self.direction == "low" else u
+        """−u: low entropy has the largest weight."""
+        return -u
 
 
 # -- controls ----------------------------------------------------------------------------------------------------------

@@ -40,8 +40,6 @@ class UpdateSpec(Spec):
     completion runs alone; lowered where the model's activations would exceed about 4 GB (16 GB on a GPU) [tokens]."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, a third more time, the same gradient."""
-    share_prompt: bool = True
-    """Compute a prompt once for all completions of its group; gradients are equal up to rounding."""
 
 
 class EvaluationSpec(Spec):
@@ -139,9 +137,7 @@ class HealthSpec(Spec):
     def _skips_in_time(self) -> HealthSpec:
         for name, limit in self.limits.items():
             if limit.action == "skip_step" and RULES[name].known != "before":
-                raise ValueError(
-                    f"{name}.action = skip_step: is known after the step's updates only; set it to warn or stop"
-                )
+                raise ValueError(f"{name}.action = skip_step: is known after the updates only; set it to warn or stop")
         return self
 
     @property

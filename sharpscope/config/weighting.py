@@ -1,4 +1,4 @@
-"""Base of the token weights: what a weighting declares and computes, and functions of the user's own by name.
+"""Base of the token weights: what a weighting declares and computes, and bounds of the user's own functions.
 
 Importing this module does not import torch: formulas get it as `xp`.
 """
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pydantic import model_validator
 
 from sharpscope.config.base import Part
-from sharpscope.config.functions import import_function
-from sharpscope.errors import NonFiniteError, UserError, nearest
+from sharpscope.errors import NonFiniteError, UserError
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -28,60 +27,33 @@ SMALLEST_COMPLEMENT = 2.0**-24
 WeightFunction = Callable[..., "Tensor"]
 
 
-_REGISTRY: dict[str, WeightFunction] = {}
+def weight_bounds(low: float, high: float) -> Callable[[WeightFunction], WeightFunction]:
+    """Decorator of a function of token weights (`module:function`) that declares low ≤ w ≤ high; checked.
 
-
-def register_token_weight(
-    name: str, *, bounds: tuple[float, float] | None = None
-) -> Callable[[WeightFunction], WeightFunction]:
-    """Decorator that makes `function(step, **arguments) -> weights (N, T)` available as `{kind: custom, function: name}`.
-
-    Args:
-        name: without a colon.
-        bounds: (L, U) with L ≤ w ≤ U; checked. The control `reverse` and the saturation need them.
+    The control `reverse` and the saturation need the bounds.
 
     Raises:
-        UserError: the name holds a colon or is taken by another function, or the bounds are not 0 ≤ L < U.
+        UserError: the bounds are not 0 ≤ low < high.
 
     Examples:
         >>> import torch
         >>> import sharpscope
-        >>> @sharpscope.register_token_weight("one_minus_p", bounds=(0.0, 1.0))
+        >>> @sharpscope.weight_bounds(0.0, 1.0)
         ... def one_minus_p(step):
         ...     return 1 - step.logp.exp()
         >>> from types import SimpleNamespace
         >>> one_minus_p(SimpleNamespace(logp=torch.tensor([[0.5, 0.25]]).log()))
         tensor([[0.5000, 0.7500]])
     """
-    if ":" in name:
-        raise UserError(f"register_token_weight name {name!r}: leave out the colon, it marks an import path")
-    if bounds is not None and not 0 <= bounds[0] < bounds[1]:
-        raise UserError(f"register_token_weight {name!r}: bounds {bounds} must satisfy 0 <= L < U")
+    if not 0 <= low < high:
+        raise UserError(f"weight_bounds({low}, {high}): must satisfy 0 <= low < high")
 
     def decorate(function: WeightFunction) -> WeightFunction:
-        known = _REGISTRY.get(name, function)
-        if (known.__module__, known.__qualname__) != (function.__module__, function.__qualname__):
-            taken = f"{known.__module__}:{known.__qualname__}"
-            raise UserError(f"register_token_weight {name!r}: already taken by {taken}; choose another name")
-        function.weight_bounds = bounds  # type: ignore[attr-defined]  # read by `CustomWeight.bounds`
-        _REGISTRY[name] = function
+        """The function with its bounds."""
+        function.weight_bounds = (low, high)  # type: ignore[attr-defined]  # read by `CustomWeight.bounds`
         return function
 
     return decorate
-
-
-def find_token_weight(name: str) -> WeightFunction:
-    """The registered function called `name`, or the one at the import path `package.module:function`.
-
-    Raises:
-        UserError: no such name, module or function, or it cannot be called.
-    """
-    if name in _REGISTRY:
-        return _REGISTRY[name]
-    if not all(name.partition(":")):
-        known = nearest(name, _REGISTRY) if _REGISTRY else ""
-        raise UserError(f"weight function {name!r}: neither registered nor `package.module:function`{known}")
-    return import_function(name, "weight function")
 
 
 # -- base --------------------------------------------------------------------------------------------------------------

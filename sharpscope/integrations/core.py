@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope import distributed
-from sharpscope.config import RunConfig, check_keys, validate
+from sharpscope.config import RunConfig, validate
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
 from sharpscope.integrations.guard import Guard, T, reason_of, warn_stopped
@@ -161,7 +161,6 @@ class Recorder(Guard):
             "probes": {"preset": "light", "functionals": [], "every": every} if every else {"preset": "off"},
             "recording": {"rotation_every": int(self.rotate is not None), "group_share": 1.0, **self._options},
         }
-        check_keys(RunConfig, data)
         config: RunConfig = validate(RunConfig, data)
         for name in ("heldout_influence_every", "probe_entropy_every"):
             if getattr(config.recording, name, 0):

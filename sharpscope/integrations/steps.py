@@ -13,7 +13,7 @@ from torch import Tensor
 from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.policy import Rollouts, TokenStats, completions_of, join_rollouts, microbatches
-from sharpscope.policy.scoring import Scorer, shortest_row, write_stats
+from sharpscope.policy.scoring import Scorer, shortest, write_stats
 from sharpscope.recording.norms import Norms
 from sharpscope.recording.step import (
     PendingUpdate,
@@ -342,7 +342,7 @@ def own_statistics(scorer: Scorer, rollouts: Rollouts) -> TokenStats:
     for rows in batches:
         write_stats(result, rows, scorer.score(rollouts.rows(rows), stats=True).stats)
     for _ in range(idle):
-        scorer.score(shortest_row(rollouts), stats=True)
+        scorer.score(rollouts.rows(shortest(rollouts)), stats=True)
     return result
 
 

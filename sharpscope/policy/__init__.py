@@ -7,7 +7,7 @@ from sharpscope.policy.embedded import embedded_policy
 from sharpscope.policy.forward import length_buckets, microbatches, score_completions
 from sharpscope.policy.generation import Environment, check_lengths, draw_completions, draw_scored, generate
 from sharpscope.policy.head import Head, backbone, bare, check_head, output_head
-from sharpscope.policy.loading import Policy, check_revision, load_policy, make_policy
+from sharpscope.policy.loading import Policy, load_policy, make_policy
 from sharpscope.policy.prompts import render_prompts, with_openings
 from sharpscope.policy.rollouts import Completions, Rollouts, completions_of, join_rollouts
 from sharpscope.policy.token_stats import TokenStats

@@ -29,11 +29,7 @@ def add_adapters(model: nn.Module, spec: LoraSpec, base: str) -> nn.Module:
     """Add new adapters to a model; they are its only trainable parameters, float32, or float64 in a float64 model.
 
     B is zero, so the outputs do not change. A has peft's distribution, uniform with variance 1/(3·inputs), the same for every run.
-
-    Args:
-        model: A causal LM; its linear layers are replaced in place.
-        spec: Rank, scale and target modules.
-        base: Folder or hub id of the base model, stored with the adapters.
+    The model's linear layers are replaced in place; `base`, the folder or hub id of the base model, is stored with the adapters.
 
     Raises:
         UserError: peft is not installed, or no layer matches the target modules.

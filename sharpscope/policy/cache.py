@@ -28,10 +28,8 @@ def check_cacheable(model: nn.Module) -> None:
     config = bare(model).config
     other = set(getattr(config, "layer_types", None) or ()) - CACHED_LAYER_TYPES
     if other:
-        raise UserError(
-            f"policy.model, {type(bare(model)).__name__}: layers of type {', '.join(sorted(other))} are not supported; "
-            "choose a model with full or sliding-window attention only"
-        )
+        what = f"{type(bare(model)).__name__}: layers of type {', '.join(sorted(other))}"
+        raise UserError(f"policy.model, {what} are not supported; choose a model with full or sliding-window attention")
 
 
 class _TakeRows(torch.autograd.Function):

@@ -21,6 +21,7 @@ from sharpscope.config.policy import SamplingSpec
 from sharpscope.policy.cache import PromptCache, read_prompts
 from sharpscope.policy.head import backbone, bare
 from sharpscope.policy.loading import Policy
+from sharpscope.policy.rollouts import padded
 
 DIRECT = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 """Architectures whose layers `DirectDecoder` calls itself."""
@@ -99,23 +100,14 @@ def _invert(p: Tensor, u: Tensor, row: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Output:
-    """N completions on the CPU, which decoding fills in place.
+    """N completions of up to T = max_new_tokens tokens on the CPU, which decoding fills in place."""
 
-    Attributes:
-        ids: (N, max_new_tokens) tokens.
-        sampled: (N, max_new_tokens) bool, True for tokens that the policy sampled, False for an environment's.
-        logp: (N, max_new_tokens) log-probabilities before top-p and top-k [nats].
-        sampler_logp: (N, max_new_tokens) log-probabilities after top-p and top-k [nats].
-        length: (N,) positions in use.
-        truncated: (N,) bool, True for rows that reached the limit.
-    """
-
-    ids: Tensor
-    sampled: Tensor
-    logp: Tensor
-    sampler_logp: Tensor
-    length: Tensor
-    truncated: Tensor
+    ids: Tensor  # (N, T)
+    sampled: Tensor  # (N, T) bool: sampled by the policy, not text of an environment
+    logp: Tensor  # (N, T) [nats], before top-p and top-k
+    sampler_logp: Tensor  # (N, T) [nats], after them
+    length: Tensor  # (N,) positions in use
+    truncated: Tensor  # (N,) bool: reached the limit
 
     @classmethod
     def blank(cls, count: int, width: int, pad_id: int) -> Output:
@@ -135,21 +127,15 @@ def decode(
     out: Output,
     stop: tuple[str, ...] = (),
 ) -> None:
-    """Continue n rows until an end-of-text token, a stop string or the limit, and append the tokens to `out`.
+    """Continue n rows until an end-of-text token, one of the `stop` strings or the limit, and append the tokens to `out`.
 
-    Args:
-        policy: Model and tokenizer.
-        texts: Token IDs of the B texts to continue: prompts, or prompts with the completions so far.
-        row_text: (n,) text of each row, ascending.
-        rows: (n,) long on the CPU, index of each row in `out`; `truncated` becomes False where a row ended before the limit.
-        uniforms: (n, max_new_tokens), one per position of a completion.
-        spec: Sampling parameters and maximum length.
-        out: The completions so far.
-        stop: Strings that end a row.
+    `texts` are the token IDs of B prompts, or of prompts with the completions so far, `row_text` (n,) the text of each row,
+    ascending, `rows` (n,) its index in `out` and `uniforms` (n, max_new_tokens) random numbers by position. `out.truncated`
+    becomes False where a row ended before the limit.
     """
     device, head, model = policy.device, policy.head, policy.model
     ends, uniforms = torch.tensor(policy.eos_ids, device=device), uniforms.to(device)
-    ids, lengths = right_pad(texts, policy.pad_id, device)
+    ids, lengths = padded(texts, policy.pad_id).to(device), torch.tensor([len(text) for text in texts], device=device)
     hidden, prompts = read_prompts(backbone(model), ids, lengths)  # (B, P) -> (B, d)
     direct = can_decode_directly(model)
     decoder = (DirectDecoder if direct else LayerDecoder)(
@@ -178,13 +164,6 @@ def decode(
             hidden = decoder.step(token, position)  # (m, d)
             position = position + 1
     _write(rows, record, out)
-
-
-def right_pad(texts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pad token IDs on the right with `pad_id`: IDs (B, L) and lengths (B,)."""
-    width = max(map(len, texts))
-    ids = torch.tensor([[*text, *[pad_id] * (width - len(text))] for text in texts], device=device)
-    return ids, torch.tensor([len(text) for text in texts], device=device)
 
 
 def _branch(

@@ -118,10 +118,7 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
 def build_model(
     tokenizer: PreTrainedTokenizerBase, *, layers: int, width: int, feed_forward: int, heads: int, seed: int
 ) -> Qwen2ForCausalLM:
-    """Create a randomly initialized float32 Qwen2 model for `tokenizer` with tied embeddings.
-
-    Matrices are N(0, 0.02²) from a generator with `seed`, biases are 0, norm gains are 1.
-    """
+    """A float32 Qwen2 model for `tokenizer` with tied embeddings: matrices N(0, 0.02²), biases 0, norm gains 1."""
     config = Qwen2Config(
         vocab_size=-(-len(tokenizer) // 16) * 16,
         hidden_size=width,

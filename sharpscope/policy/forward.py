@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sharpscope.policy.cache import read_prompts, take_rows
 from sharpscope.policy.head import Head, backbone, computing, output_head, recompute_layers
 from sharpscope.policy.rollouts import Completions
-from sharpscope.policy.token_stats import TokenStats, flat_entropy, flat_logp, flat_stats, spread
+from sharpscope.policy.token_stats import TokenStats, flat_logp, flat_stats, spread
 
 PerToken = Callable[[Tensor, Head, Tensor, float], Tensor]
 """From hidden states (M, d), output layer, targets (M,) and temperature to values of the tokens, (M,) or (M, k)."""
@@ -30,13 +30,11 @@ class Scored:
     Attributes:
         logp: (n, T) [nats], 0 outside the mask; differentiable with `with_grad`.
         stats: Statistics of the same tokens, or None.
-        entropy: (n, T) [nats], 0 outside the mask, differentiable; None if not requested.
         values: (n, T) or (n, T, k) what the given function returned, 0 outside the mask; None without one.
     """
 
     logp: Tensor
     stats: TokenStats | None
-    entropy: Tensor | None = None
     values: Tensor | None = None
 
 
@@ -51,7 +49,6 @@ def score_completions(
     compute: torch.dtype | None = None,
     gradient_checkpointing: bool = False,
     one_pass: bool = False,
-    entropy: bool = False,
     function: PerToken | None = None,
 ) -> Scored:
     """Compute log-probabilities of completion tokens (mask 1) under softmax(z/T), before top-p and top-k.
@@ -64,15 +61,13 @@ def score_completions(
         temperature: T > 0.
         share_prompt: Whether to run each group's prompt once; completions attend to it through a differentiable cache.
             The result is the same up to rounding.
-        with_grad: Whether to keep the graph, so that `logp` is differentiable.
+        with_grad: Whether to keep the graph, so that `logp` and the function's values are differentiable.
         stats: Whether to also return `TokenStats` from the same logits, without gradient.
         compute: Type of the layers' matrix products (autocast); norms, the output layer and later operations use the type
             of the weights, at least float32. None: the type of the weights.
-        gradient_checkpointing: Whether to recompute layers in the backward pass: less memory, a third more time, the same
-            gradient.
-        one_pass: Whether to run all rows in one forward pass, with padding. If weights are sharded, all processes must run
-            the same number of passes. Not with `share_prompt`.
-        entropy: Whether to also return the entropy with its graph, at the cost of another pass over the logits.
+        gradient_checkpointing: Whether to recompute layers in the backward pass.
+        one_pass: Whether to run all rows in one forward pass, with padding, as all processes must where weights are
+            sharded. Not with `share_prompt`.
         function: If given, also return its values of the masked tokens, which it gets row by row.
 
     Raises:
@@ -106,9 +101,8 @@ def score_completions(
             values = flat_stats(hidden, head, targets, temperature)
             logp = values["logp"]
         token_stats = TokenStats(**{name: spread(value, mask) for name, value in values.items()}) if stats else None
-        entropies = spread(flat_entropy(hidden, head, targets, temperature), mask) if entropy else None
         given = None if function is None else spread(function(hidden, head, targets, temperature), mask)
-        return Scored(spread(logp, mask), token_stats, entropies, given)
+        return Scored(spread(logp, mask), token_stats, given)
 
 
 def _plain_hidden(model: nn.Module, rows: Completions, one_pass: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
@@ -165,14 +159,9 @@ def _shared_hidden(model: nn.Module, rows: Completions) -> Iterator[tuple[Tensor
 
 
 def length_buckets(lengths: np.ndarray, device: torch.device) -> list[Tensor]:
-    """Split rows into buckets that minimize the padded tokens plus a fixed cost per bucket.
+    """Split rows of `lengths` (n,) [tokens] into buckets that minimize the padded tokens plus a fixed cost per bucket.
 
-    Args:
-        lengths: (n,) tokens per row.
-        device: Device of the returned indices; its type determines the cost of a bucket.
-
-    Returns:
-        Index tensors that contain each row once, longest rows first.
+    Returns index tensors on `device`, whose type determines the cost, that contain each row once, longest rows first.
     """
     cost = BUCKET_TOKENS.get(device.type, BUCKET_TOKENS["cuda"])
     order = np.argsort(-lengths, kind="stable")

@@ -19,7 +19,7 @@ from sharpscope.policy.decoding import Output, as_text, completion_uniforms, dec
 from sharpscope.policy.head import bare, computing
 from sharpscope.policy.loading import Policy
 from sharpscope.policy.prompts import render_prompts, with_openings
-from sharpscope.policy.rollouts import Completions, join_rollouts
+from sharpscope.policy.rollouts import Completions, join_rollouts, padded
 from sharpscope.policy.sharding import unsharded
 from sharpscope.tasks import Example, InteractiveTask, Reward, Task, respond_all
 
@@ -54,7 +54,7 @@ def generate(
         policy: Model and tokenizer.
         prompts: Token IDs of each prompt, not empty, without padding.
         group_size: Completions per prompt, G.
-        spec: Temperature, top-p, top-k, maximum number of new tokens and batch size.
+        spec: Sampling parameters.
         generator: A CPU generator; one number is drawn from it.
         environment: Replies after each of its stop strings and each end-of-text token, until it returns None. Its text
             counts toward the maximum number of new tokens. A row is truncated if no token would fit after a reply.
@@ -108,11 +108,9 @@ def check_lengths(policy: Policy, prompts: Sequence[Sequence[int]], max_new_toke
         if not prompt:
             raise UserError(f"prompt {index}: has no tokens; give a text")
         if policy.context is not None and len(prompt) + max_new_tokens > policy.context:
-            text = as_text(policy, prompt[:12])
-            raise UserError(
-                f"prompt {index} ({text!r}…): {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the "
-                f"model's context of {policy.context} tokens; shorten the prompt or lower rollout.max_new_tokens"
-            )
+            sizes = f"{len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the context of {policy.context} tokens"
+            start = as_text(policy, prompt[:12])
+            raise UserError(f"prompt {index} ({start!r}…): {sizes}; shorten it or lower rollout.max_new_tokens")
 
 
 def _batch_size(policy: Policy, width: int, largest: int) -> int:
@@ -177,10 +175,7 @@ def _append(policy: Policy, reply: str, row: int, limit: int, out: Output, texts
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Pad prompts on the left with `pad_id`: ids (B, P) and attention mask (B, P), both long."""
-    width = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-    attention = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return ids, attention
+    return padded(prompts, pad_id, left=True), padded([[1] * len(prompt) for prompt in prompts], left=True)
 
 
 def draw_completions(
@@ -194,17 +189,8 @@ def draw_completions(
 ) -> Completions:
     """Generate `group_size` completions per example; N = examples × group_size rows.
 
-    An interactive task replies within completions. With several processes, each generates a part, and all return the same
-    rows as a single process.
-
-    Args:
-        policy: The policy.
-        task: The task; only interactive tasks are used.
-        examples: Examples returned by `with_openings`.
-        group_size: Completions per example, G.
-        spec: Sampling parameters.
-        seed: Seed of sampling.
-        first: Index of the first example if `examples` is a part of a longer list; the samples are those of the list.
+    The examples are those of `with_openings`, `first` is the index of the first one in a longer list. An interactive task
+    replies within completions. With several processes, each generates a part, and all return the same rows as a single one.
     """
     part = distributed.local_slice(len(examples))
     selected, drawn = examples[part], None

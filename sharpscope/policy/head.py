@@ -100,10 +100,8 @@ def output_head(model: nn.Module) -> Head:
     causal = bare(model)
     layer, config = causal.get_output_embeddings(), causal.config
     if not isinstance(layer, nn.Linear):
-        raise UserError(
-            f"policy.model, {type(causal).__name__}: its output layer is {type(layer).__name__}, not linear; choose another "
-            "architecture, or exclude the output layer from the adapters"
-        )
+        what = f"{type(causal).__name__}: its output layer is {type(layer).__name__}, not linear"
+        raise UserError(f"policy.model, {what}; choose another architecture, or leave that layer out of the adapters")
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)
     return Head(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None), scale)
@@ -127,10 +125,7 @@ def check_head(model: nn.Module, head: Head) -> None:
     atol = tolerance * (1 + float(expected.abs().max()))
     actual = head.logits(hidden).float() if hidden.shape[-1] == head.weight.shape[1] else hidden.new_empty(0)
     if expected.shape != actual.shape or not torch.allclose(expected, actual, rtol=tolerance, atol=atol):
-        raise UserError(
-            f"{name}: its logits are not a linear function (with soft cap or scale) of its last hidden state; choose "
-            "another architecture"
-        )
+        raise UserError(f"{name}: its logits are not a linear function of its last hidden state; choose another model")
     part = causal(input_ids=ids[:, :-2], use_cache=False).logits.float()
     # The median, since rounding can route single tokens of a mixture to other experts.
     if float((expected[:, :-2] - part).abs().amax(-1).median()) > atol:
@@ -145,10 +140,8 @@ def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """
     layers = [module for module in backbone(model).modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise UserError(
-            f"policy.model, {type(backbone(model)).__name__}: gradient checkpointing and sharding are not supported; set "
-            "update.gradient_checkpointing=false, or choose another architecture"
-        )
+        what = f"{type(backbone(model)).__name__}: no gradient checkpointing or sharding"
+        raise UserError(f"policy.model, {what}; set update.gradient_checkpointing=false, or choose another model")
     return layers
 
 

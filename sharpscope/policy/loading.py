@@ -24,7 +24,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
 from sharpscope.config.policy import EMBEDDED_PREFIX, PolicySpec
-from sharpscope.errors import UserError
+from sharpscope.errors import UserError, first_line
 from sharpscope.memory import require_memory, stored_numbers
 from sharpscope.policy.adapters import adapter_folder, add_adapters, base_of, load_adapters
 from sharpscope.policy.cache import check_cacheable
@@ -36,27 +36,16 @@ GGUF = ".gguf"
 
 @dataclass(frozen=True)
 class Policy:
-    """A causal language model with its tokenizer.
-
-    Attributes:
-        model: The model, in eval mode.
-        tokenizer: Its tokenizer.
-        source: Its name in the configuration.
-        eos_ids: Tokens that end a completion.
-        pad_id: Padding token; always masked.
-        context: Maximum sequence length [tokens], or None if the model has no limit.
-        chat: Whether prompts use the tokenizer's chat template.
-        compute: Type of matrix products (autocast), or None for the type of the weights.
-    """
+    """A causal language model, in eval mode, with its tokenizer."""
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase
-    source: str
-    eos_ids: tuple[int, ...]
-    pad_id: int
-    context: int | None
-    chat: bool
-    compute: torch.dtype | None = None
+    source: str  # its name in the configuration
+    eos_ids: tuple[int, ...]  # tokens that end a completion
+    pad_id: int  # always masked
+    context: int | None  # maximum sequence length [tokens]; None: no limit
+    chat: bool  # whether prompts use the tokenizer's chat template
+    compute: torch.dtype | None = None  # type of matrix products (autocast); None: that of the weights
 
     @property
     def device(self) -> torch.device:
@@ -87,13 +76,10 @@ def load_policy(spec: PolicySpec, base: str | None = None) -> Policy:
             for a folder of adapters.
     """
     disable_progress_bar()  # transformers' bar for loading weights
-    adapters, continued = adapter_folder(spec.model), base is not None and base != spec.model
+    adapters = adapter_folder(spec.model)
     if adapters is not None:
-        if spec.lora is not None and not continued:
-            raise UserError(
-                f"policy.lora: '{spec.model}' is a folder of adapters, which are trained as they are; remove policy.lora, or set "
-                "policy.model to their base model for new ones"
-            )
+        if spec.lora is not None and base in (None, spec.model):
+            raise UserError(f"policy.lora: '{spec.model}' is a folder of adapters and is trained; remove policy.lora")
         named = base or base_of(adapters)  # itself a folder of adapters if a run started with one
         inner = adapter_folder(named)
         spec = spec.model_copy(update={"model": named if inner is None else base_of(inner)})
@@ -102,25 +88,8 @@ def load_policy(spec: PolicySpec, base: str | None = None) -> Policy:
         model = load_adapters(model, adapters)
     elif spec.lora is not None:
         model = add_adapters(model, spec.lora, location)
-    return make_policy(
-        model, tokenizer, spec.model, spec.prompt_format, torch.bfloat16 if spec.dtype == "bfloat16" else None
-    )
-
-
-def check_revision(spec: PolicySpec) -> None:
-    """Check that `spec.revision` is set for hub ids only.
-
-    Do not call it for a checkpoint of a run, whose revision is that of the initial model.
-
-    Raises:
-        UserError: `spec` has a revision, and its model is an embedded policy or a folder with a full model.
-    """
-    local = spec.model.startswith(EMBEDDED_PREFIX) or Path(spec.model).expanduser().is_dir()
-    if spec.revision is not None and local and adapter_folder(spec.model) is None:
-        raise UserError(
-            f"policy.revision = {spec.revision!r}: policy.model {spec.model!r} is local and has no revisions; remove "
-            "policy.revision, or give a hub id"
-        )
+    compute = torch.bfloat16 if spec.dtype == "bfloat16" else None
+    return make_policy(model, tokenizer, spec.model, spec.prompt_format, compute)
 
 
 def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenizerBase, str]:
@@ -130,12 +99,8 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
     options: dict[str, Any] = {"trust_remote_code": False}
     if location.endswith(GGUF):
         if importlib.util.find_spec("gguf") is None:
-            raise UserError(
-                f"policy.model {spec.model!r}: reading GGUF files needs gguf; pip install 'sharpscope[gguf]'"
-            )
+            raise UserError(f"policy.model {spec.model!r}: GGUF files need gguf; pip install 'sharpscope[gguf]'")
         source, options["gguf_file"] = str(Path(location).parent), Path(location).name
-    elif spec.revision is not None and not Path(location).is_dir():
-        options["revision"] = spec.revision
     try:
         # Progress bars are for downloads only.
         with redirect_stderr(io.StringIO()) if Path(location).exists() else nullcontext():
@@ -161,14 +126,12 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
         raise
     except Exception as error:  # broken files can raise any exception in transformers
         problem = "" if Path(location).exists() else "no such folder, and as a hub id it "
-        raise UserError(f"policy.model {spec.model!r}: {problem}cannot be loaded: {_first_line(error)}") from error
+        raise UserError(f"policy.model {spec.model!r}: {problem}cannot be loaded: {first_line(error)}") from error
     model, info = loaded
     missing = sorted(map(str, [*info["missing_keys"], *info.get("mismatched_keys", ())]))
     if missing:
-        raise UserError(
-            f"policy.model {spec.model!r}: the checkpoint has no weights for {missing[0]} ({len(missing)} in all); save the full "
-            "model with save_pretrained"
-        )
+        lacks = f"the checkpoint has no weights for {missing[0]} ({len(missing)} in all)"
+        raise UserError(f"policy.model {spec.model!r}: {lacks}; save the full model with save_pretrained")
     if location.endswith(GGUF):
         model = _dequantized(model)
     return model.to(device).eval(), tokenizer, location
@@ -200,17 +163,14 @@ def make_policy(
     check_cacheable(model)
     head = output_head(model)
     check_head(model, head)
-    if len(tokenizer) > head.weight.shape[0]:
-        raise UserError(
-            f"policy.model {source!r}: the tokenizer has {len(tokenizer)} tokens, the model "
-            f"{head.weight.shape[0]}; use the model's tokenizer"
-        )
+    words = head.weight.shape[0]
+    if len(tokenizer) > words:
+        more = f"the tokenizer has {len(tokenizer)} tokens, the model {words}"
+        raise UserError(f"policy.model {source!r}: {more}; use the model's tokenizer")
     eos_ids = _eos_ids(model, tokenizer)
     if not eos_ids:
-        raise UserError(
-            f"policy.model {source!r}: neither the tokenizer nor the generation config has an end-of-text token; set eos_token "
-            "in tokenizer_config.json"
-        )
+        none = "neither the tokenizer nor the generation config has an end-of-text token"
+        raise UserError(f"policy.model {source!r}: {none}; set eos_token in tokenizer_config.json")
     if prompt_format == "chat" and not tokenizer.chat_template:
         raise UserError(f"policy.prompt_format 'chat': the tokenizer of {source!r} has no chat template; use 'plain'")
     return Policy(
@@ -259,11 +219,8 @@ def _tokenizer(location: str, options: dict[str, Any]) -> PreTrainedTokenizerBas
 
 
 def _attention(spec: PolicySpec, config: Any) -> str:
+    """The attention kernel; sdpa does not support capped attention logits."""
     capped = getattr(config, "attn_logit_softcapping", None) is not None
-    if spec.attention == "sdpa" and capped:
-        raise UserError(
-            "policy.attention 'sdpa': this model caps its attention logits, which sdpa does not support; use 'auto'"
-        )
     return spec.attention if spec.attention != "auto" else "eager" if capped else "sdpa"
 
 
@@ -281,7 +238,7 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"policy.device {name!r}: not available ({_first_line(error)}); use 'auto' or 'cpu'") from error
+        raise UserError(f"policy.device {name!r}: not available ({first_line(error)}); use 'auto' or 'cpu'") from error
     return device
 
 
@@ -290,7 +247,3 @@ def _eos_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> tuple[int,
     listed = getattr(getattr(bare(model), "generation_config", None), "eos_token_id", None)
     found = [tokenizer.eos_token_id, *(listed if isinstance(listed, list | tuple) else [listed])]
     return tuple(dict.fromkeys(int(token) for token in found if token is not None))
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

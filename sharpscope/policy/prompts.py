@@ -79,9 +79,9 @@ def _apply_template(example: Example, policy: Policy) -> str:
         return str(policy.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except TemplateError as error:  # some templates have no system role, others require alternating roles
         roles = ", ".join(message["role"] for message in messages)
+        why = f"the chat template of {policy.source!r} rejects the roles {roles} ({' '.join(str(error).split())})"
         raise UserError(
-            f"policy.prompt_format = 'chat': the chat template of {policy.source!r} rejects messages with the roles {roles} "
-            f"({' '.join(str(error).split())}); change them in the data, or use policy.prompt_format=plain"
+            f"policy.prompt_format = 'chat': {why}; change them, or use policy.prompt_format=plain"
         ) from error
 
 

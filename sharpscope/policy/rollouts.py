@@ -94,23 +94,19 @@ def completions_of(
     counted: Sequence[Sequence[bool]] | None = None,
     device: torch.device | str = "cpu",
 ) -> Completions:
-    """Given token IDs as completions without a sampler: `behavior_logp` is NaN, each row is a group, texts are empty.
+    """Token IDs of N prompts and completions without a sampler: `behavior_logp` is NaN, each row is a group, texts are empty.
 
-    Args:
-        prompts: N prompts.
-        completions: N completions.
-        counted: for each completion's tokens, whether they are in the loss; None: all are.
-        device: of the tensors.
+    `counted`: for each completion's tokens, whether they are in the loss; None: all are.
     """
     mask = [[1] * len(row) for row in completions] if counted is None else counted
-    ids = torch.cat([_padded(prompts, left=True), _padded(completions, left=False)], 1).to(device)
-    present = [_padded([[1] * len(row) for row in part], left=i == 0) for i, part in enumerate((prompts, completions))]
+    ids = torch.cat([padded(prompts, left=True), padded(completions)], 1).to(device)
+    present = [padded([[1] * len(row) for row in part], left=i == 0) for i, part in enumerate((prompts, completions))]
     width = ids.shape[1] - present[0].shape[1]
     return Completions(
         input_ids=ids,
         attention_mask=torch.cat(present, 1).to(device),
         completion_ids=ids[:, ids.shape[1] - width :],
-        completion_mask=_padded(mask, left=False).to(device),
+        completion_mask=padded(mask).to(device),
         behavior_logp=torch.full((len(ids), width), torch.nan, device=device),
         sampler_logp=None,
         group=torch.arange(len(ids), device=device),
@@ -119,12 +115,12 @@ def completions_of(
     )
 
 
-def _padded(rows: Sequence[Sequence[int]], left: bool) -> Tensor:
-    """(n, width) long: the rows with zeros before or behind them."""
+def padded(rows: Sequence[Sequence[int]], value: int = 0, left: bool = False) -> Tensor:
+    """(n, width) long: the rows followed by `value`, or preceded by it."""
     width = max(map(len, rows))
-    zeros = [[0] * (width - len(row)) for row in rows]
-    padded = [[*zero, *row] if left else [*row, *zero] for row, zero in zip(rows, zeros, strict=True)]
-    return torch.tensor(padded, dtype=torch.long).view(len(rows), width)
+    rest = [[value] * (width - len(row)) for row in rows]
+    whole = [[*some, *row] if left else [*row, *some] for row, some in zip(rows, rest, strict=True)]
+    return torch.tensor(whole, dtype=torch.long).view(len(rows), width)
 
 
 C = TypeVar("C", bound=Completions)
@@ -135,7 +131,7 @@ def join_rollouts(*parts: C) -> C:
     prompt = max(part.prompt_width for part in parts)
     width = max(part.completion_ids.shape[1] for part in parts)
 
-    def padded(part: C, name: str) -> Tensor:
+    def widened(part: C, name: str) -> Tensor:
         """A field of one part, padded to the common prompt and completion width."""
         value: Tensor = getattr(part, name)
         if value.ndim != 2:
@@ -146,5 +142,5 @@ def join_rollouts(*parts: C) -> C:
     joined: dict[str, Any] = {"texts": [text for part in parts for text in part.texts]}
     for name in (field.name for field in fields(parts[0]) if field.name != "texts"):
         present = all(getattr(part, name) is not None for part in parts)
-        joined[name] = torch.cat([padded(part, name) for part in parts]) if present else None
+        joined[name] = torch.cat([widened(part, name) for part in parts]) if present else None
     return replace(parts[0], **joined)

@@ -71,7 +71,6 @@ class Scorer:
         model: nn.Module | None = None,
         with_grad: bool = False,
         stats: bool = False,
-        entropy: bool = False,
         function: PerToken | None = None,
     ) -> Scored:
         """Compute log-probabilities (n, T) of rows in one microbatch, with `model` instead of the policy if given."""
@@ -85,7 +84,6 @@ class Scorer:
             compute=self.compute,
             one_pass=self.sharded,
             gradient_checkpointing=self.gradient_checkpointing,
-            entropy=entropy,
             function=function,
         )
 
@@ -135,7 +133,7 @@ class Scorer:
             for result, value in zip(results, values(rollouts.rows(rows), rows), strict=True):
                 result[rows] = value.to(result.dtype)
         for _ in range(idle):
-            rows = (rollouts.lengths + rollouts.prompt_lengths).argmin()[None].cpu()
+            rows = shortest(rollouts)
             values(rollouts.rows(rows), rows)
         distributed.exchange_rows(local_rows, results)
 
@@ -171,9 +169,9 @@ class Scorer:
         return max(distributed.gather(len(batches))) - len(batches) if self.sharded else 0
 
 
-def shortest_row(rollouts: Rollouts) -> Rollouts:
-    """The row with the fewest tokens, as rollouts of one row."""
-    return rollouts.rows((rollouts.lengths + rollouts.prompt_lengths).argmin()[None].cpu())
+def shortest(rollouts: Rollouts) -> Tensor:
+    """Index (1,) of the row with the fewest tokens."""
+    return (rollouts.lengths + rollouts.prompt_lengths).argmin()[None].cpu()
 
 
 def write_stats(target: TokenStats, rows: Tensor, values: TokenStats | None) -> None:

@@ -16,8 +16,6 @@ from sharpscope.policy.head import Head
 LOGIT_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 # Size of a block of logits for the reductions: on a CPU (per thread) it should fit into the cache.
 CACHE_BYTES = {"cpu": 2 * 2**20, "cuda": 128 * 2**20}
-
-
 # Maximum size of logits stored for the backward pass; larger ones are recomputed.
 KEEP_BYTES = {"cpu": 256 * 2**20, "cuda": 1024 * 2**20}
 
@@ -60,16 +58,7 @@ def spread(values: Tensor, keep: Tensor) -> Tensor:
 
 @torch.no_grad()
 def flat_stats(hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> dict[str, Tensor]:
-    """Compute `TokenStats` of tokens in chunks, with memory independent of length × vocabulary.
-
-    Args:
-        hidden: (M, d), each predicting one target.
-        head: The output layer.
-        targets: (M,) long.
-        temperature: T > 0 of the softmax.
-
-    Returns:
-        Name of each statistic -> (M,).
+    """`TokenStats` by name, (M,) each, of `targets` (M,) given `hidden` (M, d), with memory independent of M × vocabulary.
 
     Raises:
         ValueError: The temperature is not positive.
@@ -88,19 +77,11 @@ def flat_stats(hidden: Tensor, head: Head, targets: Tensor, temperature: float) 
 def flat_logp(
     hidden: Tensor, head: Head, targets: Tensor, temperature: float, *, stats: bool, keep_logits: bool | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute log-probabilities of tokens, differentiable in `hidden` and the head.
+    """Log-probabilities (M,) [nats] of `targets` (M,), differentiable in `hidden` (M, d), at least float32, and the head.
 
-    Args:
-        hidden: (M, d) hidden states, at least float32.
-        head: The output layer.
-        targets: (M,) long.
-        temperature: T > 0.
-        stats: Whether to also return the tokens' statistics, without gradient.
-        keep_logits: Whether to store all (M, V) logits for the backward pass instead of recomputing them in chunks. None:
-            if they are small and the layer is not in half precision, since its float32 copy would be stored too.
-
-    Returns:
-        Log-probabilities (M,) [nats], and the statistics by name, (M,) each, or an empty dict.
+    With `stats` also the tokens' statistics by name, (M,) each, without gradient, else an empty dict. `keep_logits`: whether
+    to store all (M, V) logits for the backward pass instead of recomputing them in chunks; None: if they are small and the
+    layer is not in half precision, since its float32 copy would be stored too.
     """
     bytes_per_row = head.weight.shape[0] * max(4, hidden.element_size())
     if keep_logits is None:
@@ -156,8 +137,8 @@ CURVATURE_TOP = 50
 
 
 @torch.no_grad()
-def flat_proxy(hidden: Tensor, head: Head, targets: Tensor, temperature: float, min_p: float = PROXY_MIN_P) -> Tensor:
-    """Log-probabilities (M,) [nats] under p = softmax(z/T) without tokens below min_p·max_j p_j, renormalized.
+def flat_proxy(hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities (M,) [nats] under p = softmax(z/T) without tokens below `PROXY_MIN_P`·max_j p_j, renormalized.
 
     −inf for a target that is left out. `hidden` is (M, d), `targets` (M,) long.
     """
@@ -165,7 +146,7 @@ def flat_proxy(hidden: Tensor, head: Head, targets: Tensor, temperature: float, 
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     for start, stop in chunks(len(hidden), head.weight.shape[0] * dtype.itemsize, hidden.device, LOGIT_BYTES):
         z = head.logits(hidden[start:stop]) / temperature  # (C, V)
-        floor = z.amax(1, keepdim=True) + math.log(min_p)
+        floor = z.amax(1, keepdim=True) + math.log(PROXY_MIN_P)
         kept = torch.where(z >= floor, z, -torch.inf)
         parts.append((kept.gather(1, targets[start:stop, None]) - kept.logsumexp(1, keepdim=True))[:, 0])
     return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=dtype)
@@ -197,28 +178,19 @@ def flat_curvature(
     temperature: float,
     *,
     advantage: Tensor,
-    top: int = CURVATURE_TOP,
     lr: float,
     moments: Moments | None,
 ) -> Tensor:
     """m_H and m_F (M, 2) of tokens: change of objective and policy by an AdamW step of the output layer on one token's gradient.
 
     With x = ∂z/∂W = h·scale/T, v = e_y − π, g = A·v⊗x, G the step per learning rate and u = Gx: m_H = lr·⟨g, G⟩ + lr²/2·A·[(v·u)² −
-    (Σ π u² − (Σ π u)²)] and m_F = lr²/2·(v·u)² (arXiv 2510.00819). The rows are y and the `top` − 1 most likely others.
-
-    Args:
-        hidden: (M, d).
-        head: The output layer; a soft cap changes π and not x.
-        targets: (M,) y.
-        temperature: T > 0.
-        advantage: (M,) A.
-        top: Rows of W with a gradient.
-        lr: Learning rate.
-        moments: Of the optimizer; None: it has none yet, and G = g.
+    (Σ π u² − (Σ π u)²)] and m_F = lr²/2·(v·u)² (arXiv 2510.00819). The rows are y and the `CURVATURE_TOP` − 1 most likely others.
+    `hidden` is (M, d), `targets` y and `advantage` A (M,); a soft cap changes π and not x. Where the optimizer has no `moments`
+    yet, G = g.
     """
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     out = torch.empty(len(hidden), 2, dtype=dtype, device=hidden.device)
-    top = min(top, head.weight.shape[0])
+    top = min(CURVATURE_TOP, head.weight.shape[0])
     bytes_per_row = dtype.itemsize * max(head.weight.shape[0], 6 * top * hidden.shape[1])
     for start, stop in chunks(len(hidden), bytes_per_row, hidden.device, LOGIT_BYTES):
         h, a, y = hidden[start:stop].to(dtype), advantage[start:stop].to(dtype), targets[start:stop, None]

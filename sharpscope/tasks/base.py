@@ -18,11 +18,9 @@ GIVE_UP = 5_000
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt and its correct answer.
+    """One prompt and its correct answer, both as text.
 
     Attributes:
-        prompt: the prompt as text.
-        answer: the correct answer as text.
         meta: `id` (hash of the content), `level` (number of people, difficulty or number of hops) and values for the scorer.
         messages: chat messages, if the prompt has more than one.
         prefill: start of the completion, such as `<think>`. It is the end of the prompt and is not generated; `Task.score`
@@ -138,20 +136,28 @@ def stream_seed(*parts: object) -> int:
     return int(content_id("stream", *map(str, parts)), 16) >> 1
 
 
+def splits_by_level(
+    spec: Any, levels: Iterable[int], unseen: Iterable[int], make: Callable[[str, int, int], Iterable[Example]]
+) -> dict[str, list[Example]]:
+    """Splits `train` and `heldout` of some levels and `unseen` of others, without those of size 0.
+
+    `spec` has the sizes, and `make(split, level, size)` the examples.
+    """
+    splits = {
+        "train": [example for level in levels for example in make("train", level, spec.train_size)],
+        "heldout": [example for level in levels for example in make("heldout", level, spec.heldout_size)],
+        "unseen": [example for level in unseen for example in make("unseen", level, spec.unseen_size)],
+    }
+    return {split: examples for split, examples in splits.items() if examples}
+
+
 def take(
     stream: Iterable[Example], count: int, *, training: bool, field: str, without: Container[str] = ()
 ) -> list[Example]:
-    """Take examples with distinct `meta["id"]` for one side of a split.
+    """Take `count` examples with distinct `meta["id"]` for one side of a split, without those whose `meta["form"]` is in `without`.
 
     The id is a hash of the question, which alone determines the side. A question held out in one set is therefore in no
-    training set, whatever its seed or size.
-
-    Args:
-        stream: generated examples.
-        count: number of examples to take.
-        training: whether to take training or held-out questions.
-        field: configuration field of `count`, for the error message.
-        without: values of `meta["form"]` to skip.
+    training set, whatever its seed or size. `field` is the configuration field of `count`, for the error message.
 
     Raises:
         UserError: the stream has fewer different questions.

@@ -22,18 +22,15 @@ def make_custom(spec: CustomSpec) -> Task:
     Raises:
         UserError: the factory does not exist, does not accept the options, or does not return a task.
     """
+    where = f"task.factory = '{spec.factory}'"
     factory = import_function(spec.factory, "task.factory")
-    made = _call_user(
-        f"task.factory = '{spec.factory}' with options {dict(spec.options)}", lambda: factory(**spec.options)
-    )
+    made = _call_user(f"{where} with options {dict(spec.options)}", lambda: factory(**spec.options))
     if isinstance(made, tuple) and len(made) == 2 and callable(made[1]):
         return CheckedTask(spec.factory, lambda: made[0], made[1])
     missing = [part for part in ("splits", "score") if not callable(getattr(made, part, None))]
     if missing:
-        raise UserError(
-            f"task.factory = '{spec.factory}': returned {type(made).__name__} without {' and '.join(missing)};"
-            " return (splits, score) or an object with both"
-        )
+        lacks = f"returned {type(made).__name__} without {' and '.join(missing)}"
+        raise UserError(f"{where}: {lacks}; return (splits, score) or an object with both")
     name = str(getattr(made, "name", spec.factory))
     if callable(getattr(made, "respond", None)):
         return InteractiveCheckedTask(name, made)
@@ -47,9 +44,8 @@ def _call_user(what: str, call: Callable[[], Any]) -> Any:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(
-            f"{what}: raised {type(error).__name__}: {' '.join(str(error).split())}; correct it there"
-        ) from error
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError(f"{what}: raised {problem}; correct it there") from error
 
 
 class CheckedTask:
@@ -69,13 +65,10 @@ class CheckedTask:
             for split, examples in splits.items()
         }
 
-    def _checked(self, where: str, example: Any) -> Example:
-        if not (isinstance(example, Example) and isinstance(example.prompt, str) and isinstance(example.answer, str)):
-            raise UserError(
-                f"task '{self.name}': {where} must be Example(prompt: str, answer: str), got {example!r:.80}"
-            )
-        meta = {"id": content_id(example.prompt, example.answer), "level": "all"} | dict(example.meta)
-        return replace(example, meta=meta)
+    def _checked(self, where: str, made: Any) -> Example:
+        if not (isinstance(made, Example) and isinstance(made.prompt, str) and isinstance(made.answer, str)):
+            raise UserError(f"task '{self.name}': {where} must be Example(prompt: str, answer: str), got {made!r:.80}")
+        return replace(made, meta={"id": content_id(made.prompt, made.answer), "level": "all"} | dict(made.meta))
 
     def score(self, example: Example, completion: str) -> Reward:
         """The scorer's result as a `Reward`. A total that is not finite is left to the health rule `non_finite`."""
@@ -84,9 +77,8 @@ class CheckedTask:
             return reward
         if isinstance(reward, (bool, int, float)):
             return Reward(float(reward), {"answer": float(reward)}, correct=float(reward) >= 1.0)
-        raise UserError(
-            f"task '{self.name}': score returned {type(reward).__name__}; return a Reward, a number or a bool"
-        )
+        found = type(reward).__name__
+        raise UserError(f"task '{self.name}': score returned {found}; return a Reward, a number or a bool")
 
 
 class InteractiveCheckedTask(CheckedTask):
@@ -96,12 +88,12 @@ class InteractiveCheckedTask(CheckedTask):
         super().__init__(name, task.splits, task.score)
         self._task, stop = task, getattr(task, "stop", ())
         self.stop = (stop,) if isinstance(stop, str) else stop  # ("</search>") is a string, not a tuple
-        if not isinstance(self.stop, tuple | list) or not all(
-            isinstance(text, str) and text for text in self.stop or [0]
+        if (
+            not isinstance(stop, str | tuple | list)
+            or not self.stop
+            or not all(isinstance(text, str) and text for text in self.stop)
         ):
-            raise UserError(
-                f"task '{name}': defines respond but not stop; set stop = ('…',), the texts at which generation stops"
-            )
+            raise UserError(f"task '{name}': defines respond but not stop; set stop = ('…',), texts that end a turn")
 
     def respond(self, example: Example, completion: str) -> str | None:
         """The task's response, or None if the conversation is finished."""
@@ -109,11 +101,10 @@ class InteractiveCheckedTask(CheckedTask):
 
     def respond_many(self, examples: Sequence[Example], completions: Sequence[str]) -> list[str | None]:
         """The task's responses, from its `respond_many` if defined."""
-        responses: list[Any] = _call_user(
-            f"task '{self.name}', respond", lambda: respond_all(self._task, examples, completions)
-        )
+        what, task = f"task '{self.name}'", self._task
+        responses: list[Any] = _call_user(f"{what}, respond", lambda: respond_all(task, examples, completions))
         kinds = {type(response).__name__ for response in responses if not isinstance(response, str | None)}
         if kinds or len(responses) != len(examples):
             found = ", ".join(kinds) or f"{len(responses)} responses for {len(examples)} completions"
-            raise UserError(f"task '{self.name}': respond returned {found}; return a str or None for each completion")
+            raise UserError(f"{what}: respond returned {found}; return a str or None for each completion")
         return responses

@@ -1,4 +1,4 @@
-"""Task `dataset`: questions and answers from Parquet or JSON Lines files, or from the Hugging Face Hub.
+"""Task `dataset`: questions and answers from Parquet or JSON Lines files.
 
 Columns with common names are used as they are, as is the row format of the verl trainers (`prompt`, `data_source` and
 `reward_model.ground_truth`); `task.columns` sets other names. Rows are held out by a hash of their content, so equal
@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from sharpscope.config.tasks import ColumnsSpec, DatasetSpec
-from sharpscope.errors import UserError, nearest
+from sharpscope.errors import UserError, first_line, nearest
 from sharpscope.tasks.answers import final_answer, number_of, score_exact, score_exact_match, score_numeric
 from sharpscope.tasks.base import Example, Reward, content_id, held_out_share, once
 from sharpscope.tasks.logic_rl import roles_of, score_logic_rl
 from sharpscope.tasks.math_scoring import score_math
-from sharpscope.tasks.statements import content_key, parse_statements, solve
 
 Row = dict[str, Any]
 Location = str
@@ -68,9 +67,7 @@ class DatasetTask:
 
     def __init__(self, spec: DatasetSpec) -> None:
         if not spec.path:
-            raise UserError(
-                "task.path: not set; give a .parquet or .jsonl file, a folder of them or a Hugging Face dataset id"
-            )
+            raise UserError("task.path: not set; give a .parquet or .jsonl file, or a folder of them")
         self.spec = spec
 
     @once
@@ -96,10 +93,10 @@ class DatasetTask:
         train = [example for example in rows if example.meta["content"] not in contents]
         for side, name in ((train, "training"), (heldout, "held-out")):
             if not side and (name == "training" or spec.heldout_fraction or spec.heldout_path):
-                raise UserError(
-                    f"task.heldout_fraction = {spec.heldout_fraction}: the {name} set has none of the {len(rows)} rows;"
-                    " change the fraction (0: no held-out set), set task.heldout_path, or evaluate with --split all"
+                given = (
+                    f"task.heldout_fraction = {spec.heldout_fraction}: the {name} set has none of the {len(rows)} rows"
                 )
+                raise UserError(f"{given}; change it, set task.heldout_path, or evaluate with --split all")
         return {"train": train} | ({"heldout": heldout} if heldout else {})
 
     def score(self, example: Example, completion: str) -> Reward:
@@ -110,17 +107,12 @@ class DatasetTask:
         return SCORERS[example.meta["scorer"]](text, example.meta["truths"])
 
     def _examples(self, path: str, field: str) -> list[Example]:
-        spec, examples = self.spec, []
-        hub_id = path.count("/") == 1 and not Path(path).suffix and not Path(path).expanduser().exists()
-        saved = any(Path(path, name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
-        for file in [path] if hub_id or saved else files_of(path, field):
-            rows = read_file(file) if isinstance(file, Path) else _read_hub(path, spec.subset, spec.hub_split)
+        examples: list[Example] = []
+        for file in files_of(path, field):
             columns = None
-            for where, row in rows:
-                columns = columns or _find_columns(spec.columns, list(row), where)
+            for where, row in read_file(file):
+                columns = columns or _find_columns(self.spec.columns, list(row), where)
                 examples.append(self._example(row, columns, where))
-                if len(examples) == spec.limit:
-                    return examples
             if columns is None:
                 raise UserError(f"{file}: the dataset has no rows")
         return examples
@@ -128,48 +120,45 @@ class DatasetTask:
     def _example(self, row: Row, columns: ColumnsSpec, where: Location) -> Example:
         spec = self.spec
         prompt, messages = _read_prompt(_cell(row, columns.prompt, where, "prompt"), where)
-        truth = _cell(row, columns.answer, where, "answer")
-        scorer = self._scorer(row, columns, truth, where)
-        if scorer == "logic_rl":
-            answer, meta = _puzzle(truth, row, where)
+        truth = _nested(_cell(row, columns.answer, where, "answer"))
+        meta: dict[str, Any] = {"scorer": self._scorer(row, truth, where), "level": "all"}
+        meta["content"] = content_id(" ".join(prompt.split()))
+        if meta["scorer"] == "logic_rl":
+            answer = truth["solution_text_format"] if isinstance(truth, dict) else truth
+            roles = roles_of(answer) if isinstance(answer, str) else {}
+            if not roles:
+                raise UserError(f"{where}: the answer must be like '(1) Ava is a knight', got {answer!r:.60}")
+            meta |= {"level": len(roles), "names": tuple(roles)}
         else:
-            truths = _read_truths(truth, scorer, where)
-            content = content_id(" ".join(prompt.split()))
-            answer, meta = truths[0], {"truths": truths, "level": "all", "content": content}
-        if columns.level:
-            level = _cell(row, columns.level, where, "level")
-            if not isinstance(level, str | int | float):
-                raise UserError(f"{where}: the level must be a number or text, got {level!r:.60}")
-            meta["level"] = int(level) if isinstance(level, float) and level.is_integer() else level
+            meta["truths"] = _read_truths(truth, meta["scorer"], where)
+            answer = meta["truths"][0]
         templated = any(mark in prompt for mark in CHAT_MARKS)
         if spec.template and not templated:
             prompt, messages = spec.template.replace("{prompt}", prompt), []
         return Example(
             prompt,
             answer,
-            {"id": content_id(prompt, answer), "scorer": scorer} | meta,
+            {"id": content_id(prompt, answer)} | meta,
             messages=messages if len(messages) > 1 and not templated else (),
             prefill=prompt[prompt.rfind("<think>") :] if prompt.rstrip().endswith("<think>") else "",
             templated=templated,
         )
 
-    def _scorer(self, row: Row, columns: ColumnsSpec, truth: object, where: Location) -> str:
+    def _scorer(self, row: Row, truth: object, where: Location) -> str:
         """The configured scorer, that of the row's data_source, or one that suits the answer."""
         if self.spec.scorer != "auto":
             return self.spec.scorer
-        if not columns.data_source:
+        if "data_source" not in row:
             if isinstance(truth, dict) and "solution_text_format" in truth:
                 return "logic_rl"
             truths = [final_answer(text) for text in _read_truths(truth, "auto", where)]
             if any("\\" in text for text in truths):
                 return "math"
             return "numeric" if all(_NUMBER.fullmatch(text) for text in truths) else "exact_match"
-        source = _cell(row, columns.data_source, where, "data_source")
+        source = row["data_source"]
         if not isinstance(source, str) or source not in DATA_SOURCES:
-            raise UserError(
-                f"{where}: data_source {source!r:.60} has no scorer{nearest(str(source), DATA_SOURCES)}"
-                f" or set task.scorer to one of: {', '.join(sorted({*SCORERS, 'logic_rl'}))}"
-            )
+            hint = nearest(str(source), DATA_SOURCES)
+            raise UserError(f"{where}: data_source {source!r:.60} has no scorer{hint}; or set task.scorer")
         return DATA_SOURCES[source]
 
 
@@ -185,11 +174,9 @@ def _find_columns(columns: ColumnsSpec, present: Sequence[str], where: Location)
         if not found[field]:
             none = f"no column for the {field} (usual names: {', '.join(names)})"
             problem = f"{' and '.join(candidates)} can each be the {field}" if candidates else none
-            raise UserError(
-                f"{where}: {problem}; set task.columns.{field} to one of: {', '.join(candidates or present)}"
-            )
-    source = columns.data_source or ("data_source" if "data_source" in present else "")
-    return columns.model_copy(update=found | {"data_source": source})
+            valid = ", ".join(candidates or present)
+            raise UserError(f"{where}: {problem}; set task.columns.{field} to one of: {valid}")
+    return ColumnsSpec(**found)
 
 
 def _read_prompt(value: object, where: Location) -> tuple[str, list[dict[str, str]]]:
@@ -201,9 +188,7 @@ def _read_prompt(value: object, where: Location) -> tuple[str, list[dict[str, st
     except (TypeError, KeyError, IndexError):
         text = ""
     if not text.strip():
-        raise UserError(
-            f"{where}: the prompt must be text or a list of chat messages with 'role' and 'content', got {value!r:.60}"
-        )
+        raise UserError(f"{where}: the prompt must be text or messages with 'role' and 'content', got {value!r:.60}")
     return text, messages
 
 
@@ -223,23 +208,6 @@ def _read_truths(value: object, scorer: str, where: Location) -> tuple[str, ...]
     if not truths:
         raise UserError(f"{where}: the list of answers is empty")
     return tuple(truths)
-
-
-def _puzzle(truth: object, row: Row, where: Location) -> tuple[str, dict[str, Any]]:
-    """Answer and meta of a Knights-and-Knaves row, whose ground truth must be the only solution of its statements."""
-    fields = _nested(truth)
-    fields = fields if isinstance(fields, dict) else {"solution_text_format": fields}
-    answer = fields.get("solution_text_format")
-    roles = roles_of(answer) if isinstance(answer, str) else {}
-    puzzle = parse_statements(fields.get("statements", row.get("statements")), f"{where}: statements")
-    solution = tuple(role == "knight" for role in roles.values())
-    if not isinstance(answer, str) or solve(puzzle) != [solution]:
-        raise UserError(
-            f"{where}: solution_text_format {answer!r:.60} must be the only solution of the statements, such as "
-            f"'(1) Ava is a knight'; they have {len(solve(puzzle))}"
-        )
-    meta = {"level": len(roles), "names": tuple(roles), "solution": solution, "statements": puzzle}
-    return answer, meta | {"content": content_key(puzzle)}
 
 
 def files_of(path: str, field: str) -> list[Path]:
@@ -280,35 +248,8 @@ def read_file(file: Path) -> Iterator[tuple[Location, Row]]:
                     raise ValueError(f"a {type(row).__name__} instead of an object")
                 if row:
                     yield where, row
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-        MemoryError,
-    ) as error:  # pyarrow's exceptions are ValueErrors or OSErrors
-        raise UserError(f"{where}: not readable as {file.suffix[1:]} ({_first_line(error)})") from error
-
-
-def _read_hub(path: str, subset: str, split: str) -> Iterator[tuple[Location, Row]]:
-    """Rows of a Hugging Face dataset, an id or a folder written by `save_to_disk`, through the optional library `datasets`."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"task.path = '{path}': not a local file; Hugging Face datasets need pip install 'sharpscope[hub]'"
-        ) from error
-    try:
-        loaded = datasets.load_from_disk(path) if Path(path).exists() else datasets.load_dataset(path, subset or None)
-    except Exception as error:  # the library raises many types: network, format, name
-        raise UserError(
-            f"task.path = '{path}': not a local file, and not a loadable Hugging Face dataset ({_first_line(error)})"
-        ) from error
-    if isinstance(loaded, dict):
-        if split not in loaded:
-            raise UserError(f"task.hub_split = '{split}': '{path}' has no such split{nearest(split, loaded)}")
-        loaded = loaded[split]
-    for number, row in enumerate(loaded, 1):
-        yield f"{path} row {number}", dict(row)
+    except (OSError, ValueError, RecursionError, MemoryError) as error:  # also pyarrow's exceptions
+        raise UserError(f"{where}: not readable as {file.suffix[1:]} ({first_line(error)})") from error
 
 
 def _cell(row: Row, column: str, where: Location, field: str) -> Any:
@@ -333,7 +274,3 @@ def _nested(value: Any) -> Any:
         except ValueError:
             return None
     return value
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:200] or type(error).__name__

@@ -11,7 +11,16 @@ from collections.abc import Iterator
 
 from sharpscope.config.tasks import KnightsKnavesSpec
 from sharpscope.errors import UserError
-from sharpscope.tasks.base import HELD_OUT, Example, Reward, content_id, held_out_share, once, stream_seed
+from sharpscope.tasks.base import (
+    HELD_OUT,
+    Example,
+    Reward,
+    content_id,
+    held_out_share,
+    once,
+    splits_by_level,
+    stream_seed,
+)
 from sharpscope.tasks.logic_rl import roles_of, score_logic_rl, solution_text
 from sharpscope.tasks.puzzles import Draws, sample_puzzle, word_puzzle
 from sharpscope.tasks.statements import Puzzle, content_key, solve
@@ -52,17 +61,7 @@ class KnightsKnaves:
     @once
     def splits(self) -> dict[str, list[Example]]:
         """`{"train": …, "heldout": …, "unseen": …}`, without splits of size 0."""
-        spec = self.spec
-        sizes = {
-            "train": (spec.sizes, spec.train_size),
-            "heldout": (spec.sizes, spec.heldout_size),
-            "unseen": (spec.unseen_people, spec.unseen_size),
-        }
-        return {
-            split: [example for people in numbers for example in self._examples(split, people, count)]
-            for split, (numbers, count) in sizes.items()
-            if numbers and count
-        }
+        return splits_by_level(self.spec, self.spec.sizes, self.spec.unseen_people, self._examples)
 
     def score(self, example: Example, completion: str) -> Reward:
         """Logic-RL reward of prefill and completion."""
@@ -74,7 +73,7 @@ class KnightsKnaves:
         contents: set[str] = set()
         texts: set[str] = set()
         misses = 0
-        for number, (puzzle, content) in enumerate(self._puzzles(split, people)):
+        for number, (puzzle, content) in enumerate(self._puzzles(split, people) if count else ()):
             if content not in contents or misses >= PATIENCE:
                 example = self._example(puzzle, content, stream_seed("wording", self.spec.seed, split, people, number))
                 if example.prompt not in texts:
@@ -87,10 +86,8 @@ class KnightsKnaves:
                     continue
             misses += 1
             if misses >= GIVE_UP:
-                raise UserError(
-                    f"task.{split}_size = {count}: only {len(examples)} different puzzles found for {people} people;"
-                    " use fewer, or more people"
-                )
+                found = f"only {len(examples)} different puzzles found for {people} people"
+                raise UserError(f"task.{split}_size = {count}: {found}; use fewer, or more people")
         return examples
 
     def _puzzles(self, split: str, people: int) -> Iterator[tuple[Puzzle, str]]:
@@ -98,7 +95,7 @@ class KnightsKnaves:
         spec = self.spec
         draws = Draws(stream_seed("statements", spec.seed, split, people))
         while True:
-            puzzle = sample_puzzle(draws, people, depth=2, width=2)
+            puzzle = sample_puzzle(draws, people, depth=2)
             if len(solve(puzzle)) != 1:
                 continue
             content = content_key(puzzle)

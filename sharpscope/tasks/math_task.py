@@ -157,7 +157,7 @@ class MathTask:
 
         An expression, such as the question 3 + 4 itself, is not a number.
         """
-        return score_value(example.whole(completion), (example.answer,), self.spec.time_limit)
+        return score_value(example.whole(completion), (example.answer,))
 
     def _split(self, split: str, levels: Sequence[int], count: int, without: Container[str] = ()) -> list[Example]:
         return [example for level in levels for example in self._level(split, level, count, without)]

@@ -85,19 +85,12 @@ class Draws:
         return self._words.pop()
 
 
-def sample_puzzle(draws: Draws, people: int, depth: int, width: int) -> Puzzle:
-    """Sample one statement per person. The puzzle may have any number of solutions.
-
-    Args:
-        draws: random integers.
-        people: number of people.
-        depth: largest nesting depth of a statement.
-        width: largest number of operands of and/or.
-    """
-    return tuple(_statement(draws, person, people, depth, width) for person in range(people))
+def sample_puzzle(draws: Draws, people: int, depth: int) -> Puzzle:
+    """Sample one statement per person, nested at most `depth` deep. The puzzle may have any number of solutions."""
+    return tuple(_statement(draws, person, people, depth) for person in range(people))
 
 
-def _statement(draws: Draws, speaker: int, people: int, depth: int, width: int) -> Statement:
+def _statement(draws: Draws, speaker: int, people: int, depth: int) -> Statement:
     kind = draws.below(6)
     if depth == 1 or kind == 0:
         while True:
@@ -105,11 +98,10 @@ def _statement(draws: Draws, speaker: int, people: int, depth: int, width: int) 
             if claim != ("lying", speaker):  # "I am a knave" has no consistent assignment
                 return claim
     if kind == 1:
-        return ("not", _statement(draws, speaker, people, depth - 1, width))
-    count = 2 + draws.below(width - 1) if kind in (2, 3) else 2
+        return ("not", _statement(draws, speaker, people, depth - 1))
     parts: list[Statement] = []
-    while len(parts) < count:
-        part = _statement(draws, speaker, people, depth - 1, width)
+    while len(parts) < 2:
+        part = _statement(draws, speaker, people, depth - 1)
         if part not in parts:
             parts.append(part)
     return (("and", "or", "->", "<=>")[kind - 2], *parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import urllib.error
 import urllib.request
@@ -10,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
-from urllib.parse import urlsplit
 
-from sharpscope.errors import UserError
+from sharpscope.errors import UserError, first_line
 from sharpscope.tasks.dataset import files_of, read_file
 
+RETRIES, TIMEOUT = 3, 10.0
+"""Retries of a failed request to a retrieval server, and time limit of a request [s]."""
 TITLE_WEIGHT = 3
 """Number of repetitions of a title in the indexed text, so that the passage about an entity ranks above mentions of it."""
 
@@ -34,9 +36,7 @@ class Bm25Retriever:
         try:
             import bm25s
         except ImportError as error:
-            raise UserError(
-                "task.retriever: BM25 needs the library 'bm25s'; pip install 'sharpscope[tools]'"
-            ) from error
+            raise UserError("task.retriever: BM25 needs bm25s; pip install 'sharpscope[tools]'") from error
         self._corpus = corpus
         self._top = min(top, len(corpus))
         self._tokenize = lambda texts: bm25s.tokenize(
@@ -65,16 +65,13 @@ class HttpRetriever:
     A request is `{"queries": […], "topk": k, "return_scores": true}`, a response `{"result": [[{"document": …}]]}`.
     """
 
-    def __init__(self, url: str, top: int, time_limit: float, retries: int) -> None:
-        try:
-            parts = urlsplit(url)
-        except ValueError:
-            parts = urlsplit("")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+    def __init__(self, url: str, top: int) -> None:
+        if not re.match(r"https?://[^/:]", url):
             raise UserError(f"task.retriever_url = '{url}': not a valid address; use http://host:port/path")
-        self._url, self._top, self._time_limit, self._retries = url, top, time_limit, retries
-        # Local addresses bypass a proxy set in the environment.
-        local = parts.hostname in ("localhost", "127.0.0.1", "::1")
+        self._url, self._top = url, top
+        local = re.match(
+            r"https?://(localhost|127\.0\.0\.1|\[::1\])(:|/|$)", url
+        )  # bypasses a proxy set in the environment
         self._opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if local else []))
 
     def search(self, queries: Sequence[str]) -> list[list[Passage]]:
@@ -88,11 +85,11 @@ class HttpRetriever:
         body = json.dumps({"queries": list(queries), "topk": self._top, "return_scores": True}).encode()
         request = urllib.request.Request(self._url, data=body, headers={"Content-Type": "application/json"})
         problem = ""
-        for attempt in range(self._retries + 1):
+        for attempt in range(RETRIES + 1):
             if attempt:
                 time.sleep(min(0.1 * 2**attempt, 5.0))
             try:
-                with self._opener.open(request, timeout=self._time_limit) as response:
+                with self._opener.open(request, timeout=TIMEOUT) as response:
                     results = json.load(response)["result"]
                 if len(results) != len(queries):
                     raise ValueError(f"{len(results)} results for {len(queries)} queries")
@@ -102,10 +99,9 @@ class HttpRetriever:
                 if error.code < 500:  # repeating an invalid request is useless
                     break
             except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
-                problem = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(
-            f"task.retriever_url = '{self._url}': no valid response ({problem}); check that the retrieval server is running"
-        )
+                problem = first_line(error)
+        why = f"no valid response ({problem}); check that the retrieval server is running"
+        raise UserError(f"task.retriever_url = '{self._url}': {why}")
 
 
 def passage_of(row: Any) -> Passage:

@@ -1,4 +1,4 @@
-"""Statements of Knights-and-Knaves puzzles: parse, solve and compare them.
+"""Statements of Knights-and-Knaves puzzles: solve and compare them.
 
 A statement is a nested tuple: ("telling-truth", i) and ("lying", i) about person i, ("not", s), ("and" | "or", s, s,
 …), ("->", s, s) and ("<=>", s, s). A puzzle is a tuple of statements; statement i is made by person i.
@@ -6,59 +6,18 @@ A statement is a nested tuple: ("telling-truth", i) and ("lying", i) about perso
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Sequence
 from functools import reduce
 from itertools import permutations, product
 from operator import and_, or_
 from typing import Any
 
-from sharpscope.errors import UserError
 from sharpscope.tasks.base import content_id
 
 Statement = tuple[Any, ...]
 Puzzle = tuple[Statement, ...]
 
 ATOMS = ("telling-truth", "lying")
-OPERANDS = {"not": (1, 1), "and": (2, 99), "or": (2, 99), "->": (2, 2), "<=>": (2, 2)}
-"""Operator -> smallest and largest number of operands."""
-MAX_PEOPLE = 12
-
-
-def parse_statements(literal: object, where: str = "statements") -> Puzzle:
-    """Parse a puzzle and check its structure.
-
-    Args:
-        literal: nested tuples or lists, or their Python literal, which is read with `ast.literal_eval`.
-        where: start of the error message.
-
-    Raises:
-        UserError: `literal` is not a puzzle.
-    """
-    try:
-        value: Any = ast.literal_eval(literal.strip()) if isinstance(literal, str) else literal
-        if not 1 <= len(value) <= MAX_PEOPLE:
-            raise ValueError(f"{len(value)} people instead of 1 to {MAX_PEOPLE}")
-        return tuple(_check(statement, len(value)) for statement in value)
-    except (ValueError, LookupError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
-        raise UserError(
-            f"{where}: {literal!r:.60} is not a puzzle such as (('lying', 1), ('telling-truth', 0)), one statement for each "
-            f"person ({type(error).__name__}: {str(error).partition(chr(10))[0]:.60})"
-        ) from error
-
-
-def _check(statement: Any, people: int) -> Statement:
-    """Convert a statement to nested tuples; raises ValueError, LookupError or TypeError for an invalid part."""
-    operator, *rest = statement
-    if operator in ATOMS:
-        (person,) = rest
-        if type(person) is not int or not 0 <= person < people:
-            raise ValueError(f"no person {person!r:.20}")
-        return (operator, person)
-    least, most = OPERANDS[operator]
-    if not least <= len(rest) <= most:
-        raise ValueError(f"{len(rest)} operands of {operator}")
-    return (operator, *(_check(part, people) for part in rest))
 
 
 def solve(puzzle: Puzzle) -> list[tuple[bool, ...]]:

@@ -13,7 +13,7 @@ from random import Random
 from sharpscope.config.tasks import DatasetSpec, ToolQaSpec
 from sharpscope.errors import UserError
 from sharpscope.tasks.answers import last_tagged
-from sharpscope.tasks.base import Example, Reward, content_id, once, stream_seed, take
+from sharpscope.tasks.base import Example, Reward, content_id, once, splits_by_level, stream_seed, take
 from sharpscope.tasks.dataset import SCORERS, DatasetTask
 from sharpscope.tasks.retrieval import Bm25Retriever, HttpRetriever, Passage, read_corpus
 from sharpscope.tasks.tool_world import World, ask, make_world
@@ -34,6 +34,8 @@ INSTRUCTION = (
     "illustrations. For example, <answer> Beijing </answer>. Question: {prompt}\n"
 )
 """Prompt of Search-R1, verbatim."""
+THINGS = 300
+"""People, companies, cities and countries of the generated world."""
 LONGEST_QUERY = 500
 """Maximum length of a query [characters]; longer ones are truncated."""
 
@@ -104,7 +106,7 @@ def follows_protocol(text: str) -> bool:
 
 
 class ToolQa:
-    """Splits `train`, `heldout` and `unseen` (`spec.unseen_hops`); the level is the number of hops.
+    """Splits `train` and `heldout`; the level is the number of hops.
 
     `meta["chain"]` of a generated question lists its hops.
     """
@@ -120,39 +122,26 @@ class ToolQa:
     @cached_property
     def world(self) -> World:
         """The generated world."""
-        return make_world(self.spec.things, stream_seed("world", self.spec.seed))
+        return make_world(THINGS, stream_seed("world", self.spec.seed))
 
     @cached_property
     def retriever(self) -> HttpRetriever | Bm25Retriever:
         """The server, or BM25 over the corpus file or the world."""
         spec = self.spec
         if spec.retriever_url:
-            return HttpRetriever(spec.retriever_url, spec.top, spec.time_limit, spec.retries)
+            return HttpRetriever(spec.retriever_url, spec.top)
         return Bm25Retriever(read_corpus(spec.corpus) if spec.corpus else self.world.corpus(), spec.top)
 
     @once
     def splits(self) -> dict[str, list[Example]]:
         """Questions by split, without splits of size 0."""
-        return self._generated() if self.spec.questions is None else self._read(self.spec.questions)
+        if self.spec.questions is not None:
+            return self._read(self.spec.questions)
+        return splits_by_level(self.spec, self.spec.hops, (), self._generated)
 
-    def _generated(self) -> dict[str, list[Example]]:
-        spec = self.spec
-        sizes = {
-            "train": (spec.hops, spec.train_size),
-            "heldout": (spec.hops, spec.heldout_size),
-            "unseen": (spec.unseen_hops, spec.unseen_size),
-        }
-        return {
-            split: [
-                example
-                for hops in levels
-                for example in take(
-                    self._stream(split, hops), count, training=split == "train", field=f"task.{split}_size"
-                )
-            ]
-            for split, (levels, count) in sizes.items()
-            if levels and count
-        }
+    def _generated(self, split: str, hops: int, count: int) -> list[Example]:
+        """`count` different questions of a split."""
+        return take(self._stream(split, hops), count, training=split == "train", field=f"task.{split}_size")
 
     def _stream(self, split: str, hops: int) -> Iterator[Example]:
         rng = Random(stream_seed("tool_qa", self.spec.seed, split, hops))

@@ -1,6 +1,6 @@
 """Training: rollouts, updates, evaluation and checkpoints, recorded as traces."""
 
-from sharpscope.training.display import Display, RichDisplay
+from sharpscope.training.display import Display
 from sharpscope.training.evaluate import evaluate, evaluate_model
 from sharpscope.training.learner import Learner
 from sharpscope.training.loop import Outcome, train

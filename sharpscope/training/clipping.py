@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -14,17 +14,11 @@ from sharpscope.recording.norms import clip_factor, norms
 
 @dataclass(frozen=True)
 class Clipping:
-    """What clipping does to a gradient.
+    """What clipping does to a gradient."""
 
-    Attributes:
-        factors: what each parameter's gradient is multiplied by.
-        share: norm after clipping divided by the norm before; 1 for a gradient of 0.
-        averages: moving average of each module type's norm after this gradient; empty without a clip by module.
-    """
-
-    factors: list[float]
-    share: float
-    averages: dict[str, float] = field(default_factory=dict)
+    factors: list[float]  # what each parameter's gradient is multiplied by
+    share: float  # norm after clipping divided by the norm before; 1 for a gradient of 0
+    averages: dict[str, float]  # moving average of each module type's norm after this gradient
 
 
 def module_types(model: nn.Module) -> dict[int, str]:
@@ -50,15 +44,10 @@ def clipping(
     types: Mapping[int, str],
     averages: Mapping[str, float],
 ) -> Clipping:
-    """The clip of a gradient with global norm `norm`.
+    """The clip of a gradient, given as pairs with its parameters, whose global norm is `norm`.
 
-    Args:
-        pairs: parameters and their gradients; of sharded ones every process calls this.
-        norm: the global norm of these gradients.
-        limit: largest global norm, applied after the clip by module; None: none.
-        spec: the clip by module, its schedules resolved; None: none.
-        types: as `module_types` returns it.
-        averages: of the norms so far, by module type.
+    First the clip by module `spec`, its schedules resolved, by the `averages` of the norms so far, then that of the global norm
+    to `limit`; None: no clip. `types` are those of `module_types`. Of a sharded model every process calls this.
     """
     if spec is None or not (norm > 0 and math.isfinite(norm)):
         factor = clip_factor(norm, limit)

@@ -1,4 +1,4 @@
-"""Progress of a training run: a bar on a terminal, and lines of text; nothing in tests and sweeps."""
+"""Progress of a training run: lines of text, and on a terminal a bar below them."""
 
 from __future__ import annotations
 
@@ -27,32 +27,10 @@ _SHOWN = (
 
 
 class Display:
-    """Shows the progress of a run. This one shows nothing; `RichDisplay` does."""
-
-    def start(self, title: str, steps: int, done: int) -> None:
-        """The run starts, or continues after `done` steps."""
-
-    def status(self, text: str) -> None:
-        """The run starts another activity."""
-
-    def step(self, row: Mapping[str, Any]) -> None:
-        """A step is done; `row` is its row of the steps table."""
-
-    def evaluation(self, rows: list[dict[str, Any]]) -> None:
-        """An evaluation is done."""
-
-    def event(self, event: Event) -> None:
-        """A health rule applied."""
-
-    def stop(self) -> None:
-        """The run ended, for whatever reason."""
-
-
-class RichDisplay(Display):
-    """Lines of text: every tenth step, slow steps, evaluations and events; on a terminal below them a bar and the present activity."""
+    """Shows the progress of a run on a console; without one, nothing."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True)
+        self.console = console or Console(quiet=True)
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -62,12 +40,12 @@ class RichDisplay(Display):
             TimeRemainingColumn(),
             TextColumn("[dim]{task.fields[status]}"),
             console=self.console,
-            disable=not self.console.is_terminal,
+            disable=self.console.quiet or not self.console.is_terminal,
         )
         self._fired: Counter[str] = Counter()
 
     def start(self, title: str, steps: int, done: int) -> None:
-        """Start the bar; a resumed run says from which step."""
+        """The run starts, or continues after `done` steps."""
         self._steps, self._done, self._began = steps, done, time.monotonic()
         self._task = self._progress.add_task(escape(title), total=steps, completed=done, status="")
         self._progress.start()
@@ -76,11 +54,11 @@ class RichDisplay(Display):
         self._printed = self._began
 
     def status(self, text: str) -> None:
-        """Show the present activity."""
+        """The run starts another activity."""
         self._progress.update(self._task, status=escape(text))
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Move the bar, and print every tenth step and slow ones."""
+        """A step is done; `row` is its row of the steps table. Every tenth step and slow ones are printed."""
         step, now = int(row["step"]), time.monotonic()
         self._progress.update(self._task, completed=step)
         if step % 10 == 0 or step == 1 or now - self._printed >= LINE_EVERY:
@@ -91,7 +69,9 @@ class RichDisplay(Display):
             self._print(f"step {step} of {self._steps}: {values}  left {timedelta(seconds=round(left))}")
 
     def evaluation(self, rows: list[dict[str, Any]]) -> None:
-        """Print an evaluation."""
+        """An evaluation is done."""
+        if self.console.quiet:
+            return
         from sharpscope.analysis.statistics import accuracy_interval  # scipy is slow to import
 
         texts = [
@@ -102,7 +82,7 @@ class RichDisplay(Display):
         self._print(f"step {rows[0]['step']}, accuracy [95 % interval over prompts, %]: " + "; ".join(texts))
 
     def event(self, event: Event) -> None:
-        """Print a health event; a rule that fires again is not printed (all are in the events table)."""
+        """A health rule applied; only its first event is printed (all are in the events table)."""
         self._fired[event.rule] += 1
         if self._fired[event.rule] == 1:
             color = {"error": "red", "warning": "yellow"}.get(event.severity, "cyan")
@@ -111,7 +91,7 @@ class RichDisplay(Display):
             )
 
     def stop(self) -> None:
-        """End the bar."""
+        """The run ended, for whatever reason."""
         self._progress.stop()
 
     def _print(self, line: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from sharpscope.config.policy import EMBEDDED_PREFIX
 from sharpscope.errors import UserError
-from sharpscope.policy import Policy, SamplingSpec, check_revision, draw_scored, embedded_policy, load_policy
+from sharpscope.policy import Policy, SamplingSpec, draw_scored, embedded_policy, load_policy
 from sharpscope.recording import environment
 from sharpscope.recording.rows import evaluation_row, prompt_pass_at_k, standard_error
 from sharpscope.seeds import derive
@@ -42,13 +42,8 @@ def evaluate(
 
     `prompts` examples of each level, the first in the split's own fixed order. At temperature 0 one completion is enough and
     k = 1; above, k = `samples`. The accuracy is avg@k; its standard error that of the mean over prompts of each prompt's
-    share of correct completions. Draws are seeded by (seed, split, level, temperature), the same at every step and for every
-    method.
-
-    Args:
-        policy, task, step, splits, prompts, temperatures, samples, spec, seed: as above.
-        on_progress: called with a line of text on what is measured.
-        pass_at: further columns `pass_at_<k>` and `pass_at_<k>_std_error`, unbiased, for each k from 1 to `samples`.
+    share of correct completions; `pass_at` adds the unbiased `pass_at_<k>` and `pass_at_<k>_std_error`. Draws are seeded by
+    (seed, split, level, temperature), the same at every step and for every method.
     """
     report, rows = on_progress or (lambda text: None), []
     for split, level, of_level in _levels(task, splits):
@@ -103,9 +98,8 @@ def check_splits(task: Task, splits: Sequence[str]) -> None:
     """
     there = [name for name, examples in task.splits().items() if examples]
     if not set(splits) & set(there):
-        raise UserError(
-            f"evaluation.splits = {list(splits)}: the task has {', '.join(there)}; name one of them, or set evaluation.every to 0"
-        )
+        given = f"evaluation.splits = {list(splits)}: the task has {', '.join(there)}"
+        raise UserError(f"{given}; name one of them, or set evaluation.every to 0")
 
 
 def evaluate_model(
@@ -123,12 +117,8 @@ def evaluate_model(
 ) -> list[dict[str, Any]]:
     """Rows of the eval table, with 95 % intervals, for a run's last checkpoint, a model folder, a hub id or `embedded:NAME`.
 
-    A run has its own task and sampling limits, an embedded policy its task; `task` and `overrides` change them.
-
-    Args:
-        model, task, temperatures, prompts, samples, seed, pass_at, overrides: as above, and as of `evaluate`.
-        splits: all of these; None: those of DEFAULT_SPLITS that the task has. Of task `dataset`, `all` is every row.
-        on_progress: called with a line of text on what is measured.
+    A run has its own task and sampling limits, an embedded policy its task; `task` and `overrides` change them. All `splits`
+    are measured, by default those of DEFAULT_SPLITS that the task has; of task `dataset`, `all` is every row.
 
     Raises:
         UserError: no such model, a run without a checkpoint, a task without the splits, or a number out of its range.
@@ -154,8 +144,6 @@ def evaluate_model(
     environment.set_threads(config.threads, config.policy.model)
     made = make_task(config.task)
     present = _present_splits(made, splits)
-    if not recorded:
-        check_revision(config.policy)
     policy = load_policy(config.policy, base=read_recorded(folder).policy.model if recorded else None)
     if isinstance(made, DatasetTask):
         for split in present:
@@ -184,10 +172,8 @@ def _present_splits(task: Task, splits: Sequence[str] | None) -> list[str]:
     if not present or (missing and splits is not None):
         available = [split for split, examples in task.splits().items() if examples]
         available += [EVERY_ROW] if isinstance(task, DatasetTask) else []
-        raise UserError(
-            f"--split {', '.join(missing)}: the task has {', '.join(available) or 'no splits'}; name one of them, or "
-            "repeat --split for several"
-        )
+        there = ", ".join(available) or "no splits"
+        raise UserError(f"--split {', '.join(missing)}: the task has {there}; name one of them, or repeat --split")
     return present
 
 

@@ -13,14 +13,7 @@ from torch import Tensor, nn
 
 from sharpscope.config.selections import CurvatureTokens
 from sharpscope.errors import NonFiniteError, UserError
-from sharpscope.objective import (
-    Method,
-    MethodState,
-    Plan,
-    k3,
-    per_token,
-    prepare,
-)
+from sharpscope.objective import Method, MethodState, Plan, k3, per_token, prepare
 from sharpscope.policy import Rollouts, TokenStats
 from sharpscope.policy.adapters import without_adapters
 from sharpscope.policy.head import output_head
@@ -116,14 +109,12 @@ class Learner:
         rotations: bool = False,
         without: Tensor | None = None,
     ) -> StepResult:
-        """Make all updates of one step.
+        """Make all updates of one step on N rollouts with advantages (N,) or (N, T).
+
+        The number of the step seeds its random choices; `progress`, the share of the run done, resolves schedules; the
+        method's constants are calibrated.
 
         Args:
-            rollouts: N rows.
-            advantage: (N,) one for each completion, or (N, T) one for each token.
-            step: number of the step, which seeds its random choices.
-            progress: share of the run done, in [0, 1], for schedules.
-            method: the objective, its constants calibrated.
             stats: of the present policy on `rollouts`, where they are known already.
             before_first_update: asked once, after the first gradient. If it returns False, the tokens of that gradient are
                 recorded, and weights and optimizer stay as they are.
@@ -183,17 +174,10 @@ class Learner:
         references: dict[str, list[Gradient]] | None = None,
         at_update: Callable[[], None] | None = None,
     ) -> UpdateRotation:
-        """Compare the first update on all rows with the reference objective's. Neither stays.
+        """Compare the first update on all rows with the reference objective's, see `learn`. Neither stays.
 
-        Args:
-            rollouts: N rows.
-            advantage: (N,) or (N, T), the method's.
-            step: see `learn`.
-            progress: see `learn`.
-            method: the objective, its constants calibrated.
-            stats: of the present policy on `rollouts`.
-            references: keeps the last reference gradient, so that calls with the same rollouts, state and reference share it.
-            at_update: called with the weights moved by the update, which are put back; the optimizer's state does not move.
+        `references` keeps the last reference gradient, so that calls with the same rollouts, state and reference share it.
+        `at_update` is called with the weights moved by the update, which are put back; the optimizer's state does not move.
         """
         tokens = StepTokens.unused(stats)
         plan = self.plan(rollouts, advantage, step, progress, method, stats)
@@ -231,14 +215,11 @@ class Learner:
         group = trained.get(id(weight))
         if group is None or self.scorer.sharded:
             why = "is sharded" if self.scorer.sharded else "is not trained"
-            raise UserError(
-                f"method.tokens.kind = curvature: the output layer {why}; train it whole, or choose another method"
-            )
-        state = self.optimizer.state.get(weight)
+            raise UserError(f"method.tokens.kind = curvature: the output layer {why}; choose another method")
         moments = None
-        if state:
-            averages = state["exp_avg"], state["exp_avg_sq"]
-            moments = Moments(*averages, int(state["step"]), group["betas"], group["eps"])
+        if state := self.optimizer.state.get(weight):
+            known = int(state["step"]), group["betas"], group["eps"]
+            moments = Moments(state["exp_avg"], state["exp_avg_sq"], *known)
         function = partial(flat_curvature, lr=float(group["lr"]), moments=moments)
         each = per_token(advantage.to(rollouts.completion_ids.device), rollouts.completion_mask)
         return self.scorer.per_token(rollouts, function, 2, advantage=each)

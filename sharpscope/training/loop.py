@@ -18,7 +18,7 @@ from sharpscope.config.token_weights import UniformWeight
 from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
 from sharpscope.objective import Method, MethodState, calibrate, method_label
-from sharpscope.policy import Policy, check_lengths, check_revision, render_prompts
+from sharpscope.policy import Policy, check_lengths, render_prompts
 from sharpscope.policy.sharding import shard
 from sharpscope.recording import environment, run_folder
 from sharpscope.recording.health import (
@@ -95,8 +95,6 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
             distributed.rank_zero_call(lock)
             distributed.rank_zero_call(lambda: run_folder.check_resume(config))
             saved, notes = distributed.rank_zero_call(lambda: newest_valid(folder))
-        else:
-            check_revision(config.policy)
         task = make_task(config.task)
         examples = task.splits().get("train", [])
         if not examples:

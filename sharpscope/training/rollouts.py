@@ -53,14 +53,11 @@ def draw_rollouts(
     statistics: Callable[[Rollouts], TokenStats] | None = None,
     draw: Draw | None = None,
 ) -> RolloutBatch:
-    """The rollouts of one step.
+    """The rollouts of one step, drawn by `draw`.
 
     With dynamic sampling (DAPO), further prompts replace groups whose answers are all correct or all wrong, whatever their
-    rewards: a group of wrong answers of different lengths would teach lengths only.
-
-    Args:
-        statistics: gives π_old's token statistics; called once, for methods whose advantages need them.
-        draw: draws and scores the completions of some examples; None for `draw_group`.
+    rewards: a group of wrong answers of different lengths would teach lengths only. `statistics` gives π_old's token
+    statistics, for methods whose advantages need them.
     """
     draw = draw or draw_group
     examples = order.take(spec.prompts_per_step)
@@ -89,12 +86,7 @@ def draw_rollouts(
     return RolloutBatch(examples, rollouts, rewards, advantage, redrawn, stats)
 
 
-def step_advantages(
-    method: Method,
-    rollouts: Rollouts,
-    rewards: list[Reward],
-    stats: TokenStats | None,
-) -> Tensor:
+def step_advantages(method: Method, rollouts: Rollouts, rewards: list[Reward], stats: TokenStats | None) -> Tensor:
     """Advantages of a step's completions, (N,) or (N, T), float64.
 
     Groups with a reward that is not finite have advantage 0 and are left out of the statistics of the step; a health rule

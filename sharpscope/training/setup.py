@@ -119,10 +119,8 @@ def positive_learning_rate(config: RunConfig, step: int) -> float:
     """
     lr = learning_rate(config.optimizer, step, config.steps)
     if not lr > 0:
-        raise UserError(
-            f"optimizer.schedule = {config.optimizer.schedule}: the learning rate is 0 at step {step}; choose an earlier "
-            "checkpoint, or --set optimizer.schedule=constant"
-        )
+        given = f"optimizer.schedule = {config.optimizer.schedule}: the learning rate is 0 at step {step}"
+        raise UserError(f"{given}; choose an earlier checkpoint, or --set optimizer.schedule=constant")
     return lr
 
 

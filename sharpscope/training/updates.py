@@ -28,7 +28,9 @@ from sharpscope.objective import (
 )
 from sharpscope.policy import Rollouts
 from sharpscope.policy.adapters import without_adapters
-from sharpscope.policy.scoring import shortest_row
+from sharpscope.policy.forward import PerToken
+from sharpscope.policy.scoring import shortest
+from sharpscope.policy.token_stats import flat_entropy
 from sharpscope.probes import coming_step, noise_rotation, rotation
 from sharpscope.recording.norms import Norms, gradient_norms, total_norm, update_norms
 from sharpscope.recording.step import (
@@ -104,6 +106,11 @@ class Updates:
     def _norms(self) -> Norms:
         """Norms of the gradient in `.grad`."""
         return gradient_norms(self.learner.parameters, self.learner.groups)
+
+    @property
+    def _entropy(self) -> PerToken | None:
+        """What gives the entropy of the tokens where the loss has a bonus."""
+        return None if self.method.entropy is None else flat_entropy
 
     @property
     def _entropy_coef(self) -> float:
@@ -196,7 +203,7 @@ class Updates:
         for micro in batches:
             local = torch.tensor([position[int(row)] for row in micro])
             part = rollouts.rows(micro)
-            scored = scorer.score(part, entropy=self.method.entropy is not None)
+            scored = scorer.score(part, function=self._entropy)
             reference, proximal = (self._frozen_logp(one, part) for one in (learner.reference, learner.proximal))
             for index, prompt in enumerate(prompts.tolist()):
                 of = (part.group == prompt).nonzero()[:, 0].cpu()
@@ -212,11 +219,11 @@ class Updates:
                     proximal_logp=None if proximal is None else proximal[of],
                     pass_index=pass_index,
                 ).loss
-                if scored.entropy is not None:
-                    loss -= entropy_bonus(self._entropy_coef, plan, scored.entropy[of], tokens, pass_index=pass_index)
+                if scored.values is not None:
+                    loss -= entropy_bonus(self._entropy_coef, plan, scored.values[of], tokens, pass_index=pass_index)
                 total[index] += float(loss) * len(prompts)
         for _ in range(scorer.idle_passes(batches)):
-            part = shortest_row(rollouts)
+            part = rollouts.rows(shortest(rollouts))
             scorer.score(part)
             self._frozen_logp(learner.reference, part)
         return torch.stack(distributed.gather(total)).sum(0)
@@ -292,7 +299,7 @@ class Updates:
         Without gradients enabled, no gradient is added.
         """
         learner, rows, moves = self.learner, self.rollouts.rows(micro), torch.is_grad_enabled()
-        scored = learner.scorer.score(rows, with_grad=moves, entropy=self.method.entropy is not None)
+        scored = learner.scorer.score(rows, with_grad=moves, function=self._entropy)
         logp, plan = scored.logp, self.plan.rows(micro)  # (n, T)
         reference = self._frozen_logp(learner.reference, rows)
         out = policy_loss(
@@ -313,10 +320,10 @@ class Updates:
                 left_out = self.without[micro].to(logp.device)[:, : logp.shape[1]]
                 logp.register_hook(lambda gradient: gradient.masked_fill(left_out, 0.0))
             logp.retain_grad()
-        if scored.entropy is not None:  # a term of its own: `logp.grad`, the coefficients, does not have it
-            bonus = entropy_bonus(self._entropy_coef, plan, scored.entropy, loss_tokens, pass_index=pass_index)
+        if scored.values is not None:  # a term of its own: `logp.grad`, the coefficients, does not have it
+            bonus = entropy_bonus(self._entropy_coef, plan, scored.values, loss_tokens, pass_index=pass_index)
             loss = loss - bonus
-            nats = float(torch.where(plan.pass_mask(pass_index), scored.entropy.detach(), 0.0).sum(dtype=torch.float64))
+            nats = float(torch.where(plan.pass_mask(pass_index), scored.values.detach(), 0.0).sum(dtype=torch.float64))
         if moves:
             loss.backward()
         if index is not None:
@@ -330,14 +337,14 @@ class Updates:
                 ratio=out.ratio,
                 log_ratio=logp.detach() - plan.behavior_logp,
             )
-            entropy = 0.0 if scored.entropy is None else -self._entropy_coef / max(loss_tokens, 1)
+            entropy = 0.0 if scored.values is None else -self._entropy_coef / max(loss_tokens, 1)
             known = {"kl_coef": kl_coef, "entropy_coef": torch.full_like(logp, entropy), "ref_logp": reference}
             self._record(index, micro, plan, out, known | {"loss_coef": coef}, pass_index)
         return float(loss.detach()), nats
 
     def _idle_microbatch(self) -> None:
         """All passes of a microbatch in their order, adding nothing to the gradient."""
-        rows = shortest_row(self.rollouts)
+        rows = self.rollouts.rows(shortest(self.rollouts))
         logp = self.learner.scorer.score(rows, with_grad=True).logp
         self._frozen_logp(self.learner.reference, rows)
         (logp.sum() * 0.0).backward()

@@ -28,21 +28,15 @@ GUESS = "a guess."
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A prompt and the completion to imitate.
-
-    Attributes:
-        prompt: the prompt.
-        completion: the first turn, without the end-of-text token.
-        style: style of the completion.
-        level: the task's level.
-        later: pairs of a response of the environment, which is not imitated, and the turn after it.
-    """
+    """A prompt and the completion to imitate."""
 
     prompt: str
-    completion: str
+    completion: str  # the first turn, without the end-of-text token
     style: Style
     level: int
-    later: tuple[tuple[str, str], ...] = ()
+    later: tuple[
+        tuple[str, str], ...
+    ] = ()  # a response of the environment, which is not imitated, and the turn after it
 
     @property
     def text(self) -> str:
@@ -206,12 +200,8 @@ def demonstrations(
 ) -> Iterator[Demonstration]:
     """Endless stream of demonstrations. Puzzles of a pool are used in turn, with new names.
 
-    Args:
-        pools: number of people -> puzzles.
-        weights: number of people -> sampling weight.
-        guess_share: fraction with the style `guess`.
-        chat_share: fraction with a chat prompt, whose completion starts after `<think>`; the rest has the compact prompt.
-        seed: seed of all random draws.
+    `pools` and sampling `weights` are by number of people. The share `guess_share` has the style `guess`, and `chat_share` a
+    chat prompt, whose completion starts after `<think>`; the rest has the compact prompt.
     """
     rng = random.Random(seed)
     sizes = [people for people in sorted(pools) if weights.get(people, 0) > 0]

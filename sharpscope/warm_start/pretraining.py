@@ -131,16 +131,10 @@ class Row(NamedTuple):
 def warm_start(
     spec: WarmStartSpec, out_dir: Path | str, on_progress: Callable[[int, float], None] | None = None
 ) -> dict[str, Any]:
-    """Train a policy and save it in the Hugging Face format, with `warm_start.json`.
+    """Train a policy and save it in the Hugging Face format to a new or empty folder; returns the content of `warm_start.json`.
 
-    Args:
-        spec: configuration.
-        out_dir: empty or new folder.
-        on_progress: called every 100 updates and at the end with the number of updates and the mean loss since the last call
-            [nats per completion token].
-
-    Returns:
-        The content of `warm_start.json`: loss, parameters, seconds, threads, versions, spec.
+    `on_progress` is called every 100 updates and at the end with the number of updates and the mean loss since the last call
+    [nats per completion token].
 
     Raises:
         UserError: `out_dir` is not empty.
@@ -316,13 +310,7 @@ def orthogonal(matrices: torch.Tensor, iterations: int = 5) -> torch.Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay (K. Jordan et al., 2024); torch has it only since 2.9.
 
-    An update has spectral norm about lr·sqrt(max(1, out/in)).
-
-    Args:
-        matrices: parameters (out, in).
-        lr: learning rate.
-        momentum: coefficient of the running average of gradients.
-        weight_decay: coefficient of the decoupled weight decay.
+    An update of a parameter (out, in) has spectral norm about lr·sqrt(max(1, out/in)).
     """
 
     def __init__(

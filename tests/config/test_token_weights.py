@@ -10,27 +10,27 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from sharpscope import register_token_weight
+from sharpscope import weight_bounds
 from sharpscope.config import Schedule
 from sharpscope.config.token_weights import CustomWeight, LinearWeight, ReverseWeight, ShuffledWeight, SigmoidWeight
-from sharpscope.config.weighting import find_token_weight
 from sharpscope.errors import UserError
 from sharpscope.objective import Method, StepTensors, named_method, token_weights
 from tests.objective.data import step_of, weights_of
 
 
-@register_token_weight("test-gentle", bounds=(0.5, 1.0))
+@weight_bounds(0.5, 1.0)
 def gentle(step: StepTensors, power: float = 0.5) -> torch.Tensor:
     """0.5 + π^power/2."""
     return 0.5 + (power * step.logp).exp() / 2
 
 
-def test_a_registered_function_works_and_keeps_what_it_declares():
-    weight = CustomWeight(function="test-gentle", arguments={"power": 1.0})
+def test_a_function_works_and_keeps_what_it_declares():
+    weight = CustomWeight(function=f"{__name__}:gentle", arguments={"power": 1.0})
     assert weights_of(weight, step_of(logp=[0.0, math.log(0.5)])) == pytest.approx([1.0, 0.75])
     assert weight.bounds == (0.5, 1.0)
     assert weights_of(ReverseWeight(of=weight), step_of(logp=[0.0])) == pytest.approx([0.5])
-    assert CustomWeight(function=f"{__name__}:gentle").bounds == (0.5, 1.0)
+    with pytest.raises(UserError, match="0 <= low < high"):
+        weight_bounds(2.0, 1.0)
     logp = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
     step = step_of(logp=[-1.0])
     assert not token_weights(weight, type(step)(**(vars(step) | {"logp": logp}))).requires_grad
@@ -62,26 +62,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_function_that_is_wrong_is_named_with_the_reason(what: str):
+def test_a_function_that_is_wrong_is_named_with_the_reason(what: str, monkeypatch: pytest.MonkeyPatch):
     function, message = BAD[what]
-    register_token_weight(f"test-bad-{what}", bounds=(0.0, 1.0) if what == "bounds" else None)(function)
+    function = weight_bounds(0.0, 1.0)(function) if what == "bounds" else function
+    monkeypatch.setattr(sys.modules[__name__], "bad", function, raising=False)
     with pytest.raises(UserError, match=message) as error:
-        token_weights(CustomWeight(function=f"test-bad-{what}"), step_of(logp=[-1.0, -2.0]))
-    assert "\n" not in str(error.value) and f"test-bad-{what}" in str(error.value)
-
-
-def test_names_cannot_be_taken_twice_or_look_like_paths():
-    for name, options, says in (
-        ("test-gentle", {}, "already taken"),
-        ("a:b", {}, "colon"),
-        ("test-bounds", {"bounds": (2.0, 1.0)}, "0 <= L < U"),
-    ):
-        with pytest.raises(UserError, match=says):
-            register_token_weight(name, **options)(lambda step: step.logp)
-    register_token_weight("test-gentle", bounds=(0.5, 1.0))(gentle)  # a module that is imported again
-    assert find_token_weight("test-gentle") is gentle
-    with pytest.raises(UserError, match="did you mean 'test-gentle'"):
-        CustomWeight(function="test-gentel")
+        token_weights(CustomWeight(function=f"{__name__}:bad"), step_of(logp=[-1.0, -2.0]))
+    assert "\n" not in str(error.value) and f"{__name__}:bad" in str(error.value)
 
 
 def test_schedules_are_resolved_everywhere_and_checked_at_both_ends():

@@ -1,4 +1,4 @@
-"""A folder of saved adapters as the model: what is asked of it, how it is held; and a revision of what has none."""
+"""A folder of saved adapters as the model: what is asked of it and how it is held."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from sharpscope.policy import (
     output_head,
 )
 from sharpscope.policy.adapters import has_adapters, without_adapters
-from sharpscope.policy.loading import check_revision
-from sharpscope.training import evaluate_model, train
 from tests.models import tiny_model
 from tests.policy.helpers import adapted, logp, spec, stir, word_tokenizer
 
@@ -46,20 +44,6 @@ def test_new_adapters_for_a_folder_of_adapters_are_refused(base, tmp_path):
             load_policy(wanted, base=beneath)
     assert has_adapters(load_policy(wanted, base=str(base)).model)  # a run that continues
     assert has_adapters(load_policy(spec(folder)).model)
-
-
-def test_a_revision_of_a_folder_is_refused(base, tmp_path, toy_config):
-    with pytest.raises(UserError, match=r"policy.revision = 'main': policy.model '.*' is local .* hub id"):
-        check_revision(spec(base, revision="main"))
-    with pytest.raises(UserError, match=r"policy.revision = 'main'"):
-        check_revision(spec("embedded:math", revision="main"))
-    check_revision(spec("owner/name", revision="main"))
-    check_revision(spec(adapters(base, tmp_path / "adapters"), revision="main"))  # that of their base model
-    check_revision(spec(base))
-    with pytest.raises(UserError, match=r"policy.revision = 'main'"):
-        train(toy_config(policy__revision="main"))
-    with pytest.raises(UserError, match=r"policy.revision = 'main'"):
-        evaluate_model(str(base), task="math", overrides=["policy.revision=main"])
 
 
 def test_only_the_adapters_train_and_they_start_at_the_model_itself(saved):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sharpscope.policy import forward
 from sharpscope.policy.cache import take_rows
 from sharpscope.policy.forward import length_buckets, microbatches, score_completions
-from sharpscope.policy.token_stats import STAT_NAMES
+from sharpscope.policy.token_stats import STAT_NAMES, flat_entropy
 from tests.models import ARCHITECTURES, tiny_model
 from tests.oracles.generation import completion_logp
 from tests.policy.helpers import COMPLETIONS, PROMPTS, completions_by_hand, rows, weighted
@@ -71,7 +71,8 @@ def test_the_differentiable_entropy(architecture, share, monkeypatch):
     """Values and gradients of Σ a_t·H_t against a plain forward pass; with a soft cap (gemma2) and in several chunks."""
     model, batch, temperature = tiny_model(architecture), rows(), 1.3
     monkeypatch.setattr("sharpscope.policy.token_stats.LOGIT_BYTES", {"cpu": 4096, "cuda": 4096})
-    scored = score_completions(model, batch, temperature, share_prompt=share, with_grad=True, stats=True, entropy=True)
+    options = {"share_prompt": share, "with_grad": True, "stats": True, "function": flat_entropy}
+    scored = score_completions(model, batch, temperature, **options)
     slow = torch.zeros(batch.completion_ids.shape, dtype=torch.float64)
     flat = [(p, c) for p, group in zip(PROMPTS, COMPLETIONS, strict=True) for c in group]
     for n, (prompt, completion) in enumerate(flat):
@@ -79,9 +80,9 @@ def test_the_differentiable_entropy(architecture, share, monkeypatch):
         p = z.softmax(-1)
         slow[n, : len(completion)] = -(p * p.log()).sum(-1)
     tolerance = TOLERANCE.get(architecture, 1e-9)
-    assert float((scored.entropy - slow).detach().abs().max()) < tolerance
-    assert float((scored.entropy - scored.stats.entropy).detach().abs().max()) < tolerance
-    assert_gradients_equal(model, weighted(scored.entropy), weighted(slow), tolerance)
+    assert float((scored.values - slow).detach().abs().max()) < tolerance
+    assert float((scored.values - scored.stats.entropy).detach().abs().max()) < tolerance
+    assert_gradients_equal(model, weighted(scored.values), weighted(slow), tolerance)
 
 
 @pytest.mark.parametrize("share", [False, True])

@@ -185,7 +185,8 @@ def test_the_filtered_policy_by_its_definition(temperature, monkeypatch):
     )
     targets = torch.randint(0, 23, (11,), generator=g)
     targets[:3] = (hidden @ weight.T)[:3].argmax(1)
-    found = flat_proxy(hidden, Head(weight, None), targets, temperature, 0.05)
+    monkeypatch.setattr(module, "PROXY_MIN_P", 0.05)
+    found = flat_proxy(hidden, Head(weight, None), targets, temperature)
     for row, y in enumerate(targets.tolist()):
         p = torch.softmax(hidden[row] @ weight.T / temperature, 0).tolist()
         kept = sum(value for value in p if value >= 0.05 * max(p))
@@ -212,7 +213,8 @@ def test_curvature_by_autograd_and_a_step_of_adam_itself(top, warm, monkeypatch)
     if warm:
         moments = Moments(state["exp_avg"], state["exp_avg_sq"], int(state["step"]), (0.9, 0.99), 1e-6)
     head = Head(weight.detach().clone(), None)
-    found = flat_curvature(hidden, head, targets, temperature, advantage=advantage, top=top, lr=lr, moments=moments)
+    monkeypatch.setattr(module, "CURVATURE_TOP", top)
+    found = flat_curvature(hidden, head, targets, temperature, advantage=advantage, lr=lr, moments=moments)
     for row, y in enumerate(targets.tolist()):
         copied = torch.nn.Parameter(weight.detach().clone())
         z = copied @ hidden[row] / temperature

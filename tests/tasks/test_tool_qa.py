@@ -6,9 +6,7 @@ import random
 import re
 
 import pytest
-from pydantic import ValidationError
 
-from sharpscope.errors import UserError
 from sharpscope.tasks import Example, ToolQaSpec, make_task
 from sharpscope.tasks.tool_qa import (
     FEEDBACK,
@@ -21,18 +19,18 @@ from sharpscope.tasks.tool_world import RELATIONS, make_world
 from tests.oracles import puzzles as oracle
 
 pytest.importorskip("bm25s", reason="needs the optional library bm25s")
-SMALL = {"hops": (1, 2), "things": 80, "train_size": 40, "heldout_size": 10, "unseen_size": 10}
+SMALL = {"hops": (1, 2, 3), "train_size": 40, "heldout_size": 10}
 
 
 @pytest.fixture(scope="module")
 def task() -> ToolQa:
-    return make_task(ToolQaSpec(**SMALL | {"unseen_hops": [3]}))
+    return make_task(ToolQaSpec(**SMALL))
 
 
 def test_the_world_is_consistent_and_repeatable(task):
     world = task.world
     assert world == make_task(ToolQaSpec(**SMALL)).world
-    assert len(world.facts) == 80
+    assert len(world.facts) == 300
     for name, facts in world.facts.items():
         assert set(facts) == set(RELATIONS[world.kinds[name]])
         assert all(world.kinds[value] == RELATIONS[world.kinds[name]][relation] for relation, value in facts.items())
@@ -45,7 +43,7 @@ def test_the_world_is_consistent_and_repeatable(task):
 
 def test_questions_follow_their_chain_and_never_name_their_answer(task):
     splits = task.splits()
-    assert {name: len(examples) for name, examples in splits.items()} == {"train": 80, "heldout": 20, "unseen": 10}
+    assert {name: len(examples) for name, examples in splits.items()} == {"train": 120, "heldout": 30}
     for example in (example for examples in splits.values() for example in examples):
         chain = example.meta["chain"]
         assert example.meta["level"] == len(chain)
@@ -64,7 +62,7 @@ def test_questions_follow_their_chain_and_never_name_their_answer(task):
 
 
 def test_a_perfect_player_answers_every_question(task):
-    for example in task.splits()["train"][::4] + task.splits()["unseen"]:
+    for example in task.splits()["train"][::4]:
         text = ""
         for thing, relation, value in example.meta["chain"]:
             text += f"<think>what is the {relation} of {thing}?</think><search>{thing}</search>"
@@ -184,13 +182,3 @@ def test_the_protocol_is_judged_as_the_slow_version_does():
 def test_a_hundred_kilobytes_break_nothing(task, text):
     assert task.score(EXAMPLE, text).total == 0.0
     assert task.respond(EXAMPLE, text) in (FEEDBACK, None)
-
-
-def test_impossible_settings_are_refused():
-    with pytest.raises(ValidationError, match="are also in hops"):
-        ToolQaSpec(hops=[1], unseen_hops=[1])
-
-
-def test_a_world_too_small_for_its_questions_is_an_error():
-    with pytest.raises(UserError, match=r"task.train_size = 900: only \d+ different"):
-        make_task(ToolQaSpec(things=20, hops=[1], train_size=900)).splits()

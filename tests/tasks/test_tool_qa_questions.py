@@ -65,8 +65,6 @@ GIVEN = {"questions": {"path": "q.jsonl"}, "corpus": "c.jsonl"}
     [
         ({"corpus": "c.jsonl"}, r"corpus = 'c.jsonl': .* set questions, or remove it"),
         ({**GIVEN, "retriever_url": "http://x/y"}, r"corpus = 'c.jsonl': has no effect with retriever_url"),
-        ({"questions": {"path": "q.jsonl", "scorer": "logic_rl"}, "corpus": "c.jsonl"}, r"questions.scorer = logic_rl"),
-        ({**GIVEN, "hops": [1, 2]}, r"hops = .* applies to generated questions only"),
     ],
 )
 def test_an_option_without_effect_is_refused(fields, says):

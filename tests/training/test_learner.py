@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -25,7 +24,6 @@ from sharpscope.errors import UserError
 from sharpscope.objective import Method, named_method, policy_loss
 from sharpscope.policy import load_policy
 from sharpscope.policy.scoring import Scorer
-from sharpscope.policy.token_stats import flat_proxy
 from sharpscope.recording.norms import Norms
 from sharpscope.recording.rows import steps_row, token_columns, update_columns
 from sharpscope.tasks import make_task
@@ -502,7 +500,7 @@ def test_lp_reg_and_stapo_in_training(world, monkeypatch):
     # Lp-Reg at ratio 1: −A/count, and 1 − q/π more on the chosen tokens
     method = named_method("lp-reg")
     method = method.model_copy(update={"penalty": method.penalty.model_copy(update={"share": 0.9})})
-    monkeypatch.setattr("sharpscope.training.learner.flat_proxy", partial(flat_proxy, min_p=0.1))
+    monkeypatch.setattr("sharpscope.policy.token_stats.PROXY_MIN_P", 0.1)
     observed = learner_of(policy, microbatch_tokens=64)
     for group in observed.optimizer.param_groups:
         group["lr"] = 0.0

@@ -28,7 +28,6 @@ from sharpscope.traces import TABLES, timing_columns, update_run_info
 from sharpscope.training import Display, loop, train
 from sharpscope.training import display as shown
 from sharpscope.training.checkpoint import checkpoints
-from sharpscope.training.display import RichDisplay
 from sharpscope.training.rollouts import DataOrder, draw_rollouts
 from sharpscope.training.setup import build_optimizer, learning_rate, load_start
 from tests.models import tiny_model
@@ -133,6 +132,7 @@ class StopAfter(Display):
     """Presses Ctrl-C when a step is done."""
 
     def __init__(self, step: int, times: int = 1) -> None:
+        super().__init__()
         self.at, self.times = step, times
 
     def step(self, row) -> None:
@@ -274,7 +274,7 @@ def test_a_penalty_on_length_is_no_signal_for_dynamic_sampling(toy_config):
 def lines(slow: bool, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(shown, "LINE_EVERY", 0.0 if slow else 1e9)
     file = io.StringIO()
-    display = RichDisplay(Console(file=file, width=40))
+    display = Display(Console(file=file, width=40))
     display.start("a run", 12, 0)
     for step in range(1, 13):
         display.step({"step": step, "reward_mean": 0.5, "accuracy": 0.25})
