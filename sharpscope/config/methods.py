@@ -183,10 +183,7 @@ def parse_method(text: str) -> Method:
     Raises:
         UserError: the method or a field is unknown, or a value is invalid.
     """
-    try:
-        method: Method = validate(Method, check_keys(Method, expand_method(text), "method"))
-    except UserError as error:
-        raise UserError(f"--methods {text}: {error}") from None
+    method: Method = validate(Method, check_keys(Method, expand_method(text), "method"))
     return method
 
 
@@ -202,7 +199,10 @@ def parse_methods(texts: Sequence[str], token_weights: str | None = None) -> dic
     """
     methods: dict[str, Method] = {}
     for text in texts:
-        method = parse_method(text)
+        try:
+            method = parse_method(text)
+        except UserError as error:
+            raise UserError(f"--methods {text}: {error}") from None
         if token_weights is not None and (len(texts) == 1 or not isinstance(method.weight, UniformWeight)):
             method = with_token_weights(method, token_weights)
         if arm_name(text) in methods:

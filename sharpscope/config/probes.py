@@ -22,6 +22,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "off": {"every": 0},
     "standard": {
         "every": 25,
+        "kinds": ("sam", "asam"),
         "functionals": ("nll", "expected_failure"),
         "prompts": 128,
         "heldout_prompts": 128,
@@ -31,6 +32,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "full": {
         "every": 25,
+        "kinds": ("sam", "asam"),
         "functionals": ("nll", "surrogate", "expected_failure"),
         "prompts": 64,
         "heldout_prompts": 64,
@@ -71,7 +73,7 @@ class ProbesSpec(Spec):
     """Radius of perturbations [parameters' L2 norm]; auto: chosen at the first probe of a run such that SAM sharpness
     of the expected failure is between 5 and 30 % of the largest possible rise. Give the same number to all runs of a
     study."""
-    kinds: tuple[SharpnessKind, ...] = Field(("sam", "asam"), description="Sharpness measures.")
+    kinds: tuple[SharpnessKind, ...] = Field(("sam",), description="Sharpness measures; standard and full: also asam.")
     critical_sharpness: bool = True
     """Whether to compute the critical sharpness of the first update of a probed step, by a few forward passes over
     the update's completions."""

@@ -26,6 +26,7 @@ from sharpscope.probes.guard import random_state
 Outcome = Literal["found", "not descent", "no crossing", "flat", "not finite", "unresolved"]
 EXPAND = 4.0  # largest factor between two step sizes while no crossing is bracketed
 RANGE = 2.0**20  # largest and smallest step size tried, relative to the guess
+BLOCK = 2**18  # weights whose rounding is summed at once: larger copies in float64 are slow
 ROUNDING = 0.05
 """Relative error of the step, from rounding to the parameters' dtype, above which a result is not reliable."""
 
@@ -362,9 +363,11 @@ class _Line:
         """‖round(θ − η·Δ) − (θ − η·Δ)‖ / ‖η·Δ‖ over all processes."""
         lost = length = 0.0
         for _, start, along in self.moves:
-            exact = start.double() - eta * along.double()
-            lost += float((exact.to(start.dtype).double() - exact).square().sum())
-            length += float((eta * along.double()).square().sum())
+            for begin, part in zip(start.flatten().split(BLOCK), along.flatten().split(BLOCK), strict=True):
+                step = eta * part.double()
+                exact = begin.double() - step
+                lost += float((exact.to(start.dtype).double() - exact).square().sum())
+                length += float(step.square().sum())
         lost, length = distributed.sum_values(lost), distributed.sum_values(length)
         return math.sqrt(lost / length) if length > 0 else 0.0
 

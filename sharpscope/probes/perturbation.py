@@ -19,7 +19,7 @@ from sharpscope.config.probes import Check, SharpnessKind
 from sharpscope.errors import UserError, nearest
 from sharpscope.probes.check import check_gradient
 from sharpscope.probes.estimate import Estimate, html_table, with_prompts
-from sharpscope.probes.surface import LossFn, Surface, common_dtype, flatten, moved, opened
+from sharpscope.probes.surface import LossFn, Surface, common_dtype, flatten, length, moved, opened
 from sharpscope.traces.schema import MAX_SATURATION
 
 KINDS: tuple[SharpnessKind, ...] = get_args(SharpnessKind)
@@ -141,14 +141,14 @@ def sharpness(
         loss, gradient = surface.gradient() if at is None else at
         scale = flatten([p.detach().abs() for p in surface.parameters], surface.parameters) if kind == "asam" else None
         scaled = gradient if scale is None else gradient * scale  # ∇_u L = T∘∇L
-        length = float(scaled.double().norm())
+        along = length(scaled)
         value, by_prompt, why = math.nan, None, ""
-        if not (math.isfinite(loss) and math.isfinite(length)):
-            why = f"the loss is {loss} and its gradient's norm {length}"
-        elif length == 0:
+        if not (math.isfinite(loss) and math.isfinite(along)):
+            why = f"the loss is {loss} and its gradient's norm {along}"
+        elif along == 0:
             value, why = 0.0, "the gradient is zero, so one step has no direction"
         else:
-            step = scaled * (rho / length)
+            step = scaled * (rho / along)
             with moved(surface.parameters, step if scale is None else step * scale):
                 value, by_prompt = _risen(surface, loss, base)
             rounding = 4 * torch.finfo(common_dtype(surface.parameters)).eps * abs(loss)
@@ -156,9 +156,9 @@ def sharpness(
                 value, by_prompt, why = math.nan, None, "the perturbed loss is not finite"
             elif abs(value) <= rounding and rounding > 0:
                 why = f"{value:.1e} is within rounding of the loss {loss:.3g}; use a larger rho or float64"
-        norm, ceiling = float(gradient.double().norm()), surface.ceiling(loss)
+        norm, ceiling = along if scale is None else length(gradient), surface.ceiling(loss)
         seconds = time.perf_counter() - began
-        return Sharpness(value, rho * length, norm, loss, ceiling, rho, kind, why, seconds, error, by_prompt)
+        return Sharpness(value, rho * along, norm, loss, ceiling, rho, kind, why, seconds, error, by_prompt)
 
 
 def _risen(surface: Surface, loss: float, base: Tensor | None) -> tuple[float, Tensor | None]:
@@ -214,7 +214,7 @@ def find_radius(surface: Surface) -> Radius:
     """
     began = time.perf_counter()
     loss, gradient = surface.gradient()
-    ceiling, norm = surface.ceiling(loss), float(gradient.double().norm())
+    ceiling, norm = surface.ceiling(loss), length(gradient)
 
     def ended(rho: float, saturation: float, evaluations: int, why: str = "") -> Radius:
         return Radius(rho, saturation, evaluations, time.perf_counter() - began, why)

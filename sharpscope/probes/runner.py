@@ -24,6 +24,7 @@ from sharpscope.probes.language_model import LmSurface, lm_surface
 from sharpscope.probes.objectives import Objective, group_normalized, rollout_batch
 from sharpscope.probes.perturbation import Radius, find_radius, sharpness
 from sharpscope.probes.probe_set import Draw, Drawn, ProbeSet
+from sharpscope.probes.surface import length
 
 TOLERANCE = 1e-2  # relative residual of eigenpairs
 
@@ -168,7 +169,7 @@ Found = Iterator[tuple[list[Estimate], Curvature | None]]
 
 def _losses(point: Point) -> Found:
     """The loss, and the norm of its gradient."""
-    loss, norm = point.at[0], float(point.at[1].double().norm())
+    loss, norm = point.at[0], length(point.at[1])
     no_loss = "" if math.isfinite(loss) else "the loss is not finite"
     no_norm = "" if math.isfinite(norm) else "the gradient is not finite"
     rows = [with_prompts(Estimate("loss", "loss", loss, why=no_loss), point.base)]

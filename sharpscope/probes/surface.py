@@ -170,16 +170,16 @@ def moved(parameters: Sequence[Tensor], step: Tensor, *, relative_error: float =
     """
     before = [tensor.data for tensor in parameters]
     try:
-        lost, length = 0.0, 0.0
+        lost = 0.0
         for tensor, part in zip(parameters, unflatten(step, parameters), strict=True):
             start = tensor.data
             tensor.data = start + part
-            lost += float((tensor.data - start).sub_(part).double().square().sum())
-            length += float(part.double().square().sum())
-        if lost > (relative_error**2) * length:
+            lost += length((tensor.data - start).sub_(part)) ** 2
+        size = length(step)
+        if math.sqrt(lost) > relative_error * size:
             raise UserError(
-                f"rho, step of norm {math.sqrt(length):.3g}: below the resolution of {common_dtype(parameters)} "
-                f"(rounding changes it by {math.sqrt(lost / length):.0%}); use a larger rho or float64 parameters"
+                f"rho, step of norm {size:.3g}: below the resolution of {common_dtype(parameters)} "
+                f"(rounding changes it by {math.sqrt(lost) / size:.0%}); use a larger rho or float64 parameters"
             )
         yield
     finally:

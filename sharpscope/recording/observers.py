@@ -1,7 +1,7 @@
 """Probes of an update, between its gradient and the optimizer's step. They change nothing that training sees.
 
 `MeasurementSchedule` says which steps are measured. At such a step the tokens of a random sample of each update's groups get the local
-score norm and their attribution; at a step whose gradient norm is a spike, those of all groups. The tokens with the largest
+score norm and their attribution; at a step whose gradient norm is a spike, those of all groups with a gradient. The tokens with the largest
 local norm and random ones also get the exact norm, so that the error of the local norm is known in each run. A probe that
 refuses the policy, or differs from plain autograd on it, is left out for the rest of the run, and an event reports it.
 """
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 HELD_CONSTANT = ("cispo", "dppo", "vespo", "delight")  # surrogates with a factor of the ratio that has no gradient
-GUESS = 16.0  # first step size of a run's first line search for the critical sharpness, in learning rates
+GUESS = 2.0  # first step size of a run's first line search for the critical sharpness, in learning rates
 TOLERANCE = 0.25  # relative width of the bracket in which the critical learning rate is interpolated
 EVALUATIONS = 12  # largest number of losses of a line search
 LEADING = 8  # tokens of an update whose local norms are kept by layer
@@ -345,10 +345,10 @@ class _UpdateProbes:
         self.still = torch.arange(0)  # rows of groups without a gradient that are not measured but written
         self.still_probability = 1.0
         written = observer.written[0][update.rows.cpu()]
-        if sampled and (share < 1 or not bool(written.all())):
+        if not sampled or share < 1 or not bool(written.all()):
             seeded, group = generator(self.config.seed, "groups", observer.step, update.index), group.cpu()
             moved = (update.loss_coef != 0).any(dim=1).cpu()
-            self.rows, self.probability = sample_groups(group, moved, share, seeded, written)
+            self.rows, self.probability = sample_groups(group, moved, share if sampled else 1.0, seeded, written)
             still = ~torch.isin(group, group[moved])
             self.still = (still & written).nonzero()[:, 0]
             self.still_probability = len(group[self.still].unique()) / max(len(group[still].unique()), 1)

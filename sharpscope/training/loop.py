@@ -138,7 +138,7 @@ class _Run:
             self._shard(launch.reshard)
         self.optimizer = build_optimizer(policy.model, config.optimizer)
         self.order = DataOrder(examples, config.seed)
-        self.recent: list[float] = []  # log gradient norms of the last steps, for spikes
+        self.recent: list[float] = []  # log of the largest gradient norm of each of the last steps, for spikes
         self.rows: list[Mapping[str, Any]] = []  # canonical quantities of the steps, for the health rules
         self.stop = ""  # why the run must stop after this step
         self.stop_requested = False  # by the user
@@ -280,9 +280,9 @@ class _Run:
         health.after_updates(row)
         self.rows = [*self.rows, health.values]
         self._report([*health.events, *observer.events, *self._result_events(step, row, result, method, progress)])
-        norms = [update.plain_norm for update in result.updates if not update.skipped]
-        if any(norms):
-            self.recent = [*self.recent[-49:], math.log(math.fsum(norms) / len(norms))]
+        largest = max((update.plain_norm for update in result.updates if not update.skipped), default=0.0)
+        if largest:
+            self.recent = [*self.recent[-49:], math.log(largest)]
         self._record(step, batch, result, observer)
         tables = time.perf_counter() - learned
         schedule.end_step(learned - started - probing, tables)
