@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from sharpscope.config.policy import EMBEDDED_PREFIX
+from sharpscope.config.training import EvaluationSpec
 from sharpscope.errors import UserError
 from sharpscope.policy import Policy, SamplingSpec, draw_scored, embedded_policy, load_policy
 from sharpscope.recording import environment
@@ -27,30 +28,27 @@ BATCH_COMPLETIONS = 256
 def evaluate(
     policy: Policy,
     task: Task,
+    asked: EvaluationSpec,
+    spec: SamplingSpec,
     *,
     step: int,
-    splits: Sequence[str],
-    prompts: int,
-    temperatures: Sequence[float],
-    samples: int,
-    spec: SamplingSpec,
     seed: int,
-    on_progress: Callable[[str], None] | None = None,
+    on_progress: Callable[[str], None] = lambda text: None,
     pass_at: Sequence[int] = (),
 ) -> list[dict[str, Any]]:
-    """Rows of the eval table: one for each split, level and temperature that the task has.
+    """Rows of the eval table: one for each split, level and temperature that is asked for and that the task has.
 
-    `prompts` examples of each level, the first in the split's own fixed order. At temperature 0 one completion is enough and
-    k = 1; above, k = `samples`. The accuracy is avg@k; its standard error that of the mean over prompts of each prompt's
-    share of correct completions; `pass_at` adds the unbiased `pass_at_<k>` and `pass_at_<k>_std_error`. Draws are seeded by
-    (seed, split, level, temperature), the same at every step and for every method.
+    The first `asked.prompts` examples of each level, in the split's own fixed order. At temperature 0 one completion is
+    enough and k = 1; above, k = `asked.samples`. The accuracy is avg@k; its standard error that of the mean over prompts of
+    each prompt's share of correct completions; `pass_at` adds the unbiased `pass_at_<k>` and `pass_at_<k>_std_error`. Draws
+    are seeded by (seed, split, level, temperature), the same at every step and for every method.
     """
-    report, rows = on_progress or (lambda text: None), []
-    for split, level, of_level in _levels(task, splits):
-        for temperature in map(float, temperatures):
-            examples, k = of_level[:prompts], 1 if temperature == 0 else samples
+    rows = []
+    for split, level, of_level in _levels(task, asked.splits):
+        for temperature in map(float, asked.temperatures):
+            examples, k = of_level[: asked.prompts], 1 if temperature == 0 else asked.samples
             name, number = f"{split}, level {level}, temperature {temperature:g}", len(examples)
-            report(f"{name}: {number} prompts")
+            on_progress(f"{name}: {number} prompts")
             limits = {"top_p": 1.0, "top_k": 0} if temperature == 0 else {}
             sampling = spec.model_copy(update={"temperature": temperature, **limits})
             draws = derive(seed, f"evaluation:{split}/{level}/{temperature}")
@@ -62,13 +60,13 @@ def evaluate(
                 rewards += scored
                 cut += drawn.truncated.tolist()
                 if first + size < number:
-                    report(f"{name}: {first + size} of {number} prompts done")
+                    on_progress(f"{name}: {first + size} of {number} prompts done")
             correct = np.array([one.correct for one in rewards], dtype=bool).reshape(number, k)
             totals, truncated = [one.total for one in rewards], np.array(cut, dtype=bool).reshape(number, k)
             row = evaluation_row(step, task.name, split, level, correct, totals, temperature, truncated)
-            for asked in pass_at:
-                values = prompt_pass_at_k(correct, min(asked, k))
-                row |= {f"pass_at_{asked}": float(values.mean()), f"pass_at_{asked}_std_error": standard_error(values)}
+            for each in pass_at:
+                values = prompt_pass_at_k(correct, min(each, k))
+                row |= {f"pass_at_{each}": float(values.mean()), f"pass_at_{each}_std_error": standard_error(values)}
             rows.append(row)
     return rows
 
@@ -113,7 +111,7 @@ def evaluate_model(
     seed: int = 0,
     pass_at: Sequence[int] = (),
     overrides: Sequence[str] = (),
-    on_progress: Callable[[str], None] | None = None,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
     """Rows of the eval table, with 95 % intervals, for a run's last checkpoint, a model folder, a hub id or `embedded:NAME`.
 
@@ -125,7 +123,6 @@ def evaluate_model(
     """
     from sharpscope.config import build_config, read_recorded
 
-    tell = on_progress or (lambda text: None)
     if not all(1 <= k <= samples for k in pass_at):
         raise UserError(f"-k {max(pass_at)}: pass@k needs --samples of at least k, it is {samples}; raise --samples")
     folder, recorded, step = Path(model), False, 0
@@ -134,8 +131,8 @@ def evaluate_model(
         if not saved:
             raise UserError(f"run '{folder}' has no checkpoint; evaluate one of its models by folder, or let it run on")
         recorded, model, step = True, str(saved[-1]), step_of(saved[-1])
-    values: dict[str, Any] = {"policy.model": model, "evaluation.prompts": prompts, "evaluation.samples": samples}
-    values["evaluation.temperatures"] = list(temperatures)
+    given = {"prompts": prompts, "samples": samples, "temperatures": list(temperatures)}
+    values: dict[str, Any] = {"policy.model": model, "evaluation": given}
     if task is None and not recorded and model.startswith(EMBEDDED_PREFIX):
         task = embedded_policy(model.removeprefix(EMBEDDED_PREFIX)).name
     if task is not None:
@@ -143,24 +140,12 @@ def evaluate_model(
     config = read_recorded(folder, values, overrides) if recorded else build_config(None, overrides, values)
     environment.set_threads(config.threads, config.policy.model)
     made = make_task(config.task)
-    present = _present_splits(made, splits)
+    asked = config.evaluation.model_copy(update={"splits": tuple(_present_splits(made, splits))})
     policy = load_policy(config.policy, base=read_recorded(folder).policy.model if recorded else None)
-    if isinstance(made, DatasetTask):
-        for split in present:
-            tell(_rows_used(made, split))
-    rows = evaluate(
-        policy,
-        made,
-        step=step,
-        splits=present,
-        prompts=prompts,
-        temperatures=temperatures,
-        samples=samples,
-        spec=config.rollout,
-        seed=seed,
-        on_progress=tell,
-        pass_at=pass_at,
-    )
+    for split in asked.splits if isinstance(made, DatasetTask) else ():
+        on_progress(_rows_used(made, split))
+    options: dict[str, Any] = {"step": step, "seed": seed, "on_progress": on_progress, "pass_at": pass_at}
+    rows = evaluate(policy, made, asked, config.rollout, **options)
     return [row | _intervals(row, pass_at) for row in rows]
 
 
@@ -190,8 +175,7 @@ def _intervals(row: dict[str, Any], pass_at: Sequence[int]) -> dict[str, float]:
 
 def _rows_used(task: DatasetTask, split: str) -> str:
     """A line on how many rows of the data set's file a split has."""
-    spec, count = task.spec, len(_examples_of(task, split))
-    if split == "heldout" and spec.heldout_path:
-        return f"split heldout: all {count} rows of task.heldout_path = {spec.heldout_path}"
-    text = f"split {split}: {count} of the {len(task.rows())} rows of task.path = {spec.path}"
+    if split == "heldout" and task.spec.heldout_path:
+        return f"split heldout: all rows of task.heldout_path = {task.spec.heldout_path}"
+    text = f"split {split}: {len(_examples_of(task, split))} of the {len(task.rows())} rows of task.path = {task.spec.path}"
     return text if split == EVERY_ROW else f"{text}; --split all takes every row"

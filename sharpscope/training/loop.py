@@ -407,12 +407,9 @@ class _Run:
         rows = evaluate(
             self.policy,
             self.task,
+            spec,
+            self.config.rollout,
             step=step,
-            splits=spec.splits,
-            prompts=spec.prompts,
-            temperatures=spec.temperatures,
-            samples=spec.samples,
-            spec=self.config.rollout,
             seed=self.config.seed,
             on_progress=lambda text: self.display.status(f"step {step}: evaluating {text}"),
         )

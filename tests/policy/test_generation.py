@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sharpscope.config.policy import LoraSpec, SamplingSpec
 from sharpscope.errors import UserError
-from sharpscope.policy import Completions, Policy, decoding, generation
+from sharpscope.policy import Completions, Policy, decoding
 from sharpscope.policy.adapters import add_adapters
 from sharpscope.policy.decoding import DirectDecoder, can_decode_directly, completion_uniforms, draw
 from sharpscope.policy.generation import generate, left_pad
@@ -251,27 +251,6 @@ def test_nothing_of_generation_reaches_later_gradients():
     logits = policy.model(input_ids=out.input_ids, attention_mask=out.attention_mask).logits
     (logits.log_softmax(-1)[:, -1, 0] * out.behavior_logp[:, 0]).sum().backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in policy.model.parameters())
-
-
-def test_the_cache_of_a_batch_is_limited(monkeypatch):
-    policy, sizes = tiny_policy("llama"), []
-    spec, plain = SamplingSpec(max_new_tokens=6), generation.decode
-    monkeypatch.setattr(generation, "decode", lambda *args: (sizes.append(len(args[3])), plain(*args))[1])
-    whole = generate(policy, PROMPTS, GROUP, spec, generator())
-    config = policy.model.config
-    token = (
-        2
-        * config.num_hidden_layers
-        * config.num_key_value_heads
-        * (config.hidden_size // config.num_attention_heads)
-        * 8
-    )
-    monkeypatch.setitem(
-        generation.CACHE_BYTES, "cpu", 2 * token * (4 + 6)
-    )  # two rows: a third of 11 tokens of prompt, and 6
-    parts = generate(policy, PROMPTS, GROUP, spec, generator())
-    assert sizes == [9, 2, 2, 2, 2, 1]
-    assert torch.equal(whole.completion_ids, parts.completion_ids)
 
 
 def test_prompts_that_cannot_be_continued_are_named():

@@ -88,14 +88,11 @@ FOUND = information([Passage("The Hague", "A city.")])
     "turn",
     [
         "",
-        "hm",
         "<think>hm</think>",
-        "<search>",
         "<search></search>",
         "<search> \n</search>",
         "Torvi</search>",
         "<answer>",
-        "</answer>",
     ],
 )
 def test_a_malformed_turn_gets_the_feedback_of_the_protocol(task, turn):
@@ -135,15 +132,11 @@ CONVERSATIONS = [
     ("<think>a</think><answer>Delft</answer>", False, True),
     ("<think>a</think><answer></answer>", False, True),
     ("<think>The Hague</think><answer>The Hague or Delft</answer>", False, True),
-    ("<answer>Delft</answer>", False, False),
     ("<think>a</think><search>The Hague</search>", False, False),
     (f"<think>a</think><search>The Hague</search>{FOUND}", False, False),
     (f"<think>a</think><search><answer>The Hague</answer></search>{FOUND}<think>hm</think>", False, False),
     ("The Hague", False, False),
-    ("", False, False),
     ("<answer>The Hague", False, False),
-    ("The Hague</answer>", False, False),
-    ("</answer>The Hague<answer>", False, False),
 ]
 
 

@@ -17,23 +17,11 @@ from sharpscope.training.checkpoint import (
     Progress,
     checkpoints,
     damage,
-    prune,
     save_checkpoint,
     step_of,
 )
 from tests.models import tiny_model
 from tests.training.test_loop import StopAfter, assert_same, tables
-
-
-@pytest.mark.parametrize(("keep", "kept"), [(1, [60]), (3, [40, 50, 60]), (9, [10, 20, 30, 40, 50, 60])])
-def test_the_newest_checkpoints_are_kept(tmp_path, keep, kept):
-    for step in range(10, 70, 10):
-        folder = tmp_path / "checkpoints" / f"step-{step:06d}"
-        folder.mkdir(parents=True)
-        (folder / "trainer_state.json").write_text("{}")
-    prune(tmp_path, keep)
-    assert [step_of(path) for path in checkpoints(tmp_path)] == kept
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [f"step-{s:06d}" for s in kept]
 
 
 @pytest.fixture(scope="module")

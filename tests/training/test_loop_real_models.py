@@ -12,8 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sharpscope
-from sharpscope.policy import PolicySpec, load_policy, render_prompts
-from sharpscope.tasks import Example
+from sharpscope.policy import PolicySpec, load_policy
 from sharpscope.traces import update_run_info
 from sharpscope.training import evaluate_model, train
 from sharpscope.training.checkpoint import checkpoints
@@ -64,11 +63,7 @@ def test_recomputed_layers_and_cut_groups_change_nothing(toy_config):
     tables = []
     for name, changes in {
         "plain": {},
-        "frugal": {
-            "update__gradient_checkpointing": True,
-            "update__microbatch_tokens": 64,
-            "policy__attention": "sdpa",
-        },
+        "frugal": {"update__gradient_checkpointing": True, "update__microbatch_tokens": 64},
     }.items():
         config = toy_config(name=name, policy__dtype="float64", steps=2, evaluation__every=0, **changes)
         tables.append(sharpscope.load_run(train(config).run_dir))
@@ -142,20 +137,3 @@ def test_saved_adapters_load_with_transformers_and_peft_and_are_evaluated(toy_co
     assert not torch.allclose(ours, plain, atol=1e-4)
     rows = evaluate_model(str(run_dir), splits=("heldout",), temperatures=(0.0,), prompts=2)
     assert rows and rows[0]["step"] == 2
-
-
-def test_prompts_are_wrapped_in_the_models_chat_template_unless_told_or_done(tiny_policy, tmp_path):
-    policy = load_policy(PolicySpec(model=str(tiny_policy)))
-    policy.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-    policy.model.save_pretrained(tmp_path)
-    policy.tokenizer.save_pretrained(tmp_path)
-    done = Example("<user>say a<assistant>", "", templated=True)
-    for form, expected in {
-        "auto": "<user>say a<assistant>",
-        "chat": "<user>say a<assistant>",
-        "plain": "say a",
-    }.items():
-        chat = load_policy(PolicySpec(model=str(tmp_path), prompt_format=form))
-        first, second = render_prompts([Example("say a", "", {}), done], chat)
-        assert chat.tokenizer.decode(first) == expected
-        assert chat.tokenizer.decode(second) == done.prompt

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import sharpscope
+from sharpscope.config.training import EvaluationSpec
 from sharpscope.policy import SamplingSpec, draw_completions, load_policy
 from sharpscope.policy.scoring import Scorer
 from sharpscope.recording.rows import clipped_weight_share, completion_advantage, prompt_pass_at_k
@@ -140,17 +141,8 @@ def test_pass_at_k_is_the_mean_over_all_subsets(k):
 def test_rows_against_counting_by_hand(toy_config):
     config = toy_config()
     policy, task = load_policy(config.policy), make_task(config.task)
-    rows = evaluate(
-        policy,
-        task,
-        step=7,
-        splits=("heldout", "absent"),
-        prompts=5,
-        temperatures=(0.0, 1.0),
-        samples=3,
-        spec=config.rollout,
-        seed=1,
-    )
+    asked = EvaluationSpec(splits=("heldout", "absent"), prompts=5, samples=3)
+    rows = evaluate(policy, task, asked, config.rollout, step=7, seed=1)
     assert [(r["split"], r["level"], r["temperature"], r["k"], r["n"]) for r in rows] == [
         ("heldout", "0", 0.0, 1, 5),
         ("heldout", "0", 1.0, 3, 5),
@@ -174,7 +166,7 @@ def test_rows_against_counting_by_hand(toy_config):
     assert sampled["pass_std_error"] == pytest.approx(correct.any(axis=1).std(ddof=1) / np.sqrt(5))
 
 
-SETTINGS = {"step": 0, "splits": ("heldout",), "prompts": 5, "temperatures": (0.0, 1.0), "samples": 4, "seed": 1}
+ASKED = EvaluationSpec(splits=("heldout",), prompts=5, samples=4)
 
 
 @pytest.fixture
@@ -185,7 +177,7 @@ def world(toy_config):
 
 def test_further_columns_are_unbiased_with_prompts_as_clusters(world):
     policy, task, spec = world
-    row = evaluate(policy, task, spec=spec, **SETTINGS, pass_at=(1, 2, 4))[1]
+    row = evaluate(policy, task, ASKED, spec, step=0, seed=1, pass_at=(1, 2, 4))[1]
     examples = [e for e in task.splits()["heldout"] if e.meta["level"] == 0]
     drawn = draw_completions(
         policy, task, examples, 4, SamplingSpec(max_new_tokens=8), derive(1, "evaluation:heldout/0/1.0")
@@ -204,6 +196,6 @@ def test_further_columns_are_unbiased_with_prompts_as_clusters(world):
 @pytest.mark.parametrize("size", [1, 2, 4, 100])
 def test_batches_change_no_draw(world, size, monkeypatch):
     policy, task, spec = world
-    whole = evaluate(policy, task, spec=spec, **SETTINGS)
+    whole = evaluate(policy, task, ASKED, spec, step=0, seed=1)
     monkeypatch.setattr(evaluation, "BATCH_COMPLETIONS", size)
-    assert evaluate(policy, task, spec=spec, **SETTINGS) == whole
+    assert evaluate(policy, task, ASKED, spec, step=0, seed=1) == whole
