@@ -117,7 +117,7 @@ def write(
                         known[table] |= {name for name, values in columns.items() if np.any(pd.notna(values))}
                         counts[table] += writer.append(table, columns)
                 for event in step_events(step, given):
-                    writer.append("events", {name: [value] for name, value in event.row().items()})
+                    writer.append("events", event.row())
                 writer.flush()
         if not counts["rollouts"]:
             raise UserError(f"{source}: holds no sequence with a token in the loss")

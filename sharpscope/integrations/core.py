@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,14 +27,23 @@ from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
 from sharpscope.integrations.guard import Guard, T, reason_of, warn_stopped
 from sharpscope.integrations.price import Work, places
-from sharpscope.integrations.steps import Batch, Step, generated_lengths, own_statistics, unused_tokens, widened
+from sharpscope.integrations.steps import (
+    Batch,
+    Step,
+    generated_lengths,
+    own_statistics,
+    prompt_texts,
+    same_prompts,
+    unused_tokens,
+    widened,
+)
 from sharpscope.objective import Method, Plan, calibrate, named_method, prepare
 from sharpscope.policy import Rollouts, TokenStats, make_policy
 from sharpscope.policy.scoring import Scorer
 from sharpscope.policy.sharding import ModelView, gathered_copy, is_sharded, reshard, unsharded
 from sharpscope.probes import Rotation, guarded, logp_gradient, rotation
 from sharpscope.recording import environment
-from sharpscope.recording.health import StepHealth
+from sharpscope.recording.health import Quantities, StepHealth
 from sharpscope.recording.norms import clip_factor, gradient_norm, gradient_norms, layer_groups, norms, update_norms
 from sharpscope.recording.observers import Observers, StepObserver
 from sharpscope.recording.rows import (
@@ -45,10 +54,11 @@ from sharpscope.recording.rows import (
     update_columns,
     written_groups,
 )
-from sharpscope.recording.run_folder import NoWriter, note, trace_writer
+from sharpscope.recording.run_folder import NoWriter, note, run_info, trace_writer
 from sharpscope.recording.step import PendingUpdate, RolloutBatch, StepResult, StepTokens, UpdateRotation, step_tensors
 from sharpscope.rules import Event
 from sharpscope.seeds import generator
+from sharpscope.tasks import Example, Reward
 from sharpscope.traces import RunLock, TraceWriter, create_run_dir, create_run_info, free_name, load_run, rewind
 from sharpscope.traces.files import RUN_FILE, now
 
@@ -82,17 +92,21 @@ class Recorder(Guard):
     Attributes:
         run_dir: folder of the run, once the training has begun.
         method: what the rows say of the objective: token weights, and whether there is a reference policy.
+        info: entries of run.json: method, notes and trainer.
         given: what the training gives, of the keys of _ABSENT.
         rules: changes of the health rules.
         fields: the trainer's names of settings, as messages use them.
         work: what a step does, for the price of measuring.
+        period: micro-steps (of a loop: updates) that use one batch of completions.
     """
 
     given: frozenset[str] = frozenset(_ABSENT)
     fields = "sharpscope"
     rules: Mapping[str, Any] = {}
     weights: Method | None = None
+    info: Mapping[str, Any]
     work = Work()
+    period = 1
 
     def __init__(
         self,
@@ -133,7 +147,7 @@ class Recorder(Guard):
         self._step, self.step_number, self.total = Step(), 1, 0
         self._events: list[Event] = []
         self._told: set[str] = set()
-        self._earlier: list[Mapping[str, Any]] = []  # canonical quantities of the steps, for the health rules
+        self._quantities = Quantities()
         self._stack, self._hooks = ExitStack(), list[Any]()
         self.optimizer: Any = None
         self._opened, self._started, self._flushed = False, time.perf_counter(), -math.inf
@@ -170,14 +184,6 @@ class Recorder(Guard):
         return config
 
     @abstractmethod
-    def describe(self) -> dict[str, Any]:
-        """Entries of run.json: method, notes and trainer."""
-
-    def whole_batches(self) -> bool:
-        """Whether the updates made so far have used whole batches, so that the step is complete."""
-        return True
-
-    @abstractmethod
     def observe_update(self, observer: StepObserver) -> None:
         """Measure what needs the update's loss, before the optimizer's step and with the gradient clipped."""
 
@@ -190,10 +196,8 @@ class Recorder(Guard):
         """End the recording because of an error of its own, with a warning; the training goes on."""
         if self.weights is not None:  # they are part of the training
             raise error
-        if self.recording:
-            self._step.updates = []
-            with suppress(Exception):
-                self.stop("interrupted", f"the recorder stopped: {reason_of(error)}", error)
+        with suppress(Exception):
+            self.stop("interrupted", f"the recorder stopped: {reason_of(error)}", error)
         self.recording = False
         self.unhook()
         warn_stopped(self.step_number, error)
@@ -215,7 +219,16 @@ class Recorder(Guard):
         _say(f"recording to {self.run_dir} (see it with: sharpscope show {self.run_dir})")
         self.writer = trace_writer(self.run_dir)
         self._stack.enter_context(self.writer)
-        note(self.run_dir, status="running", config=self._recorded_config())
+        recorded = {
+            "seed": self._seed,
+            "steps": self.config.steps,
+            "policy": {"model": self.policy.source, "dtype": str(self.model.dtype).removeprefix("torch.")},
+            "rollout": {"temperature": self.temperature},
+            "optimizer": {"lr": self._lr},
+            "recording": self.config.recording.model_dump(mode="json"),
+            "health": self.config.health.model_dump(mode="json"),
+        }  # what readers use of a configuration
+        note(self.run_dir, status="running", config=recorded)
         self._started, self._step = time.perf_counter(), Step()
         self.observers = Observers(self.config, self.policy, self._view)
         self._choose_places(steps)
@@ -234,18 +247,17 @@ class Recorder(Guard):
         """Choose the places of what is measured by default."""
         schedule, options = self.observers.schedule, self._options
         plan = places(steps, self.work, critical=self._every is True, rotation=self.rotate is not None)
-        reasons, why = {}, f"{plan.reason}; to measure every step: {_EVERY_STEP}"
+        every = "recording={'token_gradients_every': 1}, critical_sharpness=1"
+        why = f"{plan.reason}; to measure every step: {every}"
         if "token_gradients_every" not in options:
             schedule.at |= {"norms": plan.norms, "shares": plan.norms}
             schedule.most_spikes = plan.spikes
-            if not plan.norms:
-                reasons["recording.token_gradients_every"] = why
         if "rotation_every" not in options:
-            schedule.at["rotation"] = plan.norms if self.rotate is not None else frozenset()
+            schedule.at["rotation"] = plan.norms
         if self._every is True:
             schedule.at["surface"] = plan.critical
-            if not plan.critical:
-                reasons["probes.preset"] = why
+        settings = {"recording.token_gradients_every": "norms", "probes.preset": "surface"}
+        reasons = {name: why for name, measure in settings.items() if schedule.at.get(measure, {1}) == set()}
         note(self.run_dir, places=sorted(schedule.at.get("norms", ())), not_measured=reasons)
         if reasons:
             what = "norms, shares and critical sharpness" if len(reasons) > 1 else "critical sharpness"
@@ -265,55 +277,29 @@ class Recorder(Guard):
             return self.out, step + 1
         folder = create_run_dir(free_name(self.out))
         self.policy.tokenizer.save_pretrained(folder / "tokenizer")
-        parameters = list(self.model.parameters())
-        info = {
-            "task": self.task,
-            "seed": self._seed,
-            "config": self._recorded_config(),
-            "versions": environment.versions(),
-            "commit": environment.commit(),
-            "device": environment.describe_device(self.policy.device),
-            "threads": torch.get_num_threads(),
-            "processes": distributed.world_size(),
-            "rotation": None if self.rotate is None else self.rotate.name,
-            "sharded": is_sharded(self.model),
-            "parameters": sum(p.numel() for p in parameters),
-            "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
-            "vocabulary": self.policy.head.weight.shape[0],
-        }
-        create_run_info(folder, info | self.describe())
+        launch = distributed.Launch(distributed.world_size(), is_sharded(self.model))
+        info = run_info(self.config, self.policy, torch.get_num_threads(), launch)
+        named = {"task": self.task, "rotation": self.rotate.name if self.rotate else None, "config": {}}
+        create_run_info(folder, info | named | self.info)
         return folder, 1
-
-    def _recorded_config(self) -> dict[str, Any]:
-        """What readers use of a configuration; the trainer's own arguments are in run.json under `trainer`."""
-        config = self.config
-        return {
-            "seed": self._seed,
-            "steps": config.steps,
-            "policy": {"model": self.policy.source, "dtype": str(self.model.dtype).removeprefix("torch.")},
-            "rollout": {"temperature": self.temperature},
-            "optimizer": {"lr": self._lr},
-            "recording": config.recording.model_dump(mode="json"),
-            "health": config.health.model_dump(mode="json"),
-        }
 
     def stop(self, status: str, reason: str, problem: Exception | None = None) -> None:
         """End the recording, because of a `problem` of the recorder if there is one.
 
-        Of a step in progress, the updates made so far are written.
+        Otherwise, of a step in progress the updates made so far are written.
         """
         if not self.recording:
             return
-        closed = problem
         try:
-            if status != "failed" and self._step.updates:
+            if problem is None and status != "failed" and self._step.updates:
                 self._close_step()
         except Exception as error:
-            closed = error
-            status, reason = "interrupted", f"the recorder stopped: {reason_of(error)}"
+            problem, status, reason = error, "interrupted", f"the recorder stopped: {reason_of(error)}"
+            self.unhook()
+            warn_stopped(self.step_number, error)
         self.recording = False
-        if closed is not None:
-            text = reason_of(closed)[:300]
+        if problem is not None:
+            text = reason_of(problem)[:300]
             self._events.append(Event(self.step_number, "recorder", "error", math.nan, math.nan, "stop", text))
         try:
             self._write_events()
@@ -330,9 +316,6 @@ class Recorder(Guard):
                 peak_memory_bytes=environment.peak_memory_bytes(self.policy.device),
             )
         _say(f"{self.step_number - 1} steps recorded to {self.run_dir} (try: sharpscope show {self.run_dir})")
-        if closed is not problem:
-            assert closed is not None
-            raise closed
 
     def _view(self) -> ModelView:
         """The present model, gradients and optimizer for probes; of a sharded model a gathered copy."""
@@ -355,13 +338,24 @@ class Recorder(Guard):
 
     # -- batches and updates ------------------------------------------------------------------------------------------
 
-    def open_batch(self, batch: RolloutBatch, labels: list[Any], scorer: Scorer | None = None) -> Batch:
+    def batch_of(
+        self, rollouts: Rollouts, advantage: Tensor, parts: Sequence[Mapping[str, float]] = (), size: int = 1
+    ) -> RolloutBatch:
+        """Completions with their rewards, and the rewards' parts; each `size` rows have one prompt."""
+        examples = [Example(text, "", {}) for text in prompt_texts(rollouts, self.policy.tokenizer)[::size]]
+        each = zip(rollouts.reward.tolist(), parts or [{}] * len(rollouts), strict=True)
+        rewards = [Reward(v, dict(of), bool(self.correct(v)) if self.correct else False) for v, of in each]
+        return RolloutBatch(examples, rollouts, rewards, advantage, None)
+
+    def open_batch(self, rollouts: Rollouts, advantage: Tensor, labels: list[Any], **options: Any) -> Batch:
         """Add a batch of this process's completions to the step: measure its tokens' statistics before the update."""
         self._serial += distributed.world_size()
+        batch = self.batch_of(rollouts, advantage, **options)
         with self.whole():
-            stats = own_statistics(scorer or self.scorer, batch.rollouts)
-        sampled = not bool(batch.rollouts.behavior_logp.isnan().all())
-        made = Batch(self._serial, batch, unused_tokens(stats, batch.advantage), sampled, labels)
+            shared = len(batch.examples) < len(rollouts) and same_prompts(rollouts, 2)
+            stats = own_statistics(replace(self.scorer, share_prompt=shared), rollouts)
+        sampled = not bool(rollouts.behavior_logp.isnan().all())
+        made = Batch(self._serial, batch, unused_tokens(stats, advantage), sampled, labels)
         self._step.batches.append(made)
         return made
 
@@ -451,7 +445,7 @@ class Recorder(Guard):
             now_ = gradient_norm(self.parameters) / norm
             factor = now_ if now_ < 1 - 1e-6 else 1.0
             self._step.gradient = (loss, norm, factor)
-        if not self._step.updates and math.isfinite(norm) and self._observed[-1].critical_due:
+        if not self._step.updates and math.isfinite(norm) and self.observers.critical_due(self.step_number):
             self.observe_update(self._observed[-1])
         self._step.seconds["recording_s"] += time.perf_counter() - started
         self._update_started = time.perf_counter()
@@ -471,7 +465,7 @@ class Recorder(Guard):
             moved = norms(((p, p.detach() - kept) for p, kept in pairs), self._groups)
         self._step.record_update(moved, self._lr)
         self._step.seconds["recording_s"] += time.perf_counter() - done
-        if self.whole_batches():
+        if self._step.micro % self.period == 0:
             self._close_step()
 
     # -- writing a step ------------------------------------------------------------------------------------------------
@@ -492,13 +486,13 @@ class Recorder(Guard):
         row |= {"completion_length_mean": float(lengths.double().mean())}
         if self.correct is None:
             row |= {"accuracy": None, "accuracy_completed": None}
-        said: dict[str, Any] = {"trainer": self.fields, "lr": self._lr, "earlier": self._earlier}
+        said: dict[str, Any] = {"trainer": self.fields, "lr": self._lr, "quantities": self._quantities}
         size, device = self.policy.head.weight.shape[0], self.policy.device
         health = StepHealth(self.config.health, number, batch, method, progress, device, vocabulary=size, **said)
         health.before_updates(tokens.stats, tokens.weight)
         health.after_updates(row)
         self._events += health.events  # the rules only report here: a recorded training is never stopped
-        self._earlier.append(health.values)
+        self._quantities.rows.append(health.values)
         spec = self.config.recording
         if spec.rollouts_every and number % spec.rollouts_every == 0:
             columns = rollout_columns(number, batch) | id_columns(batch.rollouts)
@@ -613,7 +607,7 @@ class Recorder(Guard):
 
     def _write_events(self) -> None:
         for event in self._events:
-            self.writer.append("events", {name: [value] for name, value in event.row().items()})
+            self.writer.append("events", event.row())
         self._events = []
 
 
@@ -655,9 +649,6 @@ def _check_writable(out: Path) -> None:
     parent = next(p for p in [out, *out.absolute().parents] if p.exists())
     if not os.access(parent, os.W_OK) or (parent != out and not parent.is_dir()):
         raise UserError(f"record: out = {out} cannot be written; choose another folder")
-
-
-_EVERY_STEP = "recording={'token_gradients_every': 1}, critical_sharpness=1"
 
 
 def _say(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,12 +18,11 @@ from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.integrations.core import Recorder
 from sharpscope.integrations.price import Work
-from sharpscope.integrations.steps import Sequences, Step, TokenLoss, prompt_texts, sequences_of
+from sharpscope.integrations.steps import prompt_texts, sequences_of
 from sharpscope.objective import k3
+from sharpscope.policy import Rollouts
 from sharpscope.probes import guarded
 from sharpscope.recording.observers import StepObserver
-from sharpscope.recording.step import RolloutBatch
-from sharpscope.tasks import Example, Reward
 
 
 class LoopRecorder(Recorder):
@@ -41,28 +41,18 @@ class LoopRecorder(Recorder):
         updates: int,
         **options: Any,
     ) -> None:
-        lr = float(optimizer.param_groups[0]["lr"])
-        super().__init__(
-            getattr(model, "module", model), tokenizer, out, lr=lr, seed=torch.initial_seed() % 2**31, **options
-        )
-        self._updates, self.work = updates, Work(epochs=updates)
+        self.period, self.work = updates, Work(epochs=updates)
+        name, lr = f"loop with {type(optimizer).__name__}", float(optimizer.param_groups[0]["lr"])
+        self.info = {"method": "loop", "notes": ["recorded from a training loop"], "trainer": {"name": name}}
+        options |= {"lr": lr, "seed": torch.initial_seed() % 2**31}
+        super().__init__(getattr(model, "module", model), tokenizer, out, **options)
         self._loss_fn: Callable[[], Tensor | float] | None = None
-        self._of_step: Step | None = None
-        self._rows: dict[Hashable, list[tuple[int, int]]] = {}  # name of a row -> batch and row in it, of this step
-        self._seen: dict[Hashable, int] = {}  # how often the present update has used a name
-        self.optimizer = optimizer
+        # of this step: name of a row, and how many had it before -> batch and row in it
+        self._rows: dict[tuple[Hashable, int], tuple[int, int]] = {}
+        self._seen = Counter[Hashable]()  # how often the present update has used a name
         self.begin(optimizer, steps)
         self._closed = time.perf_counter()
         atexit.register(self.close)
-
-    def describe(self) -> dict[str, Any]:
-        """Entries of run.json: method, notes and trainer."""
-        name = type(self.optimizer).__name__
-        return {"method": "loop", "notes": ["recorded from a training loop"], "trainer": {"name": f"loop with {name}"}}
-
-    def whole_batches(self) -> bool:
-        """Whether the step has all its updates."""
-        return len(self._step.updates) >= self._updates
 
     def tokens(
         self,
@@ -157,78 +147,62 @@ class LoopRecorder(Recorder):
             )
 
         theirs = torch.where(inside, sequences.gather(logp.detach(), shift), 0.0)
-        change, ref = theirs - known("old_logp", theirs), known("ref_logp", theirs) if "ref_logp" in given else None
-        clipped = None if "old_logp" in given and ref is None else torch.zeros_like(change)
-        kl = torch.zeros_like(change) if ref is None else k3(theirs, ref)
-        loss = TokenLoss(change.exp(), change, clipped, kl, ref_logp=ref)
-        texts = prompt_texts(sequences.rollouts, self.policy.tokenizer)
-        names = given.get("rows") or list(zip(texts, sequences.rollouts.texts, strict=True))
-        for serial, rows, mine in self._pieces(names, partial(self._open, sequences, texts, known, given)):
-            self._step.compare(serial, rows, theirs[mine])
-            keep = self._step.use(serial, rows, loss.rows(mine))
-            logp.register_hook(partial(self._keep, keep, partial(sequences.gather, shift=shift), mine))
-        self._step.seconds["recording_s"] += time.perf_counter() - started
+        change = theirs - known("old_logp", theirs)
+        loss = {"ratio": change.exp(), "log_ratio": change}
+        if "ref_logp" in given:
+            ref = known("ref_logp", theirs)
+            loss |= {"ref_logp": ref, "kl": k3(theirs, ref), "clipped": torch.zeros_like(change)}
 
-    def _keep(
-        self, keep: Callable[[Tensor], None], taken: Callable[[Tensor], Tensor], mine: Tensor, gradient: Tensor
-    ) -> None:
-        self.safely(lambda: keep(taken(gradient)[mine]))
+        def hook(keep: Callable[[Tensor], None], rows: Tensor, gradient: Tensor) -> None:
+            """Take the coefficients of a batch's rows."""
+            self.safely(lambda: keep(sequences.gather(gradient, shift)[rows]))
+
+        texts = zip(prompt_texts(sequences.rollouts, self.policy.tokenizer), sequences.rollouts.texts, strict=True)
+        names = given.get("rows") or list(texts)
+        for serial, rows, mine in self._pieces(names, partial(self._open, sequences.rollouts, known, given)):
+            self._step.compare(serial, rows, theirs[mine])
+            keep = self._step.use(serial, rows, {name: value[mine] for name, value in loss.items()})
+            logp.register_hook(partial(hook, keep, mine))
+        self._step.seconds["recording_s"] += time.perf_counter() - started
 
     def _pieces(
         self, names: Sequence[Hashable], opened: Callable[[list[int]], int]
     ) -> list[tuple[int, Tensor, Tensor]]:
         """Batches that the micro-batch's rows belong to, with the rows in each and here; rows that are new become a batch."""
-        if self._of_step is not self._step:
-            self._of_step, self._rows, self._seen = self._step, {}, {}
-        places: list[tuple[int, int] | None] = []
+        keys = []
         for name in names:
-            used = self._seen[name] = self._seen.get(name, -1) + 1
-            places.append(self._rows[name][used] if used < len(self._rows.get(name, ())) else None)
-        new = [row for row, place in enumerate(places) if place is None]
+            keys.append((name, self._seen[name]))  # of two rows with one name the second is another
+            self._seen[name] += 1
+        new = [row for row, key in enumerate(keys) if key not in self._rows]
         serial = opened(new) if new else 0
-        for number, row in enumerate(new):
-            places[row] = serial, number
-            self._rows.setdefault(names[row], []).append((serial, number))
+        self._rows |= {keys[row]: (serial, number) for number, row in enumerate(new)}
         pieces: dict[int, list[tuple[int, int]]] = {}
-        for row, (batch, number) in enumerate(filter(None, places)):
+        for row, key in enumerate(keys):
+            batch, number = self._rows[key]
             pieces.setdefault(batch, []).append((number, row))
         return [(batch, *torch.tensor(pairs).T) for batch, pairs in pieces.items()]
 
     def _open(
-        self,
-        sequences: Sequences,
-        texts: list[str],
-        known: Callable[[str, Tensor], Tensor],
-        given: dict[str, Any],
-        new: list[int],
+        self, rollouts: Rollouts, known: Callable[[str, Tensor], Tensor], given: dict[str, Any], new: list[int]
     ) -> int:
         """Add the rows `new` of a micro-batch as a batch to the step; returns its number."""
-        rollouts, n = sequences.rollouts, len(sequences.rollouts)
-        device, inside, rows = rollouts.group.device, rollouts.completion_mask.bool(), torch.tensor(new)
-        total = torch.as_tensor(given.get("rewards", [0.0] * n), dtype=torch.float32).detach().cpu()
+        n, device, inside = len(rollouts), rollouts.group.device, rollouts.completion_mask.bool()
+        total = torch.as_tensor(given.get("rewards", [0.0] * n), dtype=torch.float32).detach().to(device)
         advantage = torch.as_tensor(given.get("advantages", [0.0] * n), dtype=torch.float64).detach()
         if advantage.dim() == 2:
             alone = advantage.shape[1] == 1
-            zero = torch.zeros_like(inside, dtype=advantage.dtype)
-            advantage = advantage[:, 0] if alone else known("advantages", zero)
+            advantage = advantage[:, 0] if alone else known("advantages", torch.zeros_like(inside, dtype=torch.float64))
         lasts = [row[at][-1:].tolist() for row, at in zip(rollouts.completion_ids, inside, strict=True)]
         whole = replace(
-            rollouts.with_reward(total.to(device)),
+            rollouts.with_reward(total),
             truncated=torch.tensor([not (x and x[0] in self.policy.eos_ids) for x in lasts], device=device),
             behavior_logp=known("sampler_logp", rollouts.behavior_logp),
         )
-        part = replace(whole.rows(rows.to(device)), group=torch.arange(len(new), device=device))
+        rows = torch.tensor(new, device=device)
+        part = replace(whole.rows(rows), group=torch.arange(len(new), device=device))
         groups = given.get("groups", [(self._serial, row) for row in range(n)])
         groups = groups.tolist() if isinstance(groups, Tensor) else groups
-        judged = [bool(self.correct(value)) if self.correct else False for value in total.tolist()]
-        batch = RolloutBatch(
-            [Example(texts[row], "", {}) for row in new],
-            part,
-            [Reward(float(total[row]), {}, judged[row]) for row in new],
-            advantage[rows.to(advantage.device)].to(device),
-            None,
-        )
-        made = self.open_batch(batch, [groups[row] for row in new])
+        made = self.open_batch(part, advantage.to(device)[rows], [groups[row] for row in new])
         if "old_logp" in given and self._step.updates:  # the present policy is not that of the step's start
             stats = made.tokens.stats
             old = known("old_logp", torch.zeros_like(inside, dtype=stats.logp.dtype))[rows][:, : stats.logp.shape[1]]
@@ -238,23 +212,18 @@ class LoopRecorder(Recorder):
     # -- one update -----------------------------------------------------------------------------------------------------
 
     def _gradient(self, loss: Tensor | float | None) -> None:
-        self._seen = {}
+        self._seen.clear()
+        self._step.micro += 1
         if loss is not None:
             self.given |= {"loss"}
             self._step.losses.append(torch.as_tensor(loss).detach().float().cpu())
         self.gradient_done()
 
-    def after_update(self) -> None:
-        """The optimizer has made its step; what was not recording is training and generation."""
-        step = self._step
-        super().after_update()
-        if self._step is not step:
-            self._closed = time.perf_counter()
-
     def _close_step(self) -> None:
-        step = self._step
-        step.seconds["training_s"] = time.perf_counter() - self._closed - step.seconds["recording_s"]
+        seconds = self._step.seconds  # what was not recording is training and generation
+        seconds["training_s"] = time.perf_counter() - self._closed - seconds["recording_s"]
         super()._close_step()
+        self._closed, self._rows = time.perf_counter(), {}
 
     def observe_update(self, observer: StepObserver) -> None:
         """Measure the critical sharpness of a step's first update."""

@@ -43,13 +43,13 @@ class Places:
         norms: of norms and shares.
         critical: of the critical sharpness.
         spikes: how many spikes of the gradient norm may be measured besides.
-        reason: why there are none; empty if there are.
+        reason: why one of them is empty.
     """
 
     norms: frozenset[int]
     critical: frozenset[int]
     spikes: int
-    reason: str = ""
+    reason: str
 
 
 def places(steps: int, work: Work, *, critical: bool, rotation: bool = False) -> Places:
@@ -58,22 +58,23 @@ def places(steps: int, work: Work, *, critical: bool, rotation: bool = False) ->
     Args:
         steps: of the training; 0: not known, then ever further apart.
         work: of a step.
-        critical: whether the critical sharpness is measured.
+        critical: whether the critical sharpness is measured; it is left out where it does not fit and the others do.
         rotation: whether the rotation by token weights is.
     """
     budget = MOST_SHARE * (TRAINING * work.epochs + GENERATION * work.generated)  # passes a step
-    norms = NORMS + EXACT / max(work.rows, 1) + ROTATION * rotation
-    both = norms + critical * CRITICAL / work.parts
+    cost = NORMS + EXACT / max(work.rows, 1) + ROTATION * rotation
+    both = cost + critical * CRITICAL / work.parts
     enough = math.ceil(both / budget)
-    if not steps:
-        chosen = frozenset(enough * 2**power for power in range(MOST_PLACES))
-        return Places(chosen, chosen if critical else frozenset(), 0)
-    most = min(MOST_PLACES, int(steps * budget / both))
-    if not most:
-        one = frozenset({1} if steps * budget >= norms else ())
-        reason = f"{steps} steps are too few for it within {MOST_SHARE:.0%} of the training's time; {enough} are enough"
-        return Places(one, frozenset(), 0, reason)
+    reason = f"{steps} steps are too few for it within {MOST_SHARE:.0%} of the training's time; {enough} are enough"
+    if not steps or steps >= enough:
+        cost = both
+    else:
+        critical = False
+    most = min(MOST_PLACES, int(steps * budget / cost))
     spikes = most * 3 // 10
     count = most - spikes
-    chosen = frozenset({1} if count == 1 else (1 + round(i * (steps - 1) / (count - 1)) for i in range(count)))
-    return Places(chosen, chosen if critical else frozenset(), spikes)
+    if not steps:
+        chosen = frozenset(enough * 2**power for power in range(MOST_PLACES))
+    else:
+        chosen = frozenset(1 + round(i * (steps - 1) / max(count - 1, 1)) for i in range(count))
+    return Places(chosen, chosen if critical else frozenset(), spikes, reason)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,35 +25,6 @@ from sharpscope.recording.step import (
     UpdateTokens,
 )
 from sharpscope.tasks import Example
-
-
-@dataclass(frozen=True)
-class TokenLoss:
-    """What a loss does with the tokens (n, T) of one micro-batch under the policy of its update.
-
-    Attributes:
-        ratio: π/π_old, of tokens or sequences.
-        log_ratio: ln π − ln π_old of the token [nats], 0 outside the mask.
-        clipped: −1 the lower bound acts, 1 the upper, 0 none; None: where the advantage is not 0 and the coefficient is.
-        kl: k3 [nats], 0 without a reference.
-        correction: factor of the loss for the sampler's policy, (n, 1) or (n, T).
-        ref_logp: ln π of the reference policy [nats].
-        kl_share: part of the coefficient that a KL term has; None: 0 without a reference, else not known.
-    """
-
-    ratio: Tensor
-    log_ratio: Tensor
-    clipped: Tensor | None
-    kl: Tensor
-    correction: Tensor | None = None
-    ref_logp: Tensor | None = None
-    kl_share: Tensor | None = None
-
-    def rows(self, rows: Tensor) -> TokenLoss:
-        """The values of some rows."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        kept: dict[str, Any] = {name: value[rows] for name, value in values.items() if value is not None}
-        return replace(self, **kept)
 
 
 @dataclass
@@ -110,43 +82,44 @@ class Step:
         """The batch with this serial number."""
         return next(batch for batch in self.batches if batch.serial == serial)
 
-    def use(self, serial: int, rows: Tensor, known: TokenLoss | None = None) -> Callable[[Tensor], None]:
+    def use(
+        self, serial: int, rows: Tensor, known: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> Callable[[Tensor], None]:
         """Record that a micro-batch of the present update uses some rows of a batch.
 
         Args:
             serial: of the batch.
             rows: (n,) in the batch, on the CPU.
-            known: what the loss does with their tokens, if it has a ratio; None: the ratio is 1 and nothing is clipped.
+            known: what the loss does with their tokens, (n, T) each or (n, 1); without it the ratio is 1 and nothing is clipped.
+                `ratio`: π/π_old, of tokens or sequences. `log_ratio`: ln π − ln π_old of the token [nats].
+                `clipped`: −1 the lower bound acts, 1 the upper, 0 none; else it acts where the advantage is not 0 and the
+                coefficient is. `kl`: k3 [nats]. `correction`: factor of the loss for the sampler's policy. `ref_logp`: ln π of
+                the reference policy [nats]. `kl_share`: part of the coefficient that a KL term has; else 0 without a
+                reference and not known with one.
 
         Returns:
             A function to call in the backward pass with ∂L/∂log π (n, T) of the rows' tokens.
         """
-        batch = self.batch(serial)
+        batch, derived = self.batch(serial), "clipped" not in known
         mask = batch.rollout_batch.rollouts.completion_mask[rows.to(batch.device)].bool().cpu()
-        if known is None:
-            known = TokenLoss(*(torch.full(mask.shape, value) for value in (1.0, 0.0, 0, 0.0)))
-        mask = mask[:, : known.ratio.shape[1]]  # a micro-batch can be narrower than the whole batch
-        width = mask.shape[1]
+        if known:
+            mask = mask[:, : known["ratio"].shape[1]]  # a micro-batch can be narrower than the whole batch
+        width, share = mask.shape[1], torch.full(mask.shape, math.nan if "ref_logp" in known else 0.0)
+        values = {"ratio": torch.ones(mask.shape), "kl_share": share}
+        values |= {name: torch.zeros(mask.shape) for name in ("log_ratio", "clipped", "kl")}
+        values |= {name: value.detach().cpu()[:, :width].expand(mask.shape) for name, value in known.items()}
         tokens = UpdateTokens.zeros(mask.shape, batch.tokens.loss_coef.dtype)
-        values = {name: getattr(known, name)[:, :width] for name in ("kl", "ratio", "log_ratio")}
-        clipped = torch.zeros(mask.shape) if known.clipped is None else known.clipped[:, :width]
-        tokens.write(torch.arange(len(rows)), mask, clipped=clipped, **values)
+        written = {name: values.pop(name) for name in ("ratio", "log_ratio", "clipped", "kl")}
+        tokens.write(torch.arange(len(rows)), mask, **written)
+        share = values.pop("kl_share")
 
         def keep(gradient: Tensor) -> None:
             """Record the coefficients and what follows from them."""
             tokens.coef = torch.where(mask, gradient.detach()[:, :width].to("cpu", tokens.coef.dtype), 0.0)
-            if known.clipped is None:
+            if derived:
                 stopped = mask & (tokens.coef == 0) & (batch.tokens.advantage[rows][:, :width] != 0)
                 tokens.clipped = torch.where(stopped, tokens.log_ratio.sign(), 0).to(torch.int8)
-            share = known.kl_share
-            if share is None:
-                share = torch.full(mask.shape, 0.0 if known.ref_logp is None else math.nan)
-            more = {"kl_coef": torch.where(mask, tokens.coef * share.cpu()[:, :width], 0.0)}
-            for name in ("correction", "ref_logp"):
-                value = getattr(known, name)
-                if value is not None:
-                    value = value.detach().cpu()
-                    more[name] = value.expand(mask.shape) if value.shape[1] == 1 else value[:, :width]
+            more = values | {"kl_coef": torch.where(mask, tokens.coef * share, 0.0)}
             self.pending.append(Use(serial, rows, tokens, more))
 
         return keep

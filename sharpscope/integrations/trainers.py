@@ -12,13 +12,12 @@ import copy
 import json
 import math
 import time
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -29,14 +28,12 @@ from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.integrations.core import Recorder, own_forward
 from sharpscope.integrations.price import Work
-from sharpscope.integrations.steps import prompt_texts, same_prompts, sequences_of
+from sharpscope.integrations.steps import sequences_of
 from sharpscope.policy.adapters import has_adapters
 from sharpscope.policy.sharding import reshard
 from sharpscope.probes import guarded
 from sharpscope.recording.observers import StepObserver
-from sharpscope.recording.step import RolloutBatch
 from sharpscope.rules import OF_ROLLOUTS
-from sharpscope.tasks import Example, Reward
 
 IGNORED = -100
 _LAUNCHES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
@@ -59,8 +56,11 @@ class TrainerRecorder(Recorder):
     wrapped: ClassVar[Mapping[str, str]] = {"train": "_train", "training_step": "_training_step"}
     fields = "trl"
 
-    def __init__(self, trainer: Any, out: str | Path, **options: Any) -> None:
-        self.trainer, args = trainer, trainer.args
+    def __init__(self, trainer: Any, out: str | Path, label: str, notes: Sequence[str], **options: Any) -> None:
+        self.trainer, args, name = trainer, trainer.args, type(trainer).__name__
+        arguments = json.loads(json.dumps(args.to_dict(), default=str))
+        about = {"name": name, "loss_type": arguments.get("loss_type"), "arguments": arguments}
+        self.info = {"method": label, "notes": [f"recorded from {name}", *notes], "trainer": about}
         super().__init__(
             trainer.accelerator.unwrap_model(trainer.model),
             getattr(trainer.processing_class, "tokenizer", trainer.processing_class),
@@ -71,35 +71,16 @@ class TrainerRecorder(Recorder):
             compute=torch.bfloat16 if trainer.accelerator.mixed_precision == "bf16" else None,
             **options,
         )
+        self._kept: list[Callable[[], Any]] = []  # losses of the micro-batches of the update that is measured
         self._instance = {name: vars(trainer)[name] for name in self.wrapped if name in vars(trainer)}
         self._original = {name: getattr(trainer, name) for name in self.wrapped}
         for name, own in self.wrapped.items():
             setattr(trainer, name, getattr(self, own))
-        self._callback = _Callback(self)
-        trainer.add_callback(self._callback)
+        self.callback: Any = TrainerCallback()
+        self.callback.on_train_begin = lambda *_, **__: self._train_begins()
+        self.callback.on_save = lambda *_, **__: self.safely(self.flush)  # from there a resumed training goes on
+        trainer.add_callback(self.callback)
         trainer._sharpscope = self
-
-    def steps_of(self, updates: int) -> int:
-        """Number of steps in so many updates."""
-        return updates
-
-    @abstractmethod
-    def label(self) -> str:
-        """The method's name in the trace."""
-
-    def notes(self) -> list[str]:
-        """Notes for run.json."""
-        return []
-
-    def describe(self) -> dict[str, Any]:
-        """Entries of run.json: method, notes, and the trainer with its arguments as they are."""
-        trainer, name = self.trainer, type(self.trainer).__name__
-        arguments = json.loads(json.dumps(trainer.args.to_dict(), default=str))
-        return {
-            "method": self.label(),
-            "notes": [f"recorded from {name}", *self.notes()],
-            "trainer": {"name": name, "loss_type": arguments.get("loss_type"), "arguments": arguments},
-        }
 
     def detach(self) -> None:
         """Restore the trainer and keep what was recorded. During training, the run ends as interrupted."""
@@ -113,31 +94,33 @@ class TrainerRecorder(Recorder):
         if getattr(trainer, "_sharpscope", None) is self:
             for name in self.wrapped:
                 delattr(trainer, name)
-                if name in self._instance:
-                    setattr(trainer, name, self._instance[name])
-            trainer.remove_callback(self._callback)
+            vars(trainer).update(self._instance)
+            trainer.remove_callback(self.callback)
             del trainer._sharpscope
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:
-        status, reason = "failed", ""
+        status, reason = "finished", "all steps done"
         try:
-            result = self._original["train"](*args, **kwargs)
-            status, reason = "finished", "all steps done"
-            return result
+            return self._original["train"](*args, **kwargs)
         except KeyboardInterrupt:
             status, reason = "interrupted", "stopped by the user"
             raise
         except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
+            status, reason = "failed", f"{type(error).__name__}: {error}"
             raise
         finally:
             self.end(partial(self.stop, status, reason))
 
+    def _train_begins(self) -> None:
+        self.recording = True
+        self.together(self.start)
+
     def start(self) -> None:
         """Begin the recording: the trainer knows the length of the training and has its optimizer."""
-        trainer = self.trainer
+        trainer, accumulation = self.trainer, self.trainer.args.gradient_accumulation_steps
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        self.begin(optimizer, self.steps_of(int(trainer.state.max_steps)), int(trainer.state.global_step))
+        steps = math.ceil(int(trainer.state.max_steps) * accumulation / max(self.period, accumulation))
+        self.begin(optimizer, steps, int(trainer.state.global_step))
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         started = time.perf_counter()
@@ -153,6 +136,21 @@ class TrainerRecorder(Recorder):
         step.seconds["training_s"] += time.perf_counter() - started - (sum(step.seconds.values()) - before)
         step.micro += 1
         step.losses.append(loss.detach())
+
+    def loss_again(self) -> float:
+        """The trainer's loss of the kept micro-batches at the present weights, without dropout, averaged over the processes."""
+        with self.evaluating():
+            own = sum(float(loss()) for loss in self._kept)
+        return distributed.sum_values(own) / distributed.world_size()
+
+    def observe_update(self, observer: StepObserver) -> None:
+        """Measure the critical sharpness of a step's first update."""
+        if self._kept:
+            start, (loss, _, factor) = self.loss_again(), self._step.gradient
+            # With dropout the gradient is of another loss, so its slope is not that of the loss computed again.
+            clip = factor if self.work.generated or math.isclose(start, loss, rel_tol=1e-2) else None
+            observer.critical(self.model, self.optimizer, self.loss_again, start=start, clip_factor=clip)
+        self._kept = []
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -180,29 +178,6 @@ class TrainerRecorder(Recorder):
             if metrics is not None:
                 trainer._metrics = metrics
 
-    def evaluated(self) -> None:
-        """Hook after an evaluation of the trainer."""
-
-
-class _Callback(TrainerCallback):
-    """Passes the trainer's events on to the recorder."""
-
-    def __init__(self, recorder: TrainerRecorder) -> None:
-        self.recorder = recorder
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Begin the trace."""
-        self.recorder.recording = True
-        self.recorder.together(self.recorder.start)
-
-    def on_save(self, *_: Any, **__: Any) -> None:
-        """Write the steps up to a checkpoint, from which a resumed training goes on."""
-        self.recorder.safely(self.recorder.flush)
-
-    def on_evaluate(self, *_: Any, **__: Any) -> None:
-        """After an evaluation, which is written."""
-        self.recorder.safely(self.recorder.evaluated)
-
 
 def rows_of_update(args: Any) -> int:
     """Rows of the data set in an update, over all processes."""
@@ -217,11 +192,7 @@ def refuse(*cases: tuple[Any, str]) -> None:
 
 
 def check_setup(trainer: Any) -> None:
-    """Check the trainer's class and launch, and that its loss does not hide the log-probabilities.
-
-    Raises:
-        UserError: an option or a setup is not supported; the message names it.
-    """
+    """Check the trainer's class and launch, and that its loss does not hide the log-probabilities."""
     args, accelerator, name = trainer.args, trainer.accelerator, type(trainer).__name__
     kind = str(accelerator.distributed_type.value)
     unsloth = name.startswith("Unsloth") or any("unsloth" in each.__module__ for each in type(trainer).__mro__)
@@ -234,7 +205,18 @@ def check_setup(trainer: Any) -> None:
         (kind == "DEEPSPEED", "DeepSpeed is not supported; start the trainer without it (DDP and FSDP2 are recorded)"),
     )
     if kind == "FSDP":
-        _check_fsdp(trainer)
+        plugin, optim = accelerator.state.fsdp_plugin, str(getattr(args.optim, "value", args.optim))
+        offloaded = type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
+        version, other = plugin.fsdp_version, "set gradient_checkpointing = True in its place"
+        parallel = getattr(accelerator.state, "parallelism_config", None) is not None
+        refuse(
+            (not accelerator.is_fsdp2, f"fsdp_version = {version} is not supported; set it to 2, or use DDP"),
+            (offloaded, "FSDP with weights offloaded to the CPU is not supported; set offload_params to False"),
+            (plugin.activation_checkpointing, f"FSDP's activation_checkpointing renames layers; {other}"),
+            (parallel, "FSDP with a parallelism_config; leave it out"),
+            (has_adapters(accelerator.unwrap_model(trainer.model)), "FSDP with adapters (peft); use DDP"),
+            (not optim.startswith("adamw"), f"optim = {optim} with FSDP is not supported; use adamw_torch"),
+        )
     refuse(
         (args.n_gpu > 1, f"{args.n_gpu} GPUs in one process (DataParallel); set CUDA_VISIBLE_DEVICES to one of them"),
         (kind not in _LAUNCHES, f"distributed_type {kind} is not supported; start one process, or use DDP or FSDP2"),
@@ -242,35 +224,10 @@ def check_setup(trainer: Any) -> None:
     )
 
 
-def _check_fsdp(trainer: Any) -> None:
-    """Check the options of FSDP.
-
-    Raises:
-        UserError: one of them is not supported; the message names it.
-    """
-    state, optim = trainer.accelerator.state, str(getattr(trainer.args.optim, "value", trainer.args.optim))
-    plugin = state.fsdp_plugin
-    offloaded = type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
-    version, other = plugin.fsdp_version, "set gradient_checkpointing = True in its place"
-    refuse(
-        (not trainer.accelerator.is_fsdp2, f"fsdp_version = {version} is not supported; set it to 2, or use DDP"),
-        (offloaded, "FSDP with weights offloaded to the CPU is not supported; set offload_params to False"),
-        (plugin.activation_checkpointing, f"FSDP's activation_checkpointing renames layers; {other}"),
-        (getattr(state, "parallelism_config", None) is not None, "FSDP with a parallelism_config; leave it out"),
-        (has_adapters(trainer.accelerator.unwrap_model(trainer.model)), "FSDP with adapters (peft); use DDP"),
-        (not optim.startswith("adamw"), f"optim = {optim} with FSDP is not supported; use adamw_torch"),
-    )
-
-
 def check_supervised(trainer: Any) -> str:
-    """Check that a trainer of given completions can be recorded; return `sft` or `dpo`.
-
-    Raises:
-        UserError: the trainer, an option or a setup is not supported; the message names it.
-    """
+    """Check that a trainer of given completions can be recorded; return `sft` or `dpo`."""
     of_trl = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
-    for kind in of_trl:
-        refuse((kind not in _OF_TRL, f"TRL's {kind} is not recorded; its loss is not known"))
+    refuse(*((kind not in _OF_TRL, f"TRL's {kind} is not recorded; its loss is not known") for kind in of_trl))
     check_setup(trainer)
     args, smoothing = trainer.args, float(getattr(trainer.args, "label_smoothing_factor", 0.0))
     several = "True puts several sequences into one row; set it to False"
@@ -289,91 +246,61 @@ class SupervisedRecorder(TrainerRecorder):
     given = frozenset({"loss", "timing"})
     rules: Mapping[str, Any] = {rule: {"action": "off"} for rule in OF_ROLLOUTS}
 
-    def __init__(
-        self, trainer: Any, out: str | Path, kind: str, *, critical: bool | int, task: str, **options: Any
-    ) -> None:
-        self.pairs, self._kind = kind == "dpo", kind
-        self._held = _held_constant(trainer) if critical else ""
-        self._kept: list[tuple[Callable[[], Any], float]] = []  # losses of an update's micro-batches, and their factors
-        rows = rows_of_update(trainer.args) * (2 if self.pairs else 1)
-        self.work = Work(rows=rows)
-        super().__init__(trainer, out, critical=0 if self._held else critical, task=task, **options)
-
-    def label(self) -> str:
-        """The method's name in the trace."""
-        return self._kind
-
-    def notes(self) -> list[str]:
-        """Notes for run.json."""
-        notes = [f"DPO with beta = {self.trainer.beta:g}; group: pair, first the chosen"] if self.pairs else []
-        if self._held:
-            held = f"{self._held} multiplies the loss by factors that its gradient treats as constants"
-            notes.append(f"critical sharpness is not measured: {held}")
-        return notes
+    def __init__(self, trainer: Any, out: str | Path, kind: str, *, critical: bool | int, **options: Any) -> None:
+        factors = {
+            "loss_type": "dft",
+            "use_weighting": True,
+        }  # options by which the loss has factors without a gradient
+        held = [f"{name} = {value!r}" for name, value in factors.items() if getattr(trainer.args, name, None) == value]
+        self.pairs = kind == "dpo"
+        self.work = Work(rows=rows_of_update(trainer.args) * (2 if self.pairs else 1))
+        notes = [f"DPO with beta = {trainer.beta:g}; group: pair, first the chosen"] if self.pairs else []
+        if held and critical:
+            critical = 0
+            why = f"{held[0]} multiplies the loss by factors that its gradient treats as constants"
+            notes.append(f"critical sharpness is not measured: {why}")
+        super().__init__(trainer, out, kind, notes, critical=critical, **options)
 
     # -- one micro-batch ---------------------------------------------------------------------------------------------
 
     def _loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        original = partial(self._original["compute_loss"], model, inputs, *args, **kwargs)
+        compute = self._original["compute_loss"]
         if not self.recording or not self.model.training or not torch.is_grad_enabled():
-            return original()
+            return compute(model, inputs, *args, **kwargs)
         given = dict(inputs)  # some trainers take entries out
         with self._watched() as found:
-            loss = original()
+            loss = compute(model, inputs, *args, **kwargs)
         started = time.perf_counter()
         self.in_step(lambda: self._tokens(given, found))
         self._step.seconds["recording_s"] += time.perf_counter() - started
-        if self.recording and self.observers.surface.update_due(self.step_number):
-            # The gradient that reaches the loss holds the division by the accumulation steps.
+        if self.recording and self.observers.critical_due(self.step_number):
+
+            def again(factor: float) -> float:
+                """The loss at the present weights; the gradient that reaches it, `factor`, holds the division by the micro-steps."""
+                value = compute(self.model, dict(given), *args, **kwargs)
+                return factor * float(value[0] if isinstance(value, tuple) else value)
+
             value = loss[0] if isinstance(loss, tuple) else loss
-            again = self._original["compute_loss"]
-            value.register_hook(
-                lambda factor: self._kept.append(
-                    (lambda: again(self.model, dict(given), *args, **kwargs), float(factor))
-                )
-            )
+            value.register_hook(lambda factor: self._kept.append(partial(again, float(factor))))
         return loss
 
-    def observe_update(self, observer: StepObserver) -> None:
-        """Measure the critical sharpness of the update."""
-        kept, self._kept = self._kept, []
-        loss, _, factor = self._step.gradient
-        if kept:
-            start = self._loss_of(kept)
-            # With dropout the gradient is of another loss, so its slope is not that of the loss computed again.
-            same = math.isclose(start, loss, rel_tol=1e-2)
-            clip = factor if same else None
-            observer.critical(self.model, self.optimizer, lambda: self._loss_of(kept), start=start, clip_factor=clip)
-
-    def _loss_of(self, kept: list[tuple[Callable[[], Any], float]]) -> float:
-        """The trainer's loss of some micro-batches at the present weights, over all processes, without dropout."""
-        with self.evaluating():
-            losses = [(compute(), factor) for compute, factor in kept]
-        total = sum(factor * float(loss[0] if isinstance(loss, tuple) else loss) for loss, factor in losses)
-        return distributed.sum_values(total) / distributed.world_size()
-
-    def _tokens(self, inputs: Mapping[str, Any], found: _Found) -> None:
-        """Add the micro-batch to the step, and take the coefficients of its tokens from what was found in its loss.
-
-        Raises:
-            UserError: the batch has inputs or labels, or the trainer a loss, that cannot be recorded.
-        """
-        name = type(self.trainer).__name__
-        refuse((not found.kind, f"the loss of {name} uses neither the model's loss nor its log-probabilities"))
-        for key in sorted(key for key in inputs if key not in _KNOWN_INPUTS):
-            raise UserError(f"the batch has the input '{key}', which probes of the model do not get")
+    def _tokens(self, inputs: Mapping[str, Any], found: Any) -> None:
+        """Add the micro-batch to the step, and take the coefficients of its tokens from what was found in its loss."""
+        text = f"the loss of {type(self.trainer).__name__} uses neither the model's loss nor its log-probabilities"
+        odd = [
+            f"the batch has the input '{key}', which probes do not get" for key in sorted(set(inputs) - _KNOWN_INPUTS)
+        ]
+        refuse((not found.kind, text), (odd, "; ".join(odd)))
         ids: Tensor = inputs["input_ids"]
         present = torch.ones_like(ids) if inputs.get("attention_mask") is None else inputs["attention_mask"]
         counted = inputs["completion_mask"].bool() if self.pairs else inputs["labels"] != IGNORED
-        if not self.pairs and bool((inputs["labels"][counted] != ids[counted]).any()):
-            raise UserError("labels differ from the input's own tokens")
+        other = not self.pairs and bool((inputs["labels"][counted] != ids[counted]).any())
+        refuse((other, "labels differ from the input's own tokens"))
         sequences = sequences_of(ids, present, counted, self.policy.tokenizer, pairs=self.pairs)
         rollouts, n, size = sequences.rollouts, len(sequences.rollouts), 2 if self.pairs else 1
-        examples = [Example(text, "", {}) for text in prompt_texts(rollouts, self.policy.tokenizer)[::size]]
-        rewards = [Reward(0.0, {"chosen": 1.0 - row % 2} if self.pairs else {}, False) for row in range(n)]
-        batch = RolloutBatch(examples, rollouts, rewards, torch.zeros(n, dtype=torch.float64), None)
-        scorer = replace(self.scorer, share_prompt=self.pairs and same_prompts(rollouts, 2))
-        made = self.open_batch(batch, [(self._serial, group) for group in rollouts.group.tolist()], scorer)
+        parts = [{"chosen": 1.0 - row % 2} if self.pairs else {} for row in range(n)]
+        labels = [(self._serial, group) for group in rollouts.group.tolist()]
+        made = self.open_batch(rollouts, torch.zeros(n, dtype=torch.float64), labels, parts=parts, size=size)
         ours, mask = made.tokens.stats.logp, rollouts.completion_mask.bool()
         keep = self._step.use(made.serial, torch.arange(n))
         tokens, number = int(mask.sum()), found.labels
@@ -392,23 +319,30 @@ class SupervisedRecorder(TrainerRecorder):
         found.keep = lambda gradient: self.safely(lambda: keep(coefficients(gradient)))
 
     @contextmanager
-    def _watched(self) -> Iterator[_Found]:
-        """Context that hooks the model's first log-probabilities or loss with a gradient."""
-        found = _Found()
+    def _watched(self) -> Iterator[Any]:
+        """Context that hooks what the gradient of the loss reaches first: the model's log-probabilities, or its own loss.
+
+        Gives an object with `kind`, empty if neither was found; `values`; `labels`, the number N that the model's loss is divided by;
+        and `keep`, which is called with the gradient.
+        """
+        found = SimpleNamespace(kind="", values=None, labels=0.0, keep=lambda _: None)
+
+        def take(kind: str, values: Tensor, labels: float = 0.0) -> bool:
+            """Hook the first tensor with a gradient; returns whether it is this one."""
+            if found.kind or not values.requires_grad or not torch.is_grad_enabled():
+                return False
+            found.kind, found.values, found.labels = kind, values.detach(), labels
+            values.register_hook(lambda gradient: found.keep(gradient))  # noqa: PLW0108 - `keep` is set later
+            return True
 
         def hook(module: Any, args: Any, given: dict[str, Any], output: Any) -> None:
             """Look at an output of the model."""
-            logp, loss, labels = (
-                getattr(output, "log_probs", None),
-                getattr(output, "loss", None),
-                given.get("labels"),
-            )
+            logp, loss, labels = getattr(output, "log_probs", None), getattr(output, "loss", None), given.get("labels")
             if isinstance(logp, Tensor):
-                found.take("log_probs", logp)
+                take("log_probs", logp)
             elif isinstance(loss, Tensor) and labels is not None:
                 count = given.get("num_items_in_batch")
-                number = (labels[:, 1:] != IGNORED).sum() if count is None else torch.as_tensor(count)
-                found.take("loss", loss, float(number))
+                take("loss", loss, float((labels[:, 1:] != IGNORED).sum() if count is None else count))
 
         # TRL's DPO before 1.16 computes log-probabilities by a function
         module: Any = import_module("trl.trainer.dpo_trainer") if self.pairs else None
@@ -418,7 +352,7 @@ class SupervisedRecorder(TrainerRecorder):
             """The function's log-probabilities, of which the first that require a gradient are hooked."""
             logp: Tensor = softmax(*args, **kwargs)
             # TRL sets prompts to 0 in place, and a view that is written to loses its hook
-            return logp.clone() if found.take("log_probs", logp) else logp
+            return logp.clone() if take("log_probs", logp) else logp
 
         handle = self.model.register_forward_hook(hook, with_kwargs=True)
         if softmax is not None:
@@ -429,36 +363,3 @@ class SupervisedRecorder(TrainerRecorder):
             handle.remove()
             if softmax is not None:
                 module.selective_log_softmax = softmax
-
-
-@dataclass
-class _Found:
-    """What the gradient of a micro-batch's loss reaches first.
-
-    Attributes:
-        kind: log_probs (B, L−1), or the model's own loss.
-        values: of it.
-        labels: number of tokens N that the model's loss is divided by.
-        keep: what is done with the gradient.
-    """
-
-    kind: str = ""
-    values: Any = None
-    labels: float = 0.0
-    keep: Callable[[Tensor], None] = lambda _: None
-
-    def take(self, kind: str, values: Tensor, labels: float = 0.0) -> bool:
-        """Hook the first tensor with a gradient; returns whether it is this one."""
-        if self.kind or not values.requires_grad or not torch.is_grad_enabled():
-            return False
-        self.kind, self.values, self.labels = kind, values.detach(), labels
-        values.register_hook(lambda gradient: self.keep(gradient))  # noqa: PLW0108 - `keep` is set later
-        return True
-
-
-def _held_constant(trainer: Any) -> str:
-    """The option by which the loss has factors without a gradient; empty if it has none."""
-    args = trainer.args
-    if getattr(args, "loss_type", None) == "dft":
-        return "loss_type = 'dft'"
-    return "use_weighting = True" if getattr(args, "use_weighting", False) else ""

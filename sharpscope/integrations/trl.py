@@ -27,14 +27,11 @@ from sharpscope.config.method import PpoClip
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
 from sharpscope.integrations.price import Work
-from sharpscope.integrations.steps import Batch, TokenLoss, prompt_texts, same_prompts, unused_tokens
+from sharpscope.integrations.steps import Batch, same_prompts, unused_tokens
 from sharpscope.integrations.trainers import TrainerRecorder, check_setup, refuse, rows_of_update
 from sharpscope.objective import Method, gradient_killed, k3, named_method
 from sharpscope.policy import Completions, Rollouts, join_rollouts
-from sharpscope.recording.observers import StepObserver
 from sharpscope.recording.rows import evaluation_row
-from sharpscope.recording.step import RolloutBatch
-from sharpscope.tasks import Example, Reward
 
 ROW = "sharpscope_row"  # (n, 2): serial number of the batch, row in it
 OLDEST, NEWEST = (1, 0), (1, 16)
@@ -46,41 +43,30 @@ HELD_CONSTANT = ("cispo", "vespo")
 
 
 def check_version() -> None:
-    """Check the installed TRL; warn of one that is newer than those tested.
-
-    Raises:
-        UserError: it is missing or its version is not supported.
-    """
+    """Check the installed TRL; warn of one that is newer than those tested."""
     try:
         installed = version("trl")
     except PackageNotFoundError:
         raise UserError("record: TRL is not installed; pip install 'sharpscope[trl]'") from None
     numbers = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
-    if installed in EXCLUDED or numbers < OLDEST:
-        raise UserError(f"record: TRL {installed} is not supported; pip install 'trl>=1.0,!=1.15.0'")
+    old = installed in EXCLUDED or numbers < OLDEST
+    refuse((old, f"TRL {installed} is not supported; pip install 'trl>=1.0,!=1.15.0'"))
     if numbers > NEWEST:
-        newest = ".".join(map(str, NEWEST))
-        warnings.warn(
-            f"TRL {installed} is newer than {newest}, the newest that sharpscope was tested with", stacklevel=3
-        )
+        newest = "{}.{}".format(*NEWEST)
+        warnings.warn(f"TRL {installed} is newer than {newest}, the newest that was tested", stacklevel=3)
 
 
 def check_grpo(trainer: Any) -> None:
-    """Check that a GRPOTrainer can be recorded; warn of an overridden loss.
-
-    Raises:
-        UserError: an option or a setup is not supported; the message names it.
-    """
+    """Check that a GRPOTrainer can be recorded; warn of an overridden loss."""
     from trl import GRPOTrainer
 
     check_setup(trainer)
-    args, name = trainer.args, type(trainer).__name__
-    round_, update = generate_every(trainer), args.gradient_accumulation_steps
+    round_, update = generate_every(trainer), trainer.args.gradient_accumulation_steps
     numbers = f"steps_per_generation × num_iterations = {round_} and gradient_accumulation_steps = {update}"
     refuse((round_ % update and update % round_, f"{numbers}: one must divide the other"))
     if type(trainer).compute_loss is not GRPOTrainer.compute_loss:
         text = "if that does not call GRPOTrainer's, recording will stop at the first update"
-        warnings.warn(f"{name} overrides compute_loss; {text}", stacklevel=3)
+        warnings.warn(f"{type(trainer).__name__} overrides compute_loss; {text}", stacklevel=3)
 
 
 def generate_every(trainer: Any) -> int:
@@ -89,27 +75,24 @@ def generate_every(trainer: Any) -> int:
 
 
 def token_weights_of(trainer: Any, method: Method) -> Method:
-    """The method whose token weights are added to TRL's loss, after its checks.
+    """The method whose token weights are added to TRL's loss.
 
     Raises:
         UserError: it has none, they are not a factor on the surrogate, or it differs from GRPO in more than weights; or TRL's
             loss does not keep them apart.
     """
-    usable = ", ".join(WEIGHTABLE)
-    if trainer.loss_type not in WEIGHTABLE:
-        raise UserError(
-            f"weights: loss_type = '{trainer.loss_type}' does not keep token weights apart; use one of {usable}"
-        )
-    plain = named_method("grpo")
+    plain, uniform = named_method("grpo"), isinstance(method.weight, UniformWeight) and method.tokens is None
     rest = method.model_copy(update={"name": plain.name, "weight": plain.weight, "tokens": plain.tokens})
     if method.tokens is None:  # ar: TRL's own options set its clip and aggregation
         rest = rest.model_copy(update={"clip": plain.clip, "aggregate": plain.aggregate})
-    if method.weight_on != "surrogate":
-        wrong = "they act on the ratio inside the clip, which TRL's advantages cannot carry; use grpo-sg"
-        raise UserError(f"weights = '{method.name}': {wrong}")
-    if rest != plain or (isinstance(method.weight, UniformWeight) and method.tokens is None):
-        wrong = "this method is more than token weights on GRPO, or has none; give one such as grpo-sg or ar"
-        raise UserError(f"weights = '{method.name}': {wrong}, and set the rest by TRL's own options")
+    name, loss, usable = f"weights = '{method.name}'", trainer.loss_type, ", ".join(WEIGHTABLE)
+    inside = "they act on the ratio inside the clip, which TRL's advantages cannot carry; use grpo-sg"
+    more = "this method is more than token weights on GRPO, or has none; give one such as grpo-sg or ar"
+    refuse(
+        (loss not in WEIGHTABLE, f"loss_type = '{loss}' does not keep token weights apart; use one of {usable}"),
+        (method.weight_on != "surrogate", f"{name}: {inside}"),
+        (rest != plain or uniform, f"{name}: {more}, and set the rest by TRL's own options"),
+    )
     return method.with_preset("auto", "paper")
 
 
@@ -127,46 +110,27 @@ class GrpoRecorder(TrainerRecorder):
     def __init__(
         self, trainer: Any, out: str | Path, *, critical: bool | int, weights: Method | None = None, **options: Any
     ) -> None:
-        self.weights, self._held = weights, trainer.loss_type in HELD_CONSTANT
-        self.group_size = int(trainer.num_generations)
-        self._current: dict[str, Any] | None = None
-        self._kept: list[dict[str, Any]] = []  # micro-batches of the step's first update, whose loss is evaluated again
-        self._scored: tuple[Tensor, list[list[int]]] | None = None
-        self._evaluated: list[Tensor] = []
-        temperature, beta = float(trainer.temperature), float(trainer.beta)
-        critical = 0 if self._held else critical
-        parts = max(1, int(trainer.args.steps_per_generation) // trainer.args.gradient_accumulation_steps)
-        self.work = Work(int(trainer.num_iterations), parts, rows_of_update(trainer.args), generated=True)
-        super().__init__(trainer, out, critical=critical, temperature=temperature, beta=beta, **options)
-        self.scorer = replace(self.scorer, share_prompt=True)
-        self._serial = 0  # the same in all processes, which have the same batches
-
-    def label(self) -> str:
-        """The method's name in the trace."""
-        return self.weights.name if self.weights is not None else str(self.trainer.loss_type)
-
-    def notes(self) -> list[str]:
-        """Notes for run.json."""
-        args, notes = self.trainer.args, []
+        args, loss, held, notes = trainer.args, str(trainer.loss_type), trainer.loss_type in HELD_CONSTANT, list[str]()
         for name, off in (("min_p", None), ("repetition_penalty", 1.0)):
             value = getattr(args, name, off)
             if value not in (off, None):
                 notes.append(f"completions were drawn with {name} = {value:g}, which log-probabilities do not show")
-        if self._held:
-            held = f"loss_type '{self.trainer.loss_type}' holds factors constant"
-            notes.append(f"critical sharpness is not measured: {held}")
-        if self.trainer.loss_type == "cispo":
-            notes.append(f"cispo: TRL bounds the ratio itself by epsilon_high = {float(self.trainer.epsilon_high):g}")
-        return notes
-
-    def steps_of(self, updates: int) -> int:
-        """Number of steps in so many updates."""
-        accumulation = self.trainer.args.gradient_accumulation_steps
-        return math.ceil(updates * accumulation / max(generate_every(self.trainer), accumulation))
-
-    def whole_batches(self) -> bool:
-        """Whether the micro-steps so far have used the batch of completions as often as TRL does."""
-        return self._step.micro % generate_every(self.trainer) == 0
+        if held:
+            notes.append(f"critical sharpness is not measured: loss_type '{loss}' holds factors constant")
+        if loss == "cispo":
+            notes.append(f"cispo: TRL bounds the ratio itself by epsilon_high = {float(trainer.epsilon_high):g}")
+        self.weights, self.group_size, self.period = weights, int(trainer.num_generations), generate_every(trainer)
+        self._current: dict[str, Any] | None = None
+        self._scored: tuple[Tensor, list[list[int]]] | None = None
+        self._evaluated: list[Tensor] = []
+        parts = max(1, int(args.steps_per_generation) // args.gradient_accumulation_steps)
+        self.work = Work(int(trainer.num_iterations), parts, rows_of_update(args), generated=True)
+        options |= {"temperature": float(trainer.temperature), "beta": float(trainer.beta)}
+        label = loss if weights is None else weights.name
+        super().__init__(trainer, out, label, notes, critical=0 if held else critical, **options)
+        self.scorer = replace(self.scorer, share_prompt=True)
+        self._serial = 0  # the same in all processes, which have the same batches
+        self.callback.on_evaluate = lambda *_, **__: self.safely(self.evaluated)
 
     # -- one batch of completions ------------------------------------------------------------------------------------
 
@@ -210,16 +174,12 @@ class GrpoRecorder(TrainerRecorder):
         rollouts = join_rollouts(*(each for each, _ in parts)).to(device)
         rollouts = replace(rollouts, group=torch.arange(len(rollouts), device=device) // self.group_size)
         names = self.trainer.reward_func_names
-        scores = [
-            Reward(value, dict(zip(names, row, strict=True)), bool(self.correct(value)) if self.correct else False)
-            for value, row in zip(total.tolist(), rewards.tolist(), strict=True)
-        ]
+        of_functions = [dict(zip(names, row, strict=True)) for row in rewards.tolist()]
         if missing := int(total.isnan().sum()):
             text = f"{missing} of {len(total)} completions got no reward from any reward function (NaN; TRL counts 0)"
             self._event("nan_reward", "warning", text, missing / len(total), 0.0)
-        examples = [Example(text, "", {}) for text in prompt_texts(rollouts, tokenizer)[:: self.group_size]]
         every = torch.cat([each for _, each in parts]).to(device)
-        batch = RolloutBatch(examples, rollouts, scores, every, None)
+        batch = self.batch_of(rollouts, every, of_functions, self.group_size)
         with self.whole():
             shared = same_prompts(rollouts, self.group_size)
             stats = replace(self.scorer, share_prompt=shared).statistics(rollouts)
@@ -264,34 +224,16 @@ class GrpoRecorder(TrainerRecorder):
         logp.register_hook(lambda gradient: self.safely(lambda: keep(gradient)))
         self._step.seconds["recording_s"] += time.perf_counter() - started
 
-    # -- the loss of the first update as a function of the weights -----------------------------------------------------
-
     def _keep(self, inputs: dict[str, Any]) -> None:
         """Keep a micro-batch with π_old's log-probabilities; without them TRL takes the present ones, and its loss is constant."""
-        if self._step.updates or not self.observers.surface.update_due(self.step_number):
+        if self._step.updates or not self.observers.critical_due(self.step_number):
             return
         if inputs.get("old_per_token_logps") is None:
             numbers = inputs[ROW]
             logp = self._step.batch(int(numbers[0, 0])).tokens.stats.logp
             logp = logp[numbers[:, 1].to(logp.device)][:, : inputs["completion_ids"].shape[1]]
             inputs = inputs | {"old_per_token_logps": logp.to(numbers.device)}
-        self._kept.append(inputs)
-
-    def observe_update(self, observer: StepObserver) -> None:
-        """Measure the critical sharpness of a step's first update."""
-        kept, self._kept = self._kept, []
-        if kept:
-            factor = self._step.gradient[2]
-            observer.critical(self.model, self.optimizer, lambda: self._loss_of(kept), clip_factor=factor)
-
-    def _loss_of(self, kept: list[dict[str, Any]]) -> float:
-        """TRL's loss of this process's micro-batches at the present weights, without dropout, averaged over the processes.
-
-        The trainer is left as it was.
-        """
-        with self.evaluating():
-            own = sum(float(self._original["_compute_loss"](self.model, inputs)) for inputs in kept)
-        return distributed.sum_values(own) / distributed.world_size()
+        self._kept.append(lambda: self._original["_compute_loss"](self.model, inputs))
 
     def evaluated(self) -> None:
         """Write the evaluation that has just ended as one row over all its prompts."""
@@ -338,52 +280,41 @@ def rollouts_of(
 
 
 @torch.no_grad()
-def token_loss(trainer: Any, inputs: dict[str, Any], logp: Tensor) -> TokenLoss:
-    """TRL's ratio (of tokens or sequences), where its clip removes the gradient, and k3 to its reference.
+def token_loss(trainer: Any, inputs: dict[str, Any], logp: Tensor) -> dict[str, Tensor]:
+    """What a trainer's loss does with the tokens of a micro-batch, see `Step.use`.
 
     Args:
         trainer: whose options apply.
         inputs: TRL's batch of n rows.
         logp: (n, T) [nats], what the trainer's loss differentiates.
     """
-    mask = inputs["completion_mask"]
+    inside, logp = inputs["completion_mask"].bool(), logp.detach()
     if inputs.get("tool_mask") is not None:
-        mask = mask * inputs["tool_mask"]
-    logp = logp.detach()
-    old = inputs.get("old_per_token_logps")
-    change = own = torch.zeros_like(logp) if old is None else torch.where(mask.bool(), logp - old, 0.0)
-    if trainer.importance_sampling_level == "sequence":
-        change = (change.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)).expand(logp.shape)
-    ratio = change.exp()
-    advantage = inputs["advantages"]
+        inside = inside & inputs["tool_mask"].bool()
+    sequences = trainer.importance_sampling_level == "sequence"
+    old, reference = inputs.get("old_per_token_logps"), inputs.get("ref_per_token_logps")
+    change = own = torch.zeros_like(logp) if old is None else torch.where(inside, logp - old, 0.0)
+    if sequences:
+        change = (change.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True).clamp(min=1)).expand(logp.shape)
+    ratio, advantage = change.exp(), inputs["advantages"]
     advantage = (advantage if advantage.dim() == 2 else advantage[:, None]).expand(logp.shape)
-    reference = inputs.get("ref_per_token_logps")
-    kl, share = torch.zeros_like(logp), None
-    if reference is not None:
-        kl = torch.where(mask.bool(), k3(logp, reference), 0.0)
-        share = _kl_share(trainer, ratio, advantage, logp, reference, _clipped(trainer, ratio, advantage))
-    clipped = _clipped(trainer, ratio, advantage) * mask.int()
-    correction = inputs.get("importance_sampling_ratio")
-    return TokenLoss(torch.where(mask.bool(), ratio, 1.0), own, clipped, kl, correction, reference, share)
-
-
-def _kl_share(
-    trainer: Any, ratio: Tensor, advantage: Tensor, logp: Tensor, reference: Tensor, clipped: Tensor
-) -> Tensor | None:
-    """(n, T) which part of a token's coefficient β·KL has; None for losses with another surrogate than PPO's.
-
-    With δ = ln π_ref − ln π the coefficient is proportional to −A·r (0 where clipped) + β·d, d = 1 − e^δ, or with TRL's corrected
-    estimate r·(e^δ − δ − 1) + r·(1 − e^δ).
-    """
-    if trainer.loss_type not in ("grpo", "bnpo", "dapo", "dr_grpo") or trainer.importance_sampling_level == "sequence":
-        return None
-    delta = reference - logp
-    slope = 1 - delta.exp()
-    if getattr(trainer.args, "use_bias_correction_kl", False):
-        slope = ratio * (delta.exp() - delta - 1 + slope)
-    policy = torch.where(clipped == 0, -advantage * ratio, 0.0)
-    whole = policy + trainer.beta * slope
-    return torch.where(whole == 0, 0.0, trainer.beta * slope / whole)
+    clipped = _clipped(trainer, ratio, advantage)
+    made = {"ratio": torch.where(inside, ratio, 1.0), "log_ratio": own, "clipped": clipped * inside}
+    if inputs.get("importance_sampling_ratio") is not None:
+        made["correction"] = inputs["importance_sampling_ratio"]
+    if reference is None:
+        return made
+    made |= {"ref_logp": reference, "kl": torch.where(inside, k3(logp, reference), 0.0)}
+    if trainer.loss_type in ("grpo", "bnpo", "dapo", "dr_grpo") and not sequences:
+        # With δ = ln π_ref − ln π the coefficient is proportional to −A·r (0 where clipped) + β·(1 − e^δ), or with TRL's
+        # corrected estimate β·(r·(e^δ − δ − 1) + r·(1 − e^δ)).
+        delta = reference - logp
+        slope = 1 - delta.exp()
+        if getattr(trainer.args, "use_bias_correction_kl", False):
+            slope = ratio * (delta.exp() - delta - 1 + slope)
+        whole = torch.where(clipped == 0, -advantage * ratio, 0.0) + trainer.beta * slope
+        made["kl_share"] = torch.where(whole == 0, 0.0, trainer.beta * slope / whole)
+    return made
 
 
 def _clipped(trainer: Any, ratio: Tensor, advantage: Tensor) -> Tensor:

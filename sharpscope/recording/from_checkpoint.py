@@ -145,7 +145,7 @@ def _judge(probed: Probed, writer: TraceWriter, force: bool) -> None:
             "temperature or precision; norms and shares are the checkpoint's"
         )
         event = Event(step, "checkpoint_mismatch", "warning", gap, GAP, "warn", text)
-        writer.append("events", {name: [value] for name, value in event.row().items()})
+        writer.append("events", event.row())
 
 
 def _measure(

@@ -78,12 +78,38 @@ def check_finite(spec: HealthSpec, step: int, problems: Sequence[tuple[str, floa
     ]
 
 
+class Quantities:
+    """Canonical quantities of a run's steps (`sharpscope.diagnose.quantities`), which the health rules compare a step with.
+
+    Attributes:
+        rows: those of the finished steps, as a checkpoint stores them.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, float]] = ()) -> None:
+        self.rows: list[Mapping[str, float]] = []
+        self._columns: dict[str, np.ndarray] = {}
+        for row in rows:
+            self.history(row)
+            self.rows.append(row)
+
+    def history(self, row: Mapping[str, float]) -> dict[str, np.ndarray]:
+        """The quantities of `row`, the step in progress, at all steps up to it; NaN where one is not known."""
+        at = len(self.rows)
+        for name, value in row.items():
+            column = self._columns.get(name, np.empty(0))
+            if at >= len(column):
+                column = np.append(column, np.full(2 * at + 64 - len(column), math.nan))
+                self._columns[name] = column
+            column[at] = value
+        return {name: self._columns[name][: at + 1] for name in row}
+
+
 class StepHealth:
     """The health rules of one step.
 
     Attributes:
         events: of the rules that applied so far.
-        values: canonical quantities of the step (`sharpscope.diagnose.quantities`), which later steps are compared with.
+        values: canonical quantities of the step.
 
     Args:
         spec: thresholds and actions.
@@ -93,7 +119,7 @@ class StepHealth:
         progress: share of the run done.
         device: of the model.
         vocabulary: number of tokens that the policy can draw.
-        earlier: canonical quantities of the steps so far, see `StepHealth.values`.
+        quantities: of the steps so far; None: there are none. Add `values` to its rows when the step is done.
         trainer: whose names of the settings messages use, a key of `sharpscope.rules.FIELDS`.
         lr: learning rate of the step.
         checkpoint: newest checkpoint, by name.
@@ -109,13 +135,13 @@ class StepHealth:
         device: torch.device,
         *,
         vocabulary: int | None = None,
-        earlier: Sequence[Mapping[str, Any]] = (),
+        quantities: Quantities | None = None,
         trainer: str = "sharpscope",
         lr: float | None = None,
         checkpoint: str | None = None,
     ) -> None:
         self.spec, self.step, self.batch, self.method, self.progress = spec, step, batch, method, progress
-        self.device, self.vocabulary, self.earlier = device, vocabulary, earlier
+        self.device, self.vocabulary, self.quantities = device, vocabulary, quantities or Quantities()
         self._said: dict[str, Any] = {"trainer": trainer, "lr": lr, "checkpoint": checkpoint}
         self.values: dict[str, float] = {}
         bad = batch.rollouts.reward[~torch.isfinite(batch.rollouts.reward)]
@@ -124,8 +150,7 @@ class StepHealth:
     def _judge(self, values: Mapping[str, float | None], known: str) -> None:
         """Add quantities of the step, and the events of the rules that are known then."""
         self.values |= {name: value for name, value in values.items() if value is not None}
-        rows = [*self.earlier, self.values]
-        history = {name: np.array([row.get(name, math.nan) for row in rows]) for name in self.values}
+        history = self.quantities.history(self.values)
         self.events += judge(self.step, history, self.spec.limits, known=known, **self._said)
 
     def allows_updates(self, stats: TokenStats, weight: Tensor) -> bool:

@@ -141,6 +141,10 @@ class Observers:
         self.schedule.spend("entropy", row.seconds)
         return {"step": step, **columns([row])}
 
+    def critical_due(self, step: int) -> bool:
+        """Whether `StepObserver.critical` measures the first update of a step."""
+        return self.surface.update_due(step) and "critical_sharpness" not in self.refused
+
     def for_step(self, step: int, rollouts: Rollouts, recent: Sequence[float]) -> StepObserver:
         """An observer of the updates of one step; `recent` are the log gradient norms of the last steps."""
         return StepObserver(self, step, rollouts, recent)
@@ -231,11 +235,6 @@ class StepObserver:
         new = values[:, self.rollouts.prompt_width :].detach().float().cpu()
         target[taken] = torch.where(update.first_use[rows], new, target[taken])
 
-    @property
-    def critical_due(self) -> bool:
-        """Whether `critical` measures this step's first update."""
-        return self.run.surface.update_due(self.step) and "critical_sharpness" not in self.run.refused
-
     def critical(
         self,
         model: nn.Module,
@@ -284,7 +283,7 @@ class StepObserver:
                 text = f"critical sharpness: {critical.why}"
                 self.events.append(Event(self.step, "probe", "info", math.nan, math.nan, "none", text))
 
-        if self.critical_due:
+        if self.run.critical_due(self.step):
             with self._timed(CRITICAL):
                 self.fill("critical_sharpness", measure)
 

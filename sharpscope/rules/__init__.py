@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sharpscope.rules.measures import EARLY, WINDOW, History
+from sharpscope.rules.measures import EARLY, WINDOW, History, OfLastStep
 from sharpscope.rules.table import FIELDS, OF_ROLLOUTS, RULES, SEVERITIES, Rule, Severity
 
 
@@ -88,7 +88,7 @@ def judge(
         checkpoint: the newest one, by name.
         known: judge only the rules that are known then, see `Rule.known`.
     """
-    arrays = {name: np.atleast_1d(np.asarray(values, dtype=np.float64)) for name, values in history.items()}
+    arrays = OfLastStep((name, np.atleast_1d(np.asarray(values, dtype=np.float64))) for name, values in history.items())
     events = []
     for name, limit in limits.items():
         rule = RULES[name]

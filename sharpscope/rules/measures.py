@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -30,24 +30,32 @@ FEW = 30
 JUDGED_FINITE = ("grad_norm", "loss", "reward", "kl", "entropy")
 
 
+class OfLastStep(dict[str, Values]):
+    """A history of which only the last step is judged: what a measure says of the others may be wrong."""
+
+
 def value(name: str) -> Measure:
     """The quantity itself."""
-    return lambda history: _on_known(history, (name,), lambda x: x)
+    return lambda history: _on_known(history, (name,), lambda x: x, look=1)
 
 
 def mean(name: str) -> Measure:
     """Mean of the quantity over the last WINDOW steps that have it."""
-    return lambda history: _on_known(history, (name,), lambda x: trailing(x, WINDOW))
+    return lambda history: _on_known(history, (name,), lambda x: trailing(x, WINDOW), look=WINDOW)
 
 
 def negative(name: str) -> Measure:
     """Share of the last WINDOW steps (of at least 5) whose value is negative beyond rounding."""
-    return lambda history: _on_known(history, (name,), lambda x: trailing((x < -1e-6).astype(float), WINDOW, 5))
+    return lambda history: _on_known(
+        history, (name,), lambda x: trailing((x < -1e-6).astype(float), WINDOW, 5), look=WINDOW
+    )
 
 
 def zero(name: str) -> Measure:
     """Share of the last WINDOW steps (of at least 5) whose value is exactly 0."""
-    return lambda history: _on_known(history, (name,), lambda x: trailing((x == 0).astype(float), WINDOW, 5))
+    return lambda history: _on_known(
+        history, (name,), lambda x: trailing((x == 0).astype(float), WINDOW, 5), look=WINDOW
+    )
 
 
 def relative(name: str, window: int = WINDOW) -> Measure:
@@ -61,25 +69,31 @@ def relative(name: str, window: int = WINDOW) -> Measure:
         ratio[:EARLY] = np.nan
         return ratio
 
-    return lambda history: _on_known(history, (name,), of)
+    return lambda history: _on_known(history, (name,), of, first=EARLY, look=window)
 
 
 def spike(name: str, z: float = 4.0) -> Measure:
     """The quantity divided by its median in the 50 steps before; 0 where its logarithm is within `z` robust standard deviations."""
 
     def of(x: Values) -> Values:
-        ratio = np.full(len(x), np.nan)
-        positive = np.flatnonzero(x > 0)
-        logs = np.log(x[positive])
+        ratio, logs = np.full(len(x), np.nan), np.log(x)
         if len(logs) > SPIKE_LEAST:
             windows = _windows(logs[:-1], SPIKE_WINDOW)[SPIKE_LEAST - 1 :]
             median = np.nanmedian(windows, axis=1)
             scale = 1.4826 * np.nanmedian(np.abs(windows - median[:, None]), axis=1)
             rise = logs[SPIKE_LEAST:] - median
-            ratio[positive[SPIKE_LEAST:]] = np.where(rise > z * scale, np.exp(rise), 0.0)
+            ratio[SPIKE_LEAST:] = np.where(rise > z * scale, np.exp(rise), 0.0)
         return ratio
 
-    return lambda history: _on_known(history, (name,), of)
+    def measure(history: History) -> Values:
+        """Of the steps at which the quantity is positive."""
+        if name not in history:
+            return _nothing(history)
+        kind = OfLastStep if isinstance(history, OfLastStep) else dict
+        positive = kind({name: np.where(history[name] > 0, history[name], np.nan)})
+        return _on_known(positive, (name,), of, look=SPIKE_WINDOW + 1)
+
+    return measure
 
 
 def reward_fall(history: History) -> Values:
@@ -99,9 +113,11 @@ def reward_fall(history: History) -> Values:
         lowest = np.fmin.accumulate(np.where(np.isnan(now), best, now))
         drop = best - now
         large = (drop >= 0.3 * np.fmax(best - lowest, 0.3 * np.abs(best))) & (drop >= 0.15 * np.abs(best)) & (drop > 0)
-        error = step_noise(y)[5:] * np.sqrt(1 / 5 + 1 / known)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            out[5:] = np.where(large, np.minimum(drop / error, 99), np.where(np.isnan(best), np.nan, 0.0))
+        out[5:] = np.where(np.isnan(best), np.nan, 0.0)
+        at = np.flatnonzero(large)[-1:] if isinstance(history, OfLastStep) else np.flatnonzero(large)
+        error = step_noise(y, at + 5) * np.sqrt(1 / 5 + 1 / known[at])
+        with np.errstate(divide="ignore"):
+            out[at + 5] = np.minimum(drop[at] / error, 99)
         return out
 
     return _on_known(history, ("reward",), of)
@@ -123,11 +139,13 @@ def reward_gap(history: History) -> Values:
     return out
 
 
-def step_noise(y: Values) -> Values:
-    """Standard deviation of one step's value around its trend, from the steps up to each (n,)."""
-    differences = np.abs(np.diff(y, prepend=y[:1]))
-    robust = 1.4826 * trailing(differences, SPIKE_WINDOW, how=np.nanmedian)
-    return np.where(robust > 0, robust, np.sqrt(trailing(differences**2, SPIKE_WINDOW))) / np.sqrt(2)
+def step_noise(y: Values, at: Any = slice(None)) -> Values:
+    """Standard deviation of one step's value around its trend, from the steps up to each of the steps `at`."""
+    windows = _windows(np.abs(np.diff(y, prepend=y[:1])), SPIKE_WINDOW)[at]
+    if not len(windows):
+        return np.empty(0)
+    robust = 1.4826 * np.nanmedian(windows, axis=1)
+    return np.where(robust > 0, robust, np.sqrt(np.nanmean(windows**2, axis=1))) / np.sqrt(2)
 
 
 def constant_reward(history: History) -> Values:
@@ -139,7 +157,7 @@ def constant_reward(history: History) -> Values:
         out[: WINDOW // 2 - 1] = np.nan
         return out
 
-    return _on_known(history, ("reward",), of)
+    return _on_known(history, ("reward",), of, look=WINDOW)
 
 
 def entropy_rise(history: History) -> Values:
@@ -155,15 +173,14 @@ def entropy_rise(history: History) -> Values:
 
 def drift(history: History) -> Values:
     """Change of the entropy since the last step with a gradient, while the gradient is zero [nats]; NaN at other steps."""
-    out, start = _nothing(history), None
+    out = _nothing(history)
     if "grad_norm" not in history or "entropy" not in history:
         return out
     known = np.flatnonzero(np.isfinite(history["entropy"]))
-    entropy, gradient = history["entropy"], history["grad_norm"]
-    for before, at in pairwise(known):  # a step's gradient is known after its entropy
-        start = None if gradient[before] != 0 else before if start is None else start
-        if start is not None:
-            out[at] = abs(entropy[at] - entropy[start])
+    entropy, still = history["entropy"][known], history["grad_norm"][known] == 0
+    start = np.maximum.accumulate(np.where(still, 0, np.arange(len(known)) + 1))  # of the steps without a gradient
+    if len(known) > 1:  # a step's gradient is known after its entropy
+        out[known[1:]] = np.where(still[:-1], np.abs(entropy[1:] - entropy[np.where(still, start, 0)[:-1]]), np.nan)
     return out
 
 
@@ -176,11 +193,12 @@ def policy_change(history: History) -> Values:
 
     def of(reward: Values, entropy: Values) -> Values:
         out = np.zeros(len(reward))
-        means = np.cumsum(reward) / np.arange(1, len(reward) + 1)
-        for at in range(3, len(reward)):
-            before, now = means[at - 3], float(reward[at - 2 : at + 1].mean())
-            if before > 0 and now <= 0.05 * before and entropy[at - 3] > 0:
-                out[at - 3] = 3 * abs(entropy[at - 2] / entropy[at - 3] - 1)  # that step's updates did it
+        if len(reward) < 4:
+            return out
+        before = (np.cumsum(reward) / np.arange(1, len(reward) + 1))[:-3]
+        now = sliding_window_view(reward, 3)[1:].mean(axis=1)
+        fell = np.flatnonzero((before > 0) & (now <= 0.05 * before) & (entropy[:-3] > 0))
+        out[fell] = 3 * np.abs(entropy[fell + 1] / entropy[fell] - 1)  # those steps' updates did it
         return out
 
     kl = history.get("kl_step")
@@ -280,11 +298,18 @@ def _nothing(history: History) -> Values:
     return np.full(len(next(iter(history.values()))) if history else 0, np.nan)
 
 
-def _on_known(history: History, names: tuple[str, ...], of: Callable[..., Values]) -> Values:
-    """`of` the steps at which all of `names` are known and finite, NaN at the others."""
+def _on_known(
+    history: History, names: tuple[str, ...], of: Callable[..., Values], first: int = 0, look: int | None = None
+) -> Values:
+    """`of` the steps at which all of `names` are known and finite, NaN at the others.
+
+    `look`: how many of these the value at a step depends on, besides the `first` ones; None: on all up to it.
+    """
     out = _nothing(history)
     if all(name in history for name in names):
         known = np.flatnonzero(np.all([np.isfinite(history[name]) for name in names], axis=0))
+        if look is not None and isinstance(history, OfLastStep) and len(known) > first + look:
+            known = np.concatenate([known[:first], known[-look:]])
         if len(known):
             out[known] = of(*(history[name][known] for name in names))
     return out

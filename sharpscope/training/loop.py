@@ -22,6 +22,7 @@ from sharpscope.policy import Policy, check_lengths, render_prompts
 from sharpscope.policy.sharding import shard
 from sharpscope.recording import environment, run_folder
 from sharpscope.recording.health import (
+    Quantities,
     StepHealth,
     check_finite,
     check_method,
@@ -139,7 +140,7 @@ class _Run:
         self.optimizer = build_optimizer(policy.model, config.optimizer)
         self.order = DataOrder(examples, config.seed)
         self.recent: list[float] = []  # log of the largest gradient norm of each of the last steps, for spikes
-        self.rows: list[Mapping[str, Any]] = []  # canonical quantities of the steps, for the health rules
+        self.quantities = Quantities()
         self.stop = ""  # why the run must stop after this step
         self.stop_requested = False  # by the user
         # Whether the weights are not finite: they are not measured then, and no checkpoint replaces a good one.
@@ -278,7 +279,7 @@ class _Run:
         learned = time.perf_counter()
         row = steps_row(step, batch, result, method, progress, lr)
         health.after_updates(row)
-        self.rows = [*self.rows, health.values]
+        self.quantities.rows.append(health.values)
         self._report([*health.events, *observer.events, *self._result_events(step, row, result, method, progress)])
         largest = max((update.plain_norm for update in result.updates if not update.skipped), default=0.0)
         if largest:
@@ -312,7 +313,7 @@ class _Run:
             progress,
             self.policy.device,
             vocabulary=self.policy.head.weight.shape[0],
-            earlier=self.rows,
+            quantities=self.quantities,
             lr=lr,
             checkpoint=f"step-{(step - 1) // every * every:06d}" if every and step > every else None,
         )
@@ -367,7 +368,7 @@ class _Run:
     def _report(self, events: Sequence[Event]) -> None:
         """Write events to the trace and show them; one whose action is `stop` ends the run after this step."""
         for event in events:
-            self.writer.append("events", {name: [value] for name, value in event.row().items()})
+            self.writer.append("events", event.row())
             self.display.event(event)
             if event.action == "stop" and not self.stop:
                 self.stop = f"{event.rule}: {event.message}"
@@ -427,7 +428,7 @@ class _Run:
             step,
             self.order.cursor,
             self.recent,
-            self.rows,
+            self.quantities.rows,
             self.method.model_dump(mode="json"),
             sorted(self.shown),
             vars(self.learner.state),
@@ -438,7 +439,7 @@ class _Run:
     def _restore(self, checkpoint: Path) -> int:
         progress = restore(checkpoint, self.policy, self.optimizer, self.proximal)
         self.order.cursor = progress.cursor
-        self.recent, self.rows = list(progress.recent_log_grad_norms), list(progress.rows)
+        self.recent, self.quantities = list(progress.recent_log_grad_norms), Quantities(progress.rows)
         self.shown = set(progress.said)
         self.method = type(self.method).model_validate(known_settings(Method, progress.method))
         self.observers.restore(progress.measuring)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from sharpscope.config.training import HealthSpec
 from sharpscope.errors import UserError
+from sharpscope.recording.health import Quantities
 from sharpscope.rules import EARLY, RULES, judge
-from sharpscope.rules.measures import trend_p
+from sharpscope.rules.measures import OfLastStep, trend_p
 from sharpscope.traces.rules import robust_z, sampler_values
 
 LIVE = [name for name, rule in RULES.items() if rule.known != "log"]
@@ -50,30 +52,46 @@ def test_a_rule_known_after_the_updates_cannot_skip_them():
         build_config(values={"health.policy_destroyed.action": "skip_step"})
 
 
-def series(draw: st.DrawFn, steps: int) -> np.ndarray:
-    """Values of a quantity, some of which are missing or not finite."""
-    values = draw(
-        st.lists(st.floats(0, 100) | st.sampled_from([math.nan, math.inf, 0.0]), min_size=steps, max_size=steps)
-    )
-    return np.array(values)
-
-
 @st.composite
 def histories(draw: st.DrawFn) -> dict[str, np.ndarray]:
-    steps = draw(st.integers(1, 40))
-    return {name: series(draw, steps) for name in sorted({name for rule in RULES.values() for name in rule.quantities})}
+    """Values of each quantity, some of which are missing or not finite."""
+    steps, seed = draw(st.integers(1, 150)), draw(st.integers(0, 2**31))
+    odd, scale = draw(st.sampled_from([0.0, 0.1, 0.6])), draw(st.sampled_from([0.02, 1.0]))
+    random = np.random.default_rng(seed)
+    history = {}
+    for name in sorted({name for rule in RULES.values() for name in rule.quantities}):
+        values = np.abs(50 + scale * random.normal(0, 20, steps).cumsum()) * random.choice([1.0, -1.0], p=[0.9, 0.1])
+        others = random.choice([math.nan, math.inf, 0.0], steps)
+        history[name] = np.where(random.random(steps) < odd, others, values)
+    return history
 
 
-@given(histories(), st.integers(0, 39))
-@settings(max_examples=60, deadline=None)
+@given(histories(), st.integers(0, 149))
+@settings(max_examples=100, deadline=None)
 def test_no_measure_looks_ahead(history, at):
     """A rule says the same of a step in a running training and in its log. (Two judge whole runs; one is three steps late.)"""
     at = min(at, len(history["reward"]) - 1)
     cut = {name: values[: at + 1] for name, values in history.items()}
     for name, rule in RULES.items():
-        if name in ("reward_plateau", "no_motion", "policy_destroyed"):
-            continue
-        np.testing.assert_allclose(rule.measure(cut), rule.measure(history)[: at + 1], err_msg=name)
+        now = rule.measure(cut)
+        np.testing.assert_array_equal(rule.measure(OfLastStep(cut))[-1], now[-1], err_msg=name)
+        if name not in ("reward_plateau", "no_motion", "policy_destroyed"):
+            np.testing.assert_allclose(now, rule.measure(history)[: at + 1], err_msg=name)
+
+
+def test_judging_a_step_takes_the_same_time_after_ten_thousand_steps():
+    names, random, seconds = {name for rule in RULES.values() for name in rule.quantities}, np.random.default_rng(0), []
+    quantities, limits = Quantities(), HealthSpec().limits
+    for step in range(10_000):
+        row = dict(zip(names, random.uniform(1, 2, len(names)), strict=True))
+        history = quantities.history(row)
+        if step % 50 == 0:
+            started = time.process_time()
+            judge(step, history, limits)
+            seconds.append(time.process_time() - started)
+        quantities.rows.append(row)
+    assert history["reward"].tolist() == [row["reward"] for row in quantities.rows]
+    assert np.median(seconds[-20:]) < 3 * np.median(seconds[2:22])
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=120))

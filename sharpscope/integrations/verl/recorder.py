@@ -222,7 +222,7 @@ class VerlRecorder(Guard):
         if self.writer is not None:
             event = Event(self.count + 1, "recorder", "error", math.nan, math.nan, "stop", reason_of(error)[:300])
             with suppress(Exception):
-                self.writer.append("events", {name: [value] for name, value in event.row().items()})
+                self.writer.append("events", event.row())
             with suppress(Exception):
                 self._close("interrupted", f"the recorder stopped: {reason_of(error)}")
 
@@ -471,8 +471,8 @@ class VerlRecorder(Guard):
         given = [one for completions, _ in parts for one in completions]
         tokenizer = self.worker.model_config.tokenizer
         tables = step_tables(step, given, lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
-        for event in (one.row() for one in [*step_events(step, given, "verl"), *self.events]):
-            writer.append("events", {name: [value] for name, value in event.items()})
+        for event in [*step_events(step, given, "verl"), *self.events]:
+            writer.append("events", event.row())
         if self.probes:
             writer.append("probes", {"step": step, **columns(self.probes)})
         self.events, self.probes = [], []

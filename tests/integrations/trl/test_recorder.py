@@ -167,9 +167,7 @@ def test_clip_fractions_and_kl_count_every_use_of_a_token(watched):
     steps = watched["run"].steps
     for row, updates in ((0, range(4)), (1, range(4, 6))):
         parts = [(mask, found) for update, mask, found in watched["uses"] if update in updates]
-        clipped, kl = (
-            torch.cat([getattr(found, n)[mask].double() for mask, found in parts]) for n in ("clipped", "kl")
-        )
+        clipped, kl = (torch.cat([found[n][mask].double() for mask, found in parts]) for n in ("clipped", "kl"))
         assert steps["clip_fraction_low"].iloc[row] == float((clipped < 0).double().mean())
         assert steps["clip_fraction_high"].iloc[row] == float((clipped > 0).double().mean())
         assert steps["kl"].iloc[row] == pytest.approx(float(kl.mean()), rel=1e-9)
@@ -184,8 +182,7 @@ def test_each_update_has_its_own_ratios_and_divergence(watched):
     for update in range(6):
         parts = [(mask, found) for number, mask, found in watched["uses"] if number == update]
         ratio, change, clipped = (
-            torch.cat([getattr(found, n)[mask].double() for mask, found in parts])
-            for n in ("ratio", "log_ratio", "clipped")
+            torch.cat([found[n][mask].double() for mask, found in parts]) for n in ("ratio", "log_ratio", "clipped")
         )
         row = table.loc[(update // 4 + 1, update % 4)]
         wanted = {
