@@ -27,12 +27,14 @@ class Work:
         parts: updates in an epoch.
         rows: completions of an update.
         generated: whether it draws the completions.
+        reference: whether the loss runs a reference model too.
     """
 
     epochs: int = 1
     parts: int = 1
     rows: int = 8
     generated: bool = False
+    reference: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,9 @@ def places(steps: int, work: Work, *, critical: bool, rotation: bool = False) ->
         critical: whether the critical sharpness is measured; it is left out where it does not fit and the others do.
         rotation: whether the rotation by token weights is.
     """
-    budget = MOST_SHARE * (TRAINING * work.epochs + GENERATION * work.generated)  # passes a step
+    budget = MOST_SHARE * ((TRAINING + work.reference) * work.epochs + GENERATION * work.generated)  # passes a step
     cost = NORMS + EXACT / max(work.rows, 1) + ROTATION * rotation
-    both = cost + critical * CRITICAL / work.parts
+    both = cost + critical * CRITICAL * (1 + work.reference) / work.parts
     enough = math.ceil(both / budget)
     reason = f"{steps} steps are too few for it within {MOST_SHARE:.0%} of the training's time; {enough} are enough"
     if not steps or steps >= enough:

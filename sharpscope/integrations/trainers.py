@@ -253,7 +253,8 @@ class SupervisedRecorder(TrainerRecorder):
         }  # options by which the loss has factors without a gradient
         held = [f"{name} = {value!r}" for name, value in factors.items() if getattr(trainer.args, name, None) == value]
         self.pairs = kind == "dpo"
-        self.work = Work(rows=rows_of_update(trainer.args) * (2 if self.pairs else 1))
+        reference = self.pairs and not getattr(trainer.args, "precompute_ref_log_probs", False)
+        self.work = Work(rows=rows_of_update(trainer.args) * (2 if self.pairs else 1), reference=reference)
         notes = [f"DPO with beta = {trainer.beta:g}; group: pair, first the chosen"] if self.pairs else []
         if held and critical:
             critical = 0

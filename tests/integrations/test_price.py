@@ -31,11 +31,15 @@ def test_the_price_is_bounded():
     draw = random.Random(0)
     for _ in range(2000):
         steps, critical = round(math.exp(draw.uniform(0, 11))), draw.random() < 0.5
-        work = Work(draw.randint(1, 8), draw.randint(1, 8), draw.randint(1, 512), draw.random() < 0.5)
+        work = Work(
+            draw.randint(1, 8), draw.randint(1, 8), draw.randint(1, 512), *(draw.random() < 0.5 for _ in range(2))
+        )
         plan = places(steps, work, critical=critical)
         norms = NORMS + EXACT / work.rows
-        cost = (len(plan.norms) + plan.spikes) * norms + len(plan.critical) * CRITICAL / work.parts
-        whole = steps * (TRAINING * work.epochs + GENERATION * work.generated)
+        cost = (len(plan.norms) + plan.spikes) * norms + len(plan.critical) * CRITICAL * (
+            1 + work.reference
+        ) / work.parts
+        whole = steps * ((TRAINING + work.reference) * work.epochs + GENERATION * work.generated)
         assert cost <= MOST_SHARE * whole + 1e-9 and len(plan.norms) + plan.spikes <= MOST_PLACES
         assert plan.critical <= plan.norms <= set(range(1, steps + 1))
         assert not plan.norms or 1 in plan.norms
