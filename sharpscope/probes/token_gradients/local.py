@@ -5,18 +5,23 @@ In one forward and one backward pass of `local`, the cotangents at position t ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
+from sharpscope.probes.guard import attention_implementation
 from sharpscope.probes.token_gradients import attention as attn
 from sharpscope.probes.token_gradients.head import HeadGradients, head_gradients
 from sharpscope.probes.token_gradients.result import Collector, ScoreNorms, Sums
 from sharpscope.probes.token_gradients.rows import Rows, safe_width, widen
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states, read_before, recording
 from sharpscope.probes.token_gradients.uses import Use, local_squares
+
+SEGMENT = 128
+"""Positions of a row that are computed at once, whose activations are kept."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +62,20 @@ def local_pass(
     rows: Rows,
     temperature: float,
     measure: Callable[[LocalPass, Use, Tensor], None],
+    before: DynamicCache | None = None,
+    after: list[DynamicCache] | None = None,
 ) -> LocalPass:
-    """Forward and backward pass over a chunk of rows, which calls `measure` with each use and its cotangent."""
-    with torch.no_grad():
-        before = read_before(model, rows.before)
+    """Forward and backward pass over a chunk of rows, which calls `measure` with each use and its cotangent.
+
+    The rows continue `before`, or their common prefix; `after`: see `hidden_states`.
+    """
+    if before is None:
+        with torch.no_grad():
+            before = read_before(model, rows.before)
     ids = widen(rows.ids, safe_width(model, rows.ids.shape[1]))  # (B, L)
     predicts = nn.functional.pad(rows.predicts, (0, ids.shape[1] - rows.ids.shape[1]))
     with recording(model, structure, (ids.shape[0], ids.shape[1]), attn.CUT) as recorder:
-        hidden = hidden_states(model, ids, before)
+        hidden = hidden_states(model, ids, before, after)
     local = start_of(structure, rows, ids, predicts, hidden.detach()[predicts], temperature)
     start = torch.zeros_like(hidden)
     start[predicts] = local.output.to_hidden
@@ -96,10 +107,42 @@ def local_norms(model: nn.Module, structure: Structure, rows: Rows, temperature:
     """Local norms of all chosen tokens. The model must be in eval mode."""
     structure.require_local()
     collector = Collector(rows, structure.dtype)
+
+    def squares(local: LocalPass, use: Use, g: Tensor) -> None:
+        local.squares(structure, use, g)
+
     for chunk in rows.chunks(share=structure.shares):  # no cotangent goes to what the rows share
-        local = local_pass(model, structure, chunk, temperature, lambda local, use, g: local.squares(structure, use, g))
-        collector.write(chunk, local.sums)
+        for part, before, after in _segments(model, structure, chunk):
+            collector.write(part, local_pass(model, structure, part, temperature, squares, before, after).sums)
     return collector.result("local", None)
+
+
+def _segments(
+    model: nn.Module, structure: Structure, chunk: Rows
+) -> Iterator[tuple[Rows, DynamicCache | None, list[DynamicCache] | None]]:
+    """Parts of long rows that continue from what was read before, whose keys and values are constants; activations are of one part.
+
+    Yields:
+        A part, the cache before it, and the list that gets the cache after it.
+    """
+    end = int(chunk.chosen.any(0).nonzero().max()) + 1
+    if end <= SEGMENT + 1 or not structure.shares:
+        yield chunk, None, None
+        return
+    with torch.no_grad():
+        cache = read_before(model, chunk.before) or DynamicCache()
+    shared = cache.get_seq_length()
+    for start in range(0, end - 1, SEGMENT):
+        stop = min(start + SEGMENT, end - 1)  # the token there is predicted here, and read by the next part
+        part, after = chunk.segment(start, stop + 1), list[DynamicCache]()
+        if bool(part.chosen.any()):
+            yield part, cache, after
+        else:
+            with torch.no_grad(), attention_implementation(model, attn.FORWARD):
+                hidden_states(model, part.ids, cache, after)
+        cache = after[0]
+        for layer in cache.layers:  # without the graph of the part
+            layer.keys, layer.values = (x[:, :, : shared + stop].detach() for x in (layer.keys, layer.values))  # type: ignore[index]
 
 
 @torch.no_grad()

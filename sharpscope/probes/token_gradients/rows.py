@@ -62,6 +62,13 @@ class Rows:
             self.shape,
         )
 
+    def segment(self, start: int, stop: int) -> Rows:
+        """The columns from `start` to `stop`, of which the first is read and not chosen."""
+        at = slice(start, stop)
+        chosen = self.chosen[:, at].clone()
+        chosen[:, 0] = False
+        return Rows(self.ids[:, at], self.lengths - start, chosen, self.place[:, at], self.source, self.shape)
+
     def gathered(self, values: Tensor) -> Tensor:
         """The entries (M,) of the caller's array `values` (N, S) at the chosen tokens."""
         return values[self.source].gather(1, self.place)[self.chosen]

@@ -104,8 +104,13 @@ def recording(model: nn.Module, structure: Structure, size: tuple[int, int], att
         yield recorder
 
 
-def hidden_states(model: nn.Module, ids: Tensor, before: DynamicCache | None = None) -> Tensor:
-    """Hidden states (B, L, d) after the final norm, for rows (B, L) without left padding that continue `before`."""
+def hidden_states(
+    model: nn.Module, ids: Tensor, before: DynamicCache | None = None, after: list[DynamicCache] | None = None
+) -> Tensor:
+    """Hidden states (B, L, d) after the final norm, for rows (B, L) without left padding that continue `before`.
+
+    With `before`, `after` gets the keys and values of what was read so far.
+    """
     body = backbone(model)
     start = 0 if before is None else before.get_seq_length()
     # Learned positions are looked up once per row, so that each row has a gradient of its own.
@@ -116,6 +121,8 @@ def hidden_states(model: nn.Module, ids: Tensor, before: DynamicCache | None = N
         for number, layer in enumerate(before.layers):
             keys, values = (x.expand(len(ids), -1, -1, -1) for x in (layer.keys, layer.values))  # type: ignore[union-attr]
             cache.update(keys, values, number)
+        if after is not None:
+            after.append(cache)
     return body(input_ids=ids, use_cache=before is not None, **given).last_hidden_state
 
 

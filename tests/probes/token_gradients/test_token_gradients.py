@@ -7,8 +7,17 @@ import torch
 
 from sharpscope.errors import UserError
 from sharpscope.probes import score_norms
+from sharpscope.probes.token_gradients import local, rows
 from tests.models import ARCHITECTURES, random_batch, tiny_model, without_experts
 from tests.oracles.token_gradients import local_token_gradients, squared_norms, token_gradients
+
+
+def count_calls(monkeypatch, module, name):
+    """A list that gets an entry for each call of a function."""
+    original, calls = getattr(module, name), []
+    monkeypatch.setattr(module, name, lambda *a, **k: calls.append(name) or original(*a, **k))
+    return calls
+
 
 T = 1.3  # a temperature other than 1, so that its place in every formula is tested
 
@@ -44,6 +53,24 @@ def expect(oracle, model, batch):
 def relative(found, expected):
     """The largest relative error."""
     return float(((found - expected).abs() / expected.clamp_min(1e-300))[expected > 0].max())
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "gemma2"])
+def test_long_rows_in_segments_match_a_loop(architecture, exact_eager, monkeypatch):
+    """Also where a prefix is shared, and where the first segment holds no token of interest."""
+    monkeypatch.setattr(local, "SEGMENT", 3)
+    monkeypatch.setattr(rows, "WORTH", 1)
+    model, batch = tiny_model(architecture), random_batch()
+    batch["mask"][1, :-2] = 0
+    _, expected = expect(local_token_gradients, model, batch)
+    passes = count_calls(monkeypatch, local, "local_pass")
+    assert relative(run(model, batch).squared, expected) < 1e-8
+    assert len(passes) > 3
+    same = {name: value[:1].repeat(3, 1) for name, value in batch.items() if name != "coef"}
+    same["input_ids"] = torch.where(same["mask"] == 1, batch["input_ids"], same["input_ids"])
+    same["input_ids"][:, : int(same["mask"].argmax(1)[0])] = batch["input_ids"][0, : int(same["mask"].argmax(1)[0])]
+    _, expected = expect(local_token_gradients, model, same)
+    assert relative(run(model, same).squared, expected) < 1e-8
 
 
 @pytest.mark.parametrize("tie", [True, False])
