@@ -355,9 +355,8 @@ class Sampling(Part):
     """Resampling and reward shaping of a step's completions."""
 
     dynamic: bool = False
-    """Whether to replace groups whose answers are all correct or all wrong by groups of new prompts (DAPO)."""
-    max_redraws: int = Field(10, ge=1, le=1000)
-    """Maximum number of resampling rounds per step; ours (DAPO resamples until the batch is full)."""
+    """Whether to replace groups whose answers are all correct or all wrong by groups of new prompts, up to 10 times a step
+    (DAPO: until the batch is full)."""
     overlong: Overlong | None = Field(None, description="Soft penalty on overlong completions; empty: none.")
 
 

@@ -147,8 +147,6 @@ class ToolQaSpec(Spec):
     top: int = Field(3, ge=1, le=100, description="passages returned per search")
     turns: int = Field(4, ge=1, le=100)
     """maximum number of replies from the environment, searches and feedback together"""
-    reward: Literal["exact_match", "format"] = "exact_match"
-    """exact_match: 1 or 0; format: Search-R1's reward with format terms"""
     style: Literal["compact", "search_r1"] = "compact"
     """prompt: the question alone, or with Search-R1's instruction"""
     seed: int = Field(0, ge=0, description="seed of the world and the questions (not of training)")

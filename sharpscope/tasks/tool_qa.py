@@ -42,11 +42,6 @@ LONGEST_QUERY = 500
 _INFORMATION_END = "</information>\n\n"
 _TAG = re.compile(r"</?(?:think|search|information|answer)>")
 
-FORMAT_SHARE = 0.2
-"""Format reward of Search-R1: added if the protocol is followed, subtracted from a correct answer if it is not."""
-ANSWER_SHARE = 0.1
-"""Format reward of Search-R1 for a wrong answer that does not follow the protocol."""
-
 
 def information(passages: Sequence[Passage]) -> str:
     """Response to a search: numbered passages, without protocol tags from the corpus."""
@@ -197,23 +192,12 @@ class ToolQa:
         return responses
 
     def score(self, example: Example, completion: str) -> Reward:
-        """Exact match of the last turn's answer (1 or 0), or the format reward; `task.questions.scorer` may set another scorer.
+        """Exact match of the last turn's answer (1 or 0); `task.questions.scorer` may set another scorer.
 
-        With `reward: format` the total is 1 for a correct answer that follows the protocol, 0.8 for a correct answer that
-        does not, 0.2 for a wrong answer that follows it, 0.1 for a wrong answer that does not, and 0 otherwise.
         `parts`: answer (1 if correct), format (1 if the protocol is followed), searches (number of responses with passages).
         """
         text = example.whole(completion)
-        turn = last_turn(text)
-        has_answer = answered(turn)
-        correct = (
-            has_answer and SCORERS[example.meta.get("scorer", "exact_match")](turn, example.meta["truths"]).correct
-        )
-        valid = follows_protocol(text)
-        total = float(correct)
-        if self.spec.reward == "format" and correct != valid:
-            total = 1 - FORMAT_SHARE if correct else FORMAT_SHARE
-        elif self.spec.reward == "format" and has_answer and not correct:
-            total = ANSWER_SHARE
-        parts = {"answer": float(correct), "format": float(valid), "searches": float(searches(text))}
-        return Reward(total, parts, correct=correct)
+        turn, scorer = last_turn(text), SCORERS[example.meta.get("scorer", "exact_match")]
+        correct = answered(turn) and scorer(turn, example.meta["truths"]).correct
+        parts = {"answer": float(correct), "format": float(follows_protocol(text)), "searches": float(searches(text))}
+        return Reward(float(correct), parts, correct=correct)

@@ -16,6 +16,8 @@ from sharpscope.recording.step import RolloutBatch
 from sharpscope.seeds import derive, generator
 from sharpscope.tasks import Example, Reward, Task
 
+MAX_REDRAWS = 10
+"""Rounds of dynamic sampling per step."""
 Draw = Callable[[Policy, Task, list[Example], RolloutSpec, int], tuple[Rollouts, list[Reward]]]
 """(policy, task, examples, spec, seed) -> completions and their rewards."""
 
@@ -65,7 +67,7 @@ def draw_rollouts(
     redrawn = 0
     sampling = method.sampling
     if sampling.dynamic:
-        for attempt in range(1, sampling.max_redraws + 1):
+        for attempt in range(1, MAX_REDRAWS + 1):
             flat = _undecided(rewards, len(examples))
             if not flat:
                 break

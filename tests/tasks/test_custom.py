@@ -14,7 +14,6 @@ from sharpscope.tasks import (
     InteractiveTask,
     Reward,
     make_task,
-    respond_all,
     task_choice,
 )
 
@@ -141,31 +140,3 @@ def test_the_documented_task_runs_as_it_stands(tmp_path, monkeypatch):
     assert by_path.score(example, " 42\n") == Reward(1.0, {"answer": 1.0}, correct=True)
     assert not by_path.score(example, "43").correct
     sys.modules.pop("riddles")
-
-
-class Echoes:
-    stop = ("?",)
-
-    def __init__(self, replies):
-        self.replies = replies
-
-    def splits(self):
-        return EXAMPLES
-
-    def score(self, example, completion):
-        return False
-
-    def respond(self, example, completion):
-        return completion[::-1]
-
-    def respond_many(self, examples, completions):
-        return self.replies
-
-
-def test_a_batch_of_replies_is_checked_too():
-    example = EXAMPLES["train"][0]
-    assert respond_all(custom(Echoes(["a", None])), [example] * 2, ["x?", "y?"]) == ["a", None]
-    with pytest.raises(UserError, match="respond returned 1 responses for 2 completions"):
-        respond_all(custom(Echoes(["a"])), [example] * 2, ["x?", "y?"])
-    with pytest.raises(UserError, match="respond returned int; return a str or None"):
-        respond_all(custom(Echoes([1])), [example], ["x?"])

@@ -143,14 +143,6 @@ def test_common_column_names_are_used_as_they_are(tmp_path, names, suffix):
     assert task.score(example, f"It is {example.answer}.").correct
 
 
-def test_chat_messages_with_an_answer_need_no_settings(tmp_path):
-    rows = [{"messages": [{"role": "user", "content": "Capital of France?"}], "answer": "Paris"}]
-    task, splits = load(write(tmp_path / "a.jsonl", rows), heldout_fraction=0)
-    (example,) = splits["train"]
-    assert (example.prompt, example.meta["scorer"]) == ("Capital of France?", "exact_match")
-    assert task.score(example, "<answer>paris.</answer>").correct
-
-
 @pytest.mark.parametrize(
     ("answer", "scorer"),
     [
@@ -181,16 +173,6 @@ def test_the_answer_chooses_the_scorer_where_nothing_else_does(tmp_path, answer,
 def test_unclear_columns_are_named(tmp_path, row, says):
     with pytest.raises(UserError, match=says):
         load(write(tmp_path / "a.jsonl", [row]))
-
-
-def test_verls_format_wins_over_other_columns(tmp_path):
-    """The published puzzles have the columns quiz, solution and names besides those of the format."""
-    row = kk_row(question="?", solution="[True]", answer="?")
-    _, splits = load(write(tmp_path / "a.parquet", [row]), heldout_fraction=0)
-    assert splits["train"][0].answer == TRUTH
-    row.pop("data_source")
-    _, splits = load(write(tmp_path / "b.parquet", [row]), heldout_fraction=0)
-    assert splits["train"][0].meta["scorer"] == "logic_rl"
 
 
 @pytest.mark.parametrize("answer", [None, True, {"x": 1}, float("nan"), "", [], "seven"])

@@ -130,16 +130,6 @@ def test_a_server_is_asked_once_for_a_batch(server):
     assert len(server.seen) == 1
 
 
-def test_a_server_on_this_machine_is_asked_without_the_proxy(server, quick, monkeypatch):
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nothing listens there
-    monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    assert client(server).search(["a"])[0][0].title == "a"
-    # one elsewhere still goes through it
-    with pytest.raises(UserError, match=r"no valid response .*refused"):
-        HttpRetriever("http://retriever.invalid/x", top=1).search(["a"])
-
-
 @pytest.mark.parametrize("act", ["broken", "garbage", "short", "strange", "cut"])
 def test_a_passing_failure_is_retried(server, quick, act):
     server.plan = [act, act]

@@ -146,11 +146,6 @@ def test_rewards(task, text, right, followed):
     assert (reward.total, reward.correct) == (float(right), right)
     assert (reward.parts["answer"], reward.parts["format"]) == (float(right), float(followed))
     assert oracle.follows(text) == followed
-    variant = make_task(ToolQaSpec(**SMALL | {"reward": "format"})).score(EXAMPLE, text)
-    answered = re.search(r"<answer>.*</answer>", text.rpartition("</information>\n\n")[2]) is not None
-    table = {(True, True): 1.0, (True, False): 0.8, (False, True): 0.2, (False, False): 0.1 if answered else 0.0}
-    assert variant.total == table[right, followed]
-    assert variant.correct == right
 
 
 def test_the_protocol_is_judged_as_the_slow_version_does():

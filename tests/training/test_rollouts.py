@@ -18,7 +18,7 @@ from sharpscope.seeds import derive
 from sharpscope.tasks import make_task
 from sharpscope.training import train
 from sharpscope.training.evaluate import evaluate
-from sharpscope.training.rollouts import DataOrder, draw_rollouts
+from sharpscope.training.rollouts import MAX_REDRAWS, DataOrder, draw_rollouts
 from tests.oracles import objective as oracle
 
 
@@ -46,17 +46,16 @@ def as_oracle(batch, keep=None) -> oracle.Batch:
 
 def test_dynamic_sampling_goes_by_accuracy_not_by_reward(toy_config):
     """DAPO: 0 < correct < G."""
-    dapo = {"method": "dapo", "method__sampling__max_redraws": 2}
-    wrong = drawn(toy_config(**dapo, task__factory="tests.toy_task:wrong_but_rewarded"))
-    assert wrong.redrawn_groups == 2 * 4 and wrong.zero_variance_share < 1
-    equal = drawn(toy_config(**dapo, task__factory="tests.toy_task:equally_rewarded", rollout__group_size=8))
+    wrong = drawn(toy_config(method="dapo", task__factory="tests.toy_task:wrong_but_rewarded"))
+    assert wrong.redrawn_groups == MAX_REDRAWS * 4 and wrong.zero_variance_share < 1
+    equal = drawn(toy_config(method="dapo", task__factory="tests.toy_task:equally_rewarded", rollout__group_size=8))
     correct = np.array([reward.correct for reward in equal.rewards]).reshape(4, 8).sum(1)
     assert equal.redrawn_groups == 0 and ((correct > 0) & (correct < 8)).all()
 
 
 def test_dynamic_sampling_replaces_groups_with_a_reward_that_is_not_finite(toy_config):
-    config = toy_config(method="dapo", method__sampling__max_redraws=2, task__factory="tests.toy_task:always_nan")
-    assert drawn(config).redrawn_groups == 2 * 4
+    config = toy_config(method="dapo", task__factory="tests.toy_task:always_nan")
+    assert drawn(config).redrawn_groups == MAX_REDRAWS * 4
 
 
 @pytest.mark.parametrize("name", ["reinforce-pp", "lite-ppo"])

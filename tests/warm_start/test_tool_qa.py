@@ -31,9 +31,7 @@ def asked():
 
 
 def test_conversations_are_what_the_task_would_have_said(asked):
-    task = make_task(
-        ToolQaSpec(hops=(1, 2, 3), train_size=8, heldout_size=0, seed=demonstrations_tool.FIRST_WORLD, reward="format")
-    )
+    task = make_task(ToolQaSpec(hops=(1, 2, 3), train_size=8, heldout_size=0, seed=demonstrations_tool.FIRST_WORLD))
     assert {hops: len(questions) for hops, questions in asked.items()} == {1: 16, 2: 16, 3: 16}
     for hops, questions in asked.items():
         for question in questions[:8]:  # those of the first world
@@ -46,7 +44,7 @@ def test_conversations_are_what_the_task_would_have_said(asked):
                 assert len(later) == searches
                 assert task.respond(question.example, text) is None
                 reward = task.score(question.example, text)
-                assert reward.total == (1.0 if searches == hops else 0.2)
+                assert reward.total == (searches == hops) and reward.parts["format"] == 1.0
                 assert reward.parts["searches"] == searches
 
 
