@@ -77,7 +77,7 @@ def test_a_claim_is_one_object(monkeypatch, change, expected):
         for method, factor in (("grpo", 1.0), ("grpo-sg", change)):
             noise = np.exp(rng.normal(0, 0.02))
             runs.append(frame_run(method, seed, columns={"completion_length_mean": length * factor * noise}))
-    (verdict,) = registry.test_claims(planted(*runs), ["C15"])
+    ((verdict,), _) = registry.judge(registry.study_of(planted(*runs)), ["C15"])
     assert verdict.verdict == expected
 
 

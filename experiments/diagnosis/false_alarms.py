@@ -1,6 +1,6 @@
 """How often each rule of `sharpscope diagnose` applies in healthy runs, kept beside the rules and stated in docs/symptoms.md.
 
-    python -m experiments.diagnosis.false_alarms && python -m sharpscope.diagnose.page > docs/symptoms.md
+    python -m experiments.diagnosis.false_alarms && python -m experiments.diagnosis.symptoms > docs/symptoms.md
 
 Healthy are the recorded runs of data/reference, those of plain GRPO in the second study (its treatment is known to make the policy
 nearly uniform), the healthy logs of tests/diagnose, and simulated ones. A run counts for a rule if it has the rule's quantities for

@@ -6,19 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sharpscope.analysis.forks import fork_differences
-from sharpscope.analysis.loading import load_several, nothing_found
+from sharpscope.analysis.loading import nothing_found
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.spikes import explain_spikes, find_spikes, recorded_by, spike_text
 from sharpscope.analysis.terminal import path_sections, show, show_headline, spike_sections, token_sections, watch
 from sharpscope.traces.token_text import piece_maker
 
 if TYPE_CHECKING:
-    from sharpscope.analysis.figures.plots import probe_pictures, score_norms
     from sharpscope.analysis.output import AnalysisResult, analyze
     from sharpscope.analysis.reduction import reduce_runs
 
 _LATER = {"AnalysisResult": "output", "analyze": "output", "reduce_runs": "reduction"}
-_LATER |= {"probe_pictures": "figures.plots", "score_norms": "figures.plots"}
 
 
 def __getattr__(name: str) -> Any:

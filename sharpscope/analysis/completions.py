@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
-from sharpscope.analysis.spikes import SPIKE_Z, Spike, explain_spikes, share_steps
+from sharpscope.analysis.spikes import SPIKE_Z, Spike, explain_largest, explain_spikes, share_steps
 from sharpscope.analysis.study import ground_of
 from sharpscope.analysis.tokens import complement
 from sharpscope.traces import Run
@@ -62,7 +62,7 @@ def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
     """RULE applied to every run that has completions."""
     choices = {name: Choice(run) for name, run in runs.items() if len(run.rollouts)}
     for name, choice in choices.items():
-        found = explain_spikes(choice.run, top=SPIKE_TOKENS, largest=1)
+        found = explain_spikes(choice.run, SPIKE_TOKENS) or explain_largest(choice.run, SPIKE_TOKENS)
         choice.spikes = sorted(sorted(found, key=lambda one: -one.z)[:SPIKES], key=lambda one: one.step)
         for spike in choice.spikes:
             _add_spike(choices, name, spike)

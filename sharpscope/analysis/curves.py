@@ -51,9 +51,8 @@ def study_charts(study: Study, settings: Sequence[Setting], runs: Runs) -> dict[
     for frame in (eval_values(part), sharpness_values(part)):
         frames += [own for _, own in frame.groupby("quantity", sort=False)] if len(frame) else []
     frames = [own for own in frames if own["step"].nunique() > 1]
-    columns = {
-        name for _, _, run in part.each() for name in STEPS if name in run.steps and run.steps[name].notna().any()
-    }
+    tables = [run.steps for _, _, run in part.each()]
+    columns = {name for table in tables for name in STEPS if name in table and table[name].notna().any()}
     order = in_order(labels)
     names = {id(run): name for name, run in runs.by_name.items()}
     described = [

@@ -102,9 +102,8 @@ def _paired(rows: pd.DataFrame) -> pd.DataFrame:
     changed["valid"] = rows["valid"].fillna(False).astype(bool) & changed["change"].notna()
     keep = [*_KEY, "change", "valid"]
     of_reference = changed.loc[changed["arm"] == changed["reference"], keep]
-    joined = changed[[*keep, "arm", "reference"]].merge(
-        of_reference, on=_KEY, how="left", suffixes=("", "_of_reference")
-    )
+    mine = changed[[*keep, "arm", "reference"]]
+    joined = mine.merge(of_reference, on=_KEY, how="left", suffixes=("", "_of_reference"))
     joined["both"] = joined["valid"] & joined["valid_of_reference"].fillna(False).astype(bool)
     joined["difference"] = joined["change"] - joined["change_of_reference"]
     return joined
@@ -119,9 +118,8 @@ def _summary(states: Sequence[pd.DataFrame], invalid: int) -> dict[str, float | 
     sample = states[0] if one else pd.DataFrame([state[["change", "difference"]].mean() for state in states])
     change, difference = (sample[name].to_numpy(dtype=float) for name in ("change", "difference"))
     within = [state["difference"].var() for state in states if len(state) > 1]
-    ends = [
-        (i.low, i.high) if (i := mean_interval(values)) else (math.nan, math.nan) for values in (change, difference)
-    ]
+    found = map(mean_interval, (change, difference))
+    ends = [(math.nan, math.nan) if one is None else (one.low, one.high) for one in found]
     return {
         **{"states": len(states), "batches": sum(map(len, states)), "invalid": invalid},
         **{"change": float(change.mean()), "change_low": ends[0][0], "change_high": ends[0][1]},
@@ -179,9 +177,8 @@ def fork_table(differences: pd.DataFrame, state: str, comparison: str, most: int
             unit, factor = UNITS.get(name, ("", 1.0))
             mean, low, high = (factor * own[column].get(name, math.nan) for column in columns)
             interval = "" if math.isnan(low) else f" [{low:+.3g}, {high:+.3g}]"
-            row[f"{NAMES[name]} [{unit}]" if unit else NAMES[name]] = (
-                "–" if math.isnan(mean) else f"{mean:+.3g}{interval}"
-            )
+            title = NAMES[name] + f" [{unit}]" * bool(unit)
+            row[title] = "–" if math.isnan(mean) else f"{mean:+.3g}{interval}"
         main = own.loc["heldout_failure"] if "heldout_failure" in own.index else own.iloc[0]
         row |= {"p": "–" if is_reference else number(main["p"]), "batches": str(int(main["batches"]))}
         row["left out"] = str(int(main["invalid"]))

@@ -123,14 +123,9 @@ def eval_values(study: Study) -> pd.DataFrame:
 
     def of(run: Run) -> pd.DataFrame:
         rows = accuracy_values(run)
-        names = (
-            rows["split"].str.replace("heldout", "held-out")
-            + " accuracy, "
-            + rows["temperature"].map(sampling)
-            + " [%]"
-        )
+        splits, how = rows["split"].str.replace("heldout", "held-out"), rows["temperature"].map(sampling)
         shares = 100 * rows[["accuracy", "low", "high"]].rename(columns={"accuracy": "value"})
-        return shares.assign(step=rows["step"], quantity=names)
+        return shares.assign(step=rows["step"], quantity=splits + " accuracy, " + how + " [%]")
 
     return _of_each(study, of)
 
@@ -183,9 +178,8 @@ def sharpness_rows(run: Run) -> pd.DataFrame:
 
 def critical_text(estimates: pd.DataFrame) -> str:
     """The newest critical sharpness of the table `probes` with its threshold 2 / learning rate; empty without one."""
-    pairs = estimates.dropna(subset=["value"]).pivot_table(
-        index="step", columns="quantity", values="value", aggfunc="last"
-    )
+    valued = estimates.dropna(subset=["value"])
+    pairs = valued.pivot_table(index="step", columns="quantity", values="value", aggfunc="last")
     both = pairs.reindex(columns=["critical_sharpness", "critical_threshold"]).dropna()
     return f"step {both.index[-1]}, {critical_sentence(*map(float, both.iloc[-1]))}" if len(both) else ""
 

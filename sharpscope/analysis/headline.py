@@ -16,7 +16,7 @@ from sharpscope.analysis.spikes import (
     SURE,
     Spike,
     concentration,
-    explain_spikes,
+    explain_largest,
     notable_steps,
     recorded_by,
     step_shares,
@@ -55,8 +55,8 @@ class Moved:
 
 def largest_update(run: Run, top: int = 8) -> Spike | None:
     """The step whose tokens are shown: the largest spike with shares, a large step with them, or the largest gradient with them."""
-    notable = [spike for spike in notable_steps(run, top=top) if spike.tokens is not None]
-    found = notable or [one for one in explain_spikes(run, math.inf, top, largest=1) if one.tokens is not None]
+    notable = [spike for spike in notable_steps(run, top) if spike.tokens is not None]
+    found = notable or [one for one in explain_largest(run, top) if one.tokens is not None]
     return max(found, key=lambda spike: spike.z if spike.z >= SPIKE_Z else -math.inf, default=None)
 
 
@@ -160,9 +160,8 @@ def moved_sections(runs: Sequence[Run], top: int = 4, why: str = "") -> list[Sec
         )
         result.append(moved_section(run, spike.step, top, title, note.strip()))
     if not result and runs:
-        none = (
-            f"No token's share of the gradient was recorded{recorded_by(runs[0], 'recording.token_gradients_every')}."
-        )
+        reason = recorded_by(runs[0], "recording.token_gradients_every")
+        none = f"No token's share of the gradient was recorded{reason}."
         result.append(Section("Which tokens moved the model", why or none))
     return result
 

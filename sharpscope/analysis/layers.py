@@ -27,9 +27,8 @@ def layer_norms(run: Run) -> pd.DataFrame:
     """
     names = ["grad_norm_by_layer", "update_norm_by_layer"]
     rows = []
-    for step, update, *texts in run.updates.dropna(subset=names[:1])[["step", "update", *names]].itertuples(
-        index=False
-    ):
+    known = run.updates.dropna(subset=names[:1])[["step", "update", *names]]
+    for step, update, *texts in known.itertuples(index=False):
         gradient, moved = (json.loads(text) if isinstance(text, str) else {} for text in texts)
         for group, value in gradient.items():
             layer, _, kind = group.rpartition(".")
@@ -64,20 +63,14 @@ def layer_growth(run: Run, step: int) -> Growth | None:
     earlier = table[table["step"] < step].pivot_table(index=["step", "update"], columns="group", values="grad_norm")
     typical = earlier.tail(WINDOW).median().reindex(present.index)
     growth = (present / typical.where(typical > 0)).astype(float)
-    columns = {
-        "grad_norm": present,
-        "typical": typical,
-        "growth": growth,
-        "share": present**2 / float((present**2).sum()),
-    }
+    share = present**2 / float((present**2).sum())
+    columns = {"grad_norm": present, "typical": typical, "growth": growth, "share": share}
     groups = pd.DataFrame(columns).sort_values(["growth", "share"], ascending=False)
     first, middle = groups.iloc[0], float(groups["growth"].median())
     named = str(first.name) if first["growth"] > APART * middle else None
     if not math.isfinite(first["growth"]):
-        most = groups["share"].idxmax()
-        text = (
-            f"{most} has {percent(groups['share'].max())} of ‖∇L‖², the most of all; no step before has norms by layer."
-        )
+        most = f"{groups['share'].idxmax()} has {percent(groups['share'].max())} of ‖∇L‖², the most of all"
+        text = f"{most}; no step before has norms by layer."
     elif named is None:
         low, high = groups["growth"].min(), first["growth"]
         text = f"All layers grew alike: their gradients are {low:.2g} to {high:.2g} × their typical norms."

@@ -1,4 +1,4 @@
-"""Runs from one folder or several."""
+"""What to say where there are no runs, and quiet reading."""
 
 from __future__ import annotations
 
@@ -7,24 +7,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sharpscope.traces import DamagedPartWarning, Run, Runs, load_runs
+from sharpscope.traces import DamagedPartWarning, Runs
 
 Paths = str | Path | Iterable[str | Path]
-
-
-def load_several(paths: Paths) -> Runs:
-    """The runs below one folder or several; if a name occurs twice, the second run is named by its path."""
-    if isinstance(paths, str | Path):
-        return load_runs(paths)
-    several = [load_runs(path) for path in paths]
-    if len(several) == 1:
-        return several[0]
-    names: dict[str, Run] = {}
-    for runs in several:
-        for name, run in runs.by_name.items():
-            names[name if name not in names else str(run.path)] = run
-    skipped = {str(runs.root / name): why for runs in several for name, why in runs.skipped.items()}
-    return Runs(several[0].root if several else Path(), names, skipped)
 
 
 def nothing_found(paths: Paths, runs: Runs) -> str:

@@ -12,12 +12,12 @@ from typing import Any
 import pandas as pd
 
 from sharpscope.analysis.html.page import report_html
-from sharpscope.analysis.loading import Paths, load_several, nothing_found, quiet
+from sharpscope.analysis.loading import Paths, nothing_found, quiet
 from sharpscope.analysis.report import Page, page_of
 from sharpscope.analysis.study import last_step
 from sharpscope.analysis.text import csv_text
 from sharpscope.errors import UserError
-from sharpscope.traces import Runs, output_folder, write_atomic
+from sharpscope.traces import load_runs, output_folder, write_atomic
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,15 @@ def analyze(
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     tell = on_progress or (lambda text: None)
     with quiet():
-        runs = load_several(given)
+        runs = load_runs(given)
         if not any(last_step(run) or run.rows("forks") for run in runs):
             raise UserError(nothing_found(given, runs))
-        folder = output_folder(_beside(runs) if out is None else out)
+        beside = os.path.commonpath([Path(run.path).absolute().parent for run in runs])
+        folder = output_folder(Path(os.path.relpath(beside)) / "report" if out is None else out)
         tell("comparing the runs" + (" and testing the claims" if claims else ""))
         content = page_of(runs, " ".join(shlex.quote(str(path)) for path in given), claims)
-        pictures: dict[str, Any] = {
-            s.name: s.content for s in content.sections if not isinstance(s.content, str | pd.DataFrame)
-        }
+        figures_of = [s for s in content.sections if not isinstance(s.content, str | pd.DataFrame)]
+        pictures: dict[str, Any] = {section.name: section.content for section in figures_of}
         saved = {}
         if pictures or figures:
             from sharpscope.analysis.figures.plots import run_pictures
@@ -92,9 +92,3 @@ def analyze(
         page = folder / "report.html"
         write_atomic(page, report_html(content, svg))
     return AnalysisResult(folder, page, saved, tables, content)
-
-
-def _beside(runs: Runs) -> Path:
-    """`report` in the folder that holds the runs."""
-    folders = [Path(run.path).absolute().parent for run in runs]
-    return Path(os.path.relpath(os.path.commonpath(folders))) / "report"

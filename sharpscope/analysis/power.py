@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import pandas as pd
 from scipy.stats import chi2, nct, t
 
-from sharpscope.analysis.claims.base import PairedClaim, Verdict, clusters_needed, shown
+from sharpscope.analysis.claims.base import Claim, Verdict, clusters_needed, shown
 from sharpscope.analysis.claims.registry import CLAIMS, judge
 from sharpscope.analysis.measures import GREEDY, SAMPLED, answer_noise, last_evaluation
 from sharpscope.analysis.study import Study
@@ -67,41 +66,41 @@ class Power:
         claim: its name, with its version.
         pilot: pairs that the standard deviation is from; 0 where it is that of answers alone.
         deviation: of the values tested, of the least certain part.
-        margin: on the values' scale.
+        terms: level and margins.
         parts: tests that are joined.
-        level: of the tests.
     """
 
-    tested: PairedClaim
+    tested: Claim
     claim: str
     pilot: int
     deviation: float
-    margin: float
+    terms: ClaimsSpec
     parts: int
-    level: float
 
     @property
-    def needed(self) -> tuple[int | None, int | None]:
+    def needed(self) -> tuple[int | None, ...]:
         """Pairs for TARGET at the deviation, and at the upper end of its 90 % interval (the same where that is not known)."""
+        margin, level = self.tested.margin_of_parts(self.terms), self.terms.level
         high = deviation_interval(self.deviation, self.pilot)[1] if self.pilot > 1 else self.deviation
-        return tuple(pairs_needed(value, self.margin, self.level, self.parts) for value in (self.deviation, high))  # type: ignore[return-value]
+        return tuple(pairs_needed(value, margin, level, self.parts) for value in (self.deviation, high))
 
     def row(self) -> dict[str, str]:
         """The power as a row of a table."""
-        unit = {"points": "points", "percent": "%", "log": "% (ln)"}.get(self.tested.scale, "")
-        factor = 1 if self.tested.scale == "plain" else 100
+        scale, margin = self.tested.scale, self.tested.margin_of_parts(self.terms)
+        unit = {"points": "points", "percent": "%", "log": "% (ln)"}.get(scale, "")
+        factor = 1 if scale == "plain" else 100
         spread, now = f"at least {factor * self.deviation:.3g} {unit}", "–"
         if self.pilot > 1:
             ends = (f"{factor * end:.3g}" for end in deviation_interval(self.deviation, self.pilot))
             spread = f"{factor * self.deviation:.3g} [{', '.join(ends)}] {unit}"
-            both = student_power(self.deviation, self.margin, self.pilot, self.level, self.parts)
+            both = student_power(self.deviation, margin, self.pilot, self.terms.level, self.parts)
             now = " / ".join(f"{chance:.0%}" for chance in both)
         likely, upper = (f"over {MOST:,}" if n is None else f"{n:,}" for n in self.needed)
         return {
             "claim": self.claim,
             "n": str(self.pilot or "–"),
             "SD of a value": spread.rstrip(),
-            "margin": f"{shown(self.margin, self.tested.scale, signed=False)} {unit.split(' ')[0]}".rstrip(),
+            "margin": f"{shown(margin, scale, signed=False)} {unit.split(' ')[0]}".rstrip(),
             "power": now,
             "n for 80 %": likely if likely == upper else f"{likely} to {upper}",
         }
@@ -111,15 +110,14 @@ def powers_of(verdicts: Iterable[Verdict]) -> list[Power]:
     """The power of the paired claims whose parts have at least two values that vary."""
     result = []
     for verdict in (v for one in verdicts for v in one.versions):
-        claim, parts = verdict.claim, verdict.finding.parts
-        pilot = min(map(len, parts.values()), default=0)
-        if not isinstance(claim, PairedClaim) or pilot < 2:
+        parts = verdict.finding.parts.values()
+        pilot = min(map(len, parts), default=0)
+        if verdict.claim.direction is None or pilot < 2:
             continue
-        deviation = max(float(frame["difference"].astype(float).std(ddof=1)) for frame in parts.values())
+        deviation = max(float(frame["difference"].astype(float).std(ddof=1)) for frame in parts)
         if deviation > 0:
-            margin, level = claim.margin_of_parts(verdict.terms), verdict.terms.level
             tests = len(parts) + len(verdict.finding.evidence)
-            result.append(Power(claim, verdict.name, pilot, deviation, margin, tests, level))
+            result.append(Power(verdict.claim, verdict.name, pilot, deviation, verdict.terms, tests))
     return result
 
 
@@ -141,8 +139,7 @@ def powers_of_runs(study: Study, names: Sequence[str]) -> tuple[list[Power], lis
 def powers_of_answers(accuracy: float, answers: float, terms: ClaimsSpec) -> list[Power]:
     """A lower bound of what the claims about accuracy need, from a baseline's accuracy and the answers of an evaluation."""
     deviation, parts = answers_deviation(accuracy, answers), {"C7": 1, "C10": 2, "C14": 3}
-    claims = [claim for name, claim in CLAIMS.items() if name in parts and isinstance(claim, PairedClaim)]
-    return [Power(c, c.name, 0, deviation, c.margin_of_parts(terms), parts[c.name], terms.level) for c in claims]
+    return [Power(CLAIMS[name], name, 0, deviation, terms, several) for name, several in parts.items()]
 
 
 def answers_of_pair(study: Study) -> tuple[float, str] | None:
@@ -155,8 +152,3 @@ def answers_of_pair(study: Study) -> tuple[float, str] | None:
             if len(noise) == 2 and None not in noise:
                 return math.sqrt(sum(value for value in noise if value is not None)), f"T = {temperature:g}"
     return None
-
-
-def power_table(powers: Sequence[Power]) -> pd.DataFrame:
-    """One row per claim."""
-    return pd.DataFrame([power.row() for power in powers])

@@ -49,9 +49,8 @@ def reduce_run(run: Run, out: Path, tokens: int = TOKENS) -> Path:
             writer.append_table(table, run.arrow(table))
         writer.append_table("tokens", _sample(run, tokens))
     found = scan({"": run}, REDUCERS)  # all that claims need of whole token tables, whichever methods are compared
-    write_reductions(
-        aside, [Reduction(n, one.step, one.tokens, one.values) for n, several in found.items() for one in several]
-    )
+    rows = [Reduction(n, one.step, one.tokens, one.values) for n, several in found.items() for one in several]
+    write_reductions(aside, rows)
     # Known now that all was read; rollouts are not kept anyhow.
     damaged = [(part, why) for part, why in run.damaged.items() if not part.startswith(f"{TRACES}/rollouts/")]
     if damaged:  # a copy of the rest would look whole
@@ -75,9 +74,7 @@ def reduce_runs(
     targets: dict[str, Run] = {}
     for name, run in {run.path.resolve(): (name, run) for name, run in runs}.values():  # a run given twice counts once
         if name in targets:
-            raise UserError(
-                f"runs: {name!r} names both {targets[name].path} and {run.path}; give each an --out of its own"
-            )
+            raise UserError(f"runs: {name!r} names both {targets[name].path} and {run.path}; use two --out")
         if Path(name).is_absolute() or ".." in Path(name).parts or not Path(name).parts:
             raise UserError(f"runs: {name!r} is no folder below --out {out}; give the folder that holds the run")
         targets[name] = run

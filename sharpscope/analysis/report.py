@@ -101,7 +101,7 @@ def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
     """Everything on the page, computed.
 
     Args:
-        runs: from `load_several`.
+        runs: from `load_runs`.
         source: where they were read from, as a shell takes it.
         claims: test the published claims too, with their figures.
     """
@@ -190,10 +190,8 @@ def comparison(study: Study) -> pd.DataFrame:
 
 
 def _rank(quantity: str) -> int:
-    fits = (
-        not quantity.startswith("train") and (quantity.endswith(name) or quantity.startswith(name)) for name in HEADLINE
-    )
-    return next((n for n, one in enumerate(fits) if one), len(HEADLINE))
+    fits = [n for n, name in enumerate(HEADLINE) if quantity.endswith(name) or quantity.startswith(name)]
+    return fits[0] if fits and not quantity.startswith("train") else len(HEADLINE)
 
 
 def main_differences(study: Study, labels: Sequence[str]) -> pd.DataFrame:
@@ -289,10 +287,8 @@ def setting_sections(study: Study) -> list[Section]:
 
 def accuracy_sections(settings: Sequence[Setting]) -> list[Section]:
     """Accuracy before and after, greedy and sampled, with pass@k, cut completions and accuracy among the completed ones."""
-    frames = [
-        accuracy_values(run).assign(setting=s.label, run=n) for s in settings for n, run in enumerate(s.runs.values())
-    ]
-    whole = pd.concat(frames, ignore_index=True)
+    each = [(s.label, n, run) for s in settings for n, run in enumerate(s.runs.values())]
+    whole = pd.concat([accuracy_values(run).assign(setting=label, run=n) for label, n, run in each], ignore_index=True)
     rows = []
     for (split, heat, label), own in whole.groupby(["split", "temperature", "setting"], sort=False):
         runs = [one.sort_values("step") for _, one in own.groupby("run")]
@@ -336,12 +332,12 @@ def sharpness_sections(settings: Sequence[Setting]) -> list[Section]:
             steps = [_span([own["step"].iloc[k] for _, own in several]) for k, several in ((0, parts), (-1, longer))]
             worst = max(known(pd.concat([own["saturation"] for _, own in parts]).fillna(-1.0)))
             filled = percent(worst) + " (saturated)" * bool(worst > MAX_SATURATION) if worst >= 0 else "–"
-            row = {
-                "measure": measure,
-                "setting": method_label(setting.label),
+            row = {"measure": measure, "setting": method_label(setting.label)}
+            row |= {
                 "steps": " and ".join(filter(None, steps)),
+                "at the first": _over_seeds(first),
+                "at the last": _over_seeds(last),
             }
-            row |= {"at the first": _over_seeds(first), "at the last": _over_seeds(last)}
             rows.append(row | {"change": _over_seeds(changes, sign=True), "of the possible rise": filled})
     run = next(iter(settings[0].runs.values()))
     if not rows:
@@ -556,8 +552,6 @@ def command_table(runs: Runs, source: str) -> pd.DataFrame:
     rows["figures for a paper"] = f"sharpscope analyze {source} --figures"
     for run in list(runs)[:20]:
         if run.config_text is not None and run.path.exists():
-            again = (
-                f"sharpscope run {shlex.quote(str(run.path / 'config.yaml'))} --out runs/again-{shlex.quote(run.name)}"
-            )
-            rows[f"the run {run.name}, again"] = again
+            config, again = shlex.quote(str(run.path / "config.yaml")), shlex.quote(run.name)
+            rows[f"the run {run.name}, again"] = f"sharpscope run {config} --out runs/again-{again}"
     return pd.DataFrame({"makes": list(rows), "command": [Code(text) for text in rows.values()]})

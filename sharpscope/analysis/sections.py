@@ -93,9 +93,7 @@ def cell_text(value: Any) -> str:
 
 def is_text(column: pd.Series) -> bool:
     """Whether a column is aligned to the left: words or sentences, and not numbers as text."""
-    return any(
-        isinstance(cell, Marked | Code) or (isinstance(cell, str) and cell[:1] not in NUMERIC) for cell in column
-    )
+    return any(isinstance(c, Marked | Code) or (isinstance(c, str) and c[:1] not in NUMERIC) for c in column)
 
 
 def to_records(sections: Iterable[Section]) -> dict[str, Any]:
@@ -105,18 +103,15 @@ def to_records(sections: Iterable[Section]) -> dict[str, Any]:
         own: dict[str, Any] = {"text": section.content}
         if isinstance(section.content, pd.DataFrame):
             rows = section.records or section.content.to_dict("records")
-            own = {
-                "rows": [
-                    {
-                        str(name): asdict(c) if isinstance(c, Marked) else c.text if isinstance(c, Code) else c
-                        for name, c in row.items()
-                    }
-                    for row in rows
-                ]
-            }
+            own = {"rows": [{str(name): _plain(cell) for name, cell in row.items()} for row in rows]}
         if "rows" in own or isinstance(section.content, str):
             made.append({"title": section.title, "part": section.part, **own, "note": section.note})
     return {"sections": made}
+
+
+def _plain(cell: Any) -> Any:
+    """A cell for JSON."""
+    return asdict(cell) if isinstance(cell, Marked) else cell.text if isinstance(cell, Code) else cell
 
 
 def to_terminal(sections: Iterable[Section]) -> RenderableType:

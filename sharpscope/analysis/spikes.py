@@ -104,13 +104,13 @@ def largest_gradients(run: Run) -> pd.DataFrame:
     return steps.assign(grad_norm=steps["step"].map(largest).fillna(steps["grad_norm"]))
 
 
-def find_spikes(steps: pd.DataFrame, z: float = SPIKE_Z) -> pd.DataFrame:
-    """Steps whose log gradient norm is `z` robust standard deviations above the median of the 50 before it.
+def find_spikes(steps: pd.DataFrame) -> pd.DataFrame:
+    """Steps whose log gradient norm is SPIKE_Z robust standard deviations above the median of the 50 before it.
 
     Columns step, grad_norm, z, typical (the median norm of the window); the rule is `sharpscope.traces.robust_z`.
     """
     scores = gradient_scores(steps)
-    return scores.loc[scores["z"] >= z, ["step", "grad_norm", "z", "typical"]].reset_index(drop=True)
+    return scores.loc[scores["z"] >= SPIKE_Z, ["step", "grad_norm", "z", "typical"]].reset_index(drop=True)
 
 
 def large_steps(steps: pd.DataFrame) -> pd.DataFrame:
@@ -148,30 +148,23 @@ def recorded_by(run: Run, option: str) -> str:
     return " (SHARPSCOPE_VERL_CRITICAL_EVERY)" if verl and option == "probes.preset" else ""
 
 
-def explain_spikes(run: Run, z: float = SPIKE_Z, top: int = 8, largest: int = 0) -> list[Spike]:
-    """Every spike of a run with its causes.
+def explain_spikes(run: Run, top: int = 8) -> list[Spike]:
+    """Every spike of a run with its causes; `top`: tokens and prompts of each."""
+    return [explain_step(run, int(step), top) for step in find_spikes(largest_gradients(run))["step"]]
 
-    Args:
-        run: whose tokens are read.
-        z: threshold [robust standard deviations].
-        top: tokens and prompts of each.
-        largest: without a spike, so many steps with recorded shares, the largest gradients first.
-    """
+
+def explain_largest(run: Run, top: int = 8) -> list[Spike]:
+    """The step with the largest gradient among those with recorded shares, if there is one."""
     steps = largest_gradients(run)
-    found = find_spikes(steps, z)
-    if found.empty and largest:
-        found = steps[steps["step"].isin(share_steps(run)) & (steps["grad_norm"] > 0)].nlargest(largest, "grad_norm")
-    return [explain_step(run, int(step), top) for step in found["step"]]
+    there = steps[steps["step"].isin(share_steps(run)) & (steps["grad_norm"] > 0)]
+    return [explain_step(run, int(step), top) for step in there.nlargest(1, "grad_norm")["step"]]
 
 
-def notable_steps(run: Run, z: float = SPIKE_Z, top: int = 8) -> list[Spike]:
+def notable_steps(run: Run, top: int = 8) -> list[Spike]:
     """The spikes; else up to three large steps with shares, see `large_steps`; else the largest gradient with shares."""
     large = [int(step) for step in large_steps(run.steps)["step"] if step in share_steps(run)]
-    return (
-        explain_spikes(run, z, top)
-        or [explain_step(run, step, top) for step in large[:3]]
-        or explain_spikes(run, z, top, largest=1)
-    )
+    found = explain_spikes(run, top) or [explain_step(run, step, top) for step in large[:3]]
+    return found or explain_largest(run, top)
 
 
 def explain_step(run: Run, step: int, top: int = 8) -> Spike:
@@ -193,14 +186,10 @@ def explain_step(run: Run, step: int, top: int = 8) -> Spike:
     sample, missing = sample_text(tokens), ""
     if (tokens["share"] == 0).all():
         which = f"the measured groups ({sample})" if sample else "its groups"
-        why = (
-            f"none of {which} has an advantage"
-            if (tokens["advantage"] == 0).all()
-            else f"no token of {which} has a gradient"
-        )
-        missing = f"every token's share is 0: {why}" + (
-            "; others, not measured, made the gradient" if sample and norm > 0 else ""
-        )
+        no_advantage = (tokens["advantage"] == 0).all()
+        why = f"none of {which} has an advantage" if no_advantage else f"no token of {which} has a gradient"
+        others = "; others, not measured, made the gradient" * bool(sample and norm > 0)
+        missing = f"every token's share is 0: {why}{others}"
     return Spike(*head, biggest, prompts, range_shares(tokens), sample, missing, named)
 
 
@@ -250,34 +239,32 @@ def concentration(tokens: pd.DataFrame) -> tuple[float, float, float]:
     return largest, float(weight[certain].sum()), float(carried[certain].sum())
 
 
-def spike_text(run: Run, z: float = SPIKE_Z) -> str:
+def spike_text(run: Run) -> str:
     """What the rule found in one to four sentences: the spikes, or how near the run came and why it is no nearer."""
     scores = gradient_scores(largest_gradients(run))
     if scores.empty:
         return "No step has a gradient norm, so there is nothing to compare."
-    scores = scores.assign(times=scores["grad_norm"] / scores["typical"])
-    spikes = scores[scores["z"] >= z]
+    scores = scores.assign(times=scores["grad_norm"] / scores["typical"]).set_index("step", drop=False)
+    spikes = scores[scores["z"] >= SPIKE_Z]
     if len(spikes):
         each = ", ".join(f"{r.step} (z = {r.z:.1f}, {r.times:.1f} × typical)" for r in spikes.itertuples())
-        count = f"{len(spikes)} step{'s' * (len(spikes) > 1)} with z ≥ {z:g}"
-        return f"{count}: {each}. {_near(run, int(spikes.loc[spikes['z'].idxmax(), 'step']))}"  # type: ignore[call-overload, index]
+        count = f"{len(spikes)} step{'s' * (len(spikes) > 1)} with z ≥ {SPIKE_Z:g}"
+        return f"{count}: {each}. {_near(run, int(spikes['z'].idxmax()))}"
     said, named = [], None
     if scores["z"].isna().all():
-        few = (
-            f"A spike is judged against {FEWEST} earlier steps with a gradient; this run has {len(scores)} such steps."
-        )
-        said.append(few)
+        needs = f"A spike is judged against {FEWEST} earlier steps with a gradient"
+        said.append(f"{needs}; this run has {len(scores)} such steps.")
     else:
-        top = scores.loc[scores["z"].idxmax()]  # type: ignore[call-overload]
+        top = scores.loc[scores["z"].idxmax()]
         named = top["step"]
         said.append(
-            f"No step reaches z = {z:g}: the highest is z = {top['z']:.1f} at step {named:.0f}, gradient norm "
+            f"No step reaches z = {SPIKE_Z:g}: the highest is z = {top['z']:.1f} at step {named:.0f}, gradient norm "
             f"{number(top['grad_norm'])}, {top['times']:.1f} × the typical {number(top['typical'])}."
         )
-        if (factor := math.exp(z * top["scale"])) > 2 * LARGE:
+        if (factor := math.exp(SPIKE_Z * top["scale"])) > 2 * LARGE:
             only = f"only {factor:.0f} × the typical norm would be a spike: the rule is insensitive here."
             said.append(f"Norms scatter so much in this run that {only}")
-    largest = scores.loc[scores["grad_norm"].idxmax()]  # type: ignore[call-overload]
+    largest = scores.loc[scores["grad_norm"].idxmax()]
     for _, row in large_steps(run.steps).head(1).iterrows():
         largest, times = row, row["grad_norm"] / row["typical"]
         is_ = f"its gradient is {times:.1f} × the typical one, and the reward falls by {row['fall']:.2f} with it."

@@ -22,17 +22,8 @@ if TYPE_CHECKING:
     from sharpscope.traces import Run, Runs
 
 NOT_A_SETTING = (
-    "seed",
-    "name",
-    "out",
-    "threads",
-    "device",
-    "recording",
-    "checkpoint",
-    "health",
-    "probes",
-    "evaluation",
-    "method.name",
+    *("seed", "name", "out", "threads", "device"),
+    *("recording", "checkpoint", "health", "probes", "evaluation", "method.name"),
 )
 """Configuration in which two runs of one setting may differ: the seed, and what changes nothing of what is learned."""
 
@@ -202,9 +193,8 @@ class Study:
         by_key = {method: self._by_key(method) for method in (first, second)}
         for method in (first, second):
             if not by_key[method]:
-                return Pairing(
-                    missing=f"no finished run of {method}; there are runs of {', '.join(self.methods) or 'none'}"
-                )
+                there = ", ".join(self.methods) or "none"
+                return Pairing(missing=f"no finished run of {method}; there are runs of {there}")
         pairs: dict[str, list[Pair]] = {}
         for key, of_baseline in by_key[first].items():
             of_treatment = by_key[second].get(key, {})
@@ -378,9 +368,7 @@ def _differing(mine: Mapping[str, Any], rivals: Iterable[Mapping[str, Any]]) -> 
     """Fields in which this setting differs from others of the same method: `optimizer.lr=0.0002`."""
     keys = sorted({key for other in rivals for key in {*mine, *other} if mine.get(key) != other.get(key)})
     values = {key: mine.get(key) for key in keys}
-    return ", ".join(
-        f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items()
-    )
+    return ", ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
 
 
 def _one_per_seed(own: Mapping[str, Run], notes: list[str]) -> dict[Any, Run]:

@@ -14,16 +14,16 @@ from rich.text import Text
 
 from sharpscope.analysis.headline import sentences, step_sections
 from sharpscope.analysis.layers import layer_sections
-from sharpscope.analysis.loading import load_several, quiet
+from sharpscope.analysis.loading import quiet
 from sharpscope.analysis.report import found_sections, laid_out, run_sections, runs_sections
 from sharpscope.analysis.sections import Section, to_terminal
-from sharpscope.analysis.spikes import SPIKE_Z, explain_step, notable_steps, recorded_by, spike_text
+from sharpscope.analysis.spikes import explain_step, notable_steps, recorded_by, spike_text
 from sharpscope.analysis.study import last_step
 from sharpscope.analysis.text import number, printable
 from sharpscope.analysis.token_values import needed_columns, with_values
 from sharpscope.analysis.tokens import INCLUSION, sample_text
 from sharpscope.errors import UserError, nearest
-from sharpscope.traces import Run, load_run
+from sharpscope.traces import Run, load_run, load_runs
 
 SHARE = "attribution"
 TOKEN_COLUMNS = (
@@ -48,7 +48,7 @@ def path_sections(paths: Sequence[str | Path]) -> list[Section]:
         UserError: if no run is below `paths`, or none can be read.
     """
     with quiet():
-        runs = load_several(paths)
+        runs = load_runs(paths)
         if len(runs) == 1 and not runs.skipped:
             return run_sections(runs[0])
         if not len(runs):
@@ -59,7 +59,7 @@ def path_sections(paths: Sequence[str | Path]) -> list[Section]:
 def show_headline(paths: Sequence[str | Path]) -> RenderableType:
     """The first part of what `path_sections` and the page say: tokens, accuracy and differences, in about twenty lines."""
     with quiet():
-        study, settings = laid_out(load_several(paths))[0]
+        study, settings = laid_out(load_runs(paths))[0]
         return to_terminal(found_sections(study, settings, top=3, runs=1))
 
 
@@ -142,9 +142,8 @@ def token_sections(run: Run, step: int | None = None, by: str = SHARE, top: int 
     measured = tokens[tokens[by].notna()]
     sample = sample_text(measured) if measured[INCLUSION].notna().all() else ""  # else a column of all tokens
     names = dict.fromkeys((*columns, "probability", "advantage", "weight", SHARE))
-    table = pd.DataFrame(
-        {"completion": chosen["rollout"].astype(str).to_numpy(), "token": sentences(run, step, chosen)}
-    )
+    places = chosen["rollout"].astype(str).to_numpy()
+    table = pd.DataFrame({"completion": places, "token": sentences(run, step, chosen)})
     for name in (name for name in names if chosen[name].notna().any()):
         table["π" if name == "probability" else name] = chosen[name].to_numpy()
     of = f", among the tokens of {sample}" if sample else ""
@@ -165,9 +164,9 @@ def _recorded(run: Run, column: str) -> list[int]:
     return sorted(int(step) for step in frame["step"].unique())
 
 
-def spike_sections(run: Run, z: float = SPIKE_Z, top: int = 8) -> list[Section]:
+def spike_sections(run: Run, top: int = 8) -> list[Section]:
     """What the rule for spikes found, and the tokens, prompts and probabilities behind each; see `spikes.spike_text`."""
-    parts = [Section(f"{run.name}: steps with an unusually large gradient", spike_text(run, z))]
-    for spike in notable_steps(run, z, top):
+    parts = [Section(f"{run.name}: steps with an unusually large gradient", spike_text(run))]
+    for spike in notable_steps(run, top):
         parts += [*step_sections(run, spike, top), *layer_sections(run, spike.step)]
     return parts

@@ -30,21 +30,12 @@ def printable(text: object, limit: int = 160) -> str:
 
 
 def shown(text: object) -> str:
-    """Text in which every control and every bidirectional or invisible mark is shown as ⟦NAME⟧; newline and tab stay.
-
-    Lone surrogates and noncharacters, which no file can hold, become ⟦U+XXXX⟧ too.
-    """
+    """Text with every control and every bidirectional or invisible mark as ⟦NAME⟧, or ⟦U+0007⟧ without one; newline, tab stay."""
     source = str(text)
     if source.isascii() and source.isprintable():
         return source
-    return "".join(
-        char if char in "\n\t" or unicodedata.category(char) not in _HIDDEN else _label(char) for char in source
-    )
-
-
-def _label(char: str) -> str:
-    """The name of a character in brackets."""
-    return f"⟦{unicodedata.name(char, f'U+{ord(char):04X}')}⟧"
+    hidden = {char for char in source if char not in "\n\t" and unicodedata.category(char) in _HIDDEN}
+    return source.translate({ord(c): f"⟦{unicodedata.name(c, f'U+{ord(c):04X}')}⟧" for c in hidden})
 
 
 def escape_markdown(text: object) -> str:

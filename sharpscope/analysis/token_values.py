@@ -80,18 +80,8 @@ def entropy_bins(run: Run) -> pd.DataFrame:
     scaled to sum to 1; NaN without any) and `entropy` (Σ c·polarity over Σ |c·polarity|: signed, positive raises the entropy).
     Index: BINS. Empty where advantages or statistics were not recorded.
     """
-    columns = [
-        "step",
-        "update",
-        "logp",
-        "collision",
-        "advantage",
-        "loss_coef",
-        "polarity",
-        "attribution",
-        INCLUSION,
-        ROW,
-    ]
+    columns = ["step", "update", "logp", "collision", "advantage", "loss_coef", "polarity", "attribution"]
+    columns += [INCLUSION, ROW]
     sums = np.zeros((4, len(BINS)))  # tokens, gradient, entropy, |entropy| by kind
     for part in run.iter_tokens(columns=columns, required=["collision", "advantage"]):
         index = token_bins(part)

@@ -1,4 +1,4 @@
-"""The token tables: one streaming pass whose reducers feed the claims; and uniform samples."""
+"""The token tables: one streaming pass whose reducers feed the claims."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ Columns = Mapping[str, NDArray[Any]]
 
 BATCH_ROWS = 400_000
 """Token rows held at once [tokens]; a step is never divided."""
-SAMPLE = 200_000
-"""Tokens of a setting that a figure draws from [tokens]."""
 DECILES = 10
 INCLUSION = "inclusion_probability"
 ROW = "row_probability"
@@ -85,27 +83,6 @@ def steps_of(run: Run, columns: Sequence[str]) -> Iterator[tuple[int, Columns]]:
         frame = run.tokens(steps[start : start + size], ["step", *(c for c in columns if c != "step")])
         for step, rows in frame.groupby("step"):  # also a step that was written in several parts
             yield int(str(step)), {column: rows[column].to_numpy() for column in columns}
-
-
-def sample_tokens(run: Run, columns: Sequence[str], limit: int = SAMPLE) -> pd.DataFrame:
-    """A uniform sample of at most `limit` tokens that have all `columns`; every token if there are no more.
-
-    Where no inclusion probability is recorded it is 1.
-
-    Each token draws a number and the smallest are kept, so that one pass is enough. Seeded: the same each time.
-    """
-    rng = np.random.default_rng(0)
-    kept = pd.DataFrame({name: pd.Series(dtype=float) for name in columns}).assign(draw=0.0)
-    for frame in run.iter_tokens(columns=[*columns, ROW], required=[name for name in columns if name != INCLUSION]):
-        known = frame.drop(columns=ROW).assign(chance=row_probability(frame))
-        rows = known.assign(**({INCLUSION: known[INCLUSION].fillna(1.0)} if INCLUSION in columns else {})).dropna()
-        if rows.empty:
-            continue
-        fresh = rows.assign(draw=rng.random(len(rows)) * rows["chance"]).drop(columns="chance")
-        kept = fresh if kept.empty else pd.concat([kept, fresh], ignore_index=True)
-        if len(kept) > limit:
-            kept = kept.nsmallest(limit, "draw").sort_index()
-    return kept.drop(columns="draw").reset_index(drop=True)
 
 
 def sample_text(tokens: pd.DataFrame) -> str:

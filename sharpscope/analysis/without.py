@@ -90,9 +90,8 @@ def verdict(values: pd.DataFrame, arms: list[str], top: int) -> str:
         whole, without, others = (float(values.at[name, arm]) for arm in arms)  # type: ignore[arg-type]
         gone[name] = tuple(1 - value / whole if whole > 0 else math.nan for value in (without, others))
         shares = f"{percent(gone[name][0])} of {what} is gone without these {top} tokens"
-        parts.append(
-            f"{shares} ({number(without)}{unit} in place of {number(whole)}), {percent(gone[name][1])} without {top} random ones"
-        )
+        change = f"{number(without)}{unit} in place of {number(whole)}"
+        parts.append(f"{shares} ({change}), {percent(gone[name][1])} without {top} random ones")
     said = f"{parts[0]}; {parts[1]}."
     most = {name: tokens >= MOST and tokens > 2 * max(random, 0.0) for name, (tokens, random) in gone.items()}
     if most["grad_norm"] and not most["kl"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import json as json_
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ def printable(text: str) -> str:
 
 def print_json(value: Any) -> None:
     """Print a value as JSON; a number that is not finite is null, and NumPy's numbers are numbers."""
-    typer.echo(json.dumps(_plain(value), indent=1, ensure_ascii=False, allow_nan=False))
+    typer.echo(json_.dumps(_plain(value), indent=1, ensure_ascii=False, allow_nan=False))
 
 
 def _plain(value: Any) -> Any:
@@ -35,13 +35,16 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def print_sections(sections: Sequence[Section]) -> None:
-    """Print sections as text."""
+def print_sections(sections: Sequence[Section], json: bool = False) -> None:
+    """Print sections as text, or as JSON."""
     from rich.console import Console
 
-    from sharpscope.analysis.sections import to_terminal
+    from sharpscope.analysis.sections import to_records, to_terminal
 
-    Console().print(to_terminal(sections))
+    if json:
+        print_json(to_records(sections))
+    else:
+        Console().print(to_terminal(sections))
 
 
 def check_names(option: str, given: Iterable[str], valid: Iterable[str]) -> None:

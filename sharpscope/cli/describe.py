@@ -8,46 +8,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from sharpscope.cli.console import check_names
 
 if TYPE_CHECKING:
     from sharpscope.config import SettingInfo
+    from sharpscope.config.method import Method
 
 BASIC = (
-    "out",
-    "seed",
-    "steps",
-    "task",
-    "policy.model",
-    "policy.dtype",
-    "policy.lora",
-    "rollout.prompts_per_step",
-    "rollout.group_size",
-    "rollout.temperature",
-    "rollout.max_new_tokens",
-    "method.name",
-    "method.weight",
-    "method.clip",
-    "method.kl.coef",
-    "optimizer.lr",
-    "optimizer.schedule",
-    "update.mini_batches",
-    "update.microbatch_tokens",
-    "evaluation.every",
-    "evaluation.prompts",
-    "evaluation.temperatures",
-    "recording.token_gradients_every",
-    "probes.preset",
-    "checkpoint.every",
+    *("out", "seed", "steps", "task", "policy.model", "policy.dtype", "policy.lora"),
+    *("rollout.prompts_per_step", "rollout.group_size", "rollout.temperature", "rollout.max_new_tokens"),
+    *("method.name", "method.weight", "method.clip", "method.kl.coef", "optimizer.lr", "optimizer.schedule"),
+    *("update.mini_batches", "update.microbatch_tokens"),
+    *("evaluation.every", "evaluation.prompts", "evaluation.temperatures"),
+    *("recording.token_gradients_every", "probes.preset", "checkpoint.every"),
 )
 """Settings that `sharpscope config` lists."""
 
 
 def methods(
-    name: Annotated[
-        str | None, typer.Argument(help="Method (also with changes: grpo-sg+weight.U=4), control or module:function.")
-    ] = None,
+    name: Annotated[str | None, Argument(help="Method (grpo-sg+weight.U=4), control or module:function.")] = None,
 ) -> None:
     """List the methods, or explain one.
 
@@ -65,18 +46,24 @@ def methods(
     from sharpscope.config.reading import method_parts
 
     console = Console()
+
+    def facts(method: Method) -> tuple[str, str]:
+        """The method with its gradient at one update, and the largest rotation by its weights."""
+        bound = method_rotation_bound(method.at(0.0))
+        return same_at_one_update(method) or "", f"{bound:.1f}°" if bound else ""
+
     if name is not None:
         note = replace(describe(method_parts(name)[1]), method=parse_method(name))
-        same, bound = same_at_one_update(note.method), method_rotation_bound(note.method.at(0.0))
-        angle = f"{bound:.1f}° of the gradient by the weights, if tokens' gradients are orthogonal" if bound else ""
+        same, bound = facts(note.method)
+        angle = f"{bound} of the gradient by the weights, if tokens' gradients are orthogonal"
         rows = {
             name: note.differs,
             "loss": note.loss,
             "constants": constants(note.method),
             "source": note.source,
             "choices of this project": note.choices,
-            "largest rotation": angle,
-            "with one update per step": f"the gradient of {same}: every ratio is 1" if same else "",
+            "largest rotation": angle * bool(bound),
+            "with one update per step": f"the gradient of {same}: every ratio is 1" * bool(same),
         }
         for title, text in rows.items():
             if text:
@@ -85,9 +72,8 @@ def methods(
     table = Table("method", "what differs from GRPO", "at one update", "bound", "source")
     for each in method_names():
         note = describe(each)
-        same, bound = same_at_one_update(note.method), method_rotation_bound(note.method.at(0.0))
-        cells = (f"as {same}" if same else "", f"{bound:.1f}°" if bound else "", escape(note.source))
-        table.add_row(each, escape(note.differs), *cells)
+        same, bound = facts(note.method)
+        table.add_row(each, escape(note.differs), f"as {same}" * bool(same), bound, escape(note.source))
     console.print(table)
     console.print(
         "at one update: the method with the same gradient if a step makes one update (update.mini_batches=1); the default is two.\n"
@@ -100,15 +86,13 @@ def methods(
 
 
 def config(
-    topic: Annotated[
-        str | None, typer.Argument(help="tasks, columns, fork, a part (method.weight), or a YAML file.")
-    ] = None,
-    table: Annotated[list[str] | None, typer.Argument(help="With columns: tables; default: all.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="List all settings.")] = False,
-    yaml: Annotated[bool, typer.Option("--yaml", help="Print the configuration that `run` would use.")] = False,
-    method: Annotated[str | None, typer.Option("--method", "-m", help="With --yaml: name of a method.")] = None,
-    task: Annotated[str | None, typer.Option(help="With --yaml: kind of a task.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="With --yaml: path=value. Repeatable.")] = None,
+    topic: Annotated[str | None, Argument(help="tasks, columns, fork, a part (method.weight), or a YAML file.")] = None,
+    table: Annotated[list[str] | None, Argument(help="With columns: tables; default: all.")] = None,
+    every: Annotated[bool, Option("--all", help="List all settings.")] = False,
+    yaml: Annotated[bool, Option("--yaml", help="Print the configuration that `run` would use.")] = False,
+    method: Annotated[str | None, Option("--method", "-m", help="With --yaml: name of a method.")] = None,
+    task: Annotated[str | None, Option(help="With --yaml: kind of a task.")] = None,
+    set_: Annotated[list[str] | None, Option("--set", help="With --yaml: path=value. Repeatable.")] = None,
 ) -> None:
     """List the settings with values, defaults and meaning: the common ones, a part, or all; or the columns of traces.
 

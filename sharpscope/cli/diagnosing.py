@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from sharpscope.cli.console import print_json, printable
 from sharpscope.cli.options import Json
@@ -16,18 +17,10 @@ if TYPE_CHECKING:
 
 def diagnose(
     path: Annotated[
-        Path,
-        typer.Argument(
-            help="A run, trainer_state.json (TRL, unsloth, transformers), verl's, prime-rl's or Tinker's JSON lines, CSV, "
-            "TensorBoard events, or a folder with one of them."
-        ),
+        Path, Argument(help="A run, trainer_state.json, JSON lines, CSV, TensorBoard events, or their folder.")
     ],
-    map_: Annotated[
-        list[str] | None, typer.Option("--map", help="Name a key: --map reward=my/key. Repeatable.")
-    ] = None,
-    group_size: Annotated[
-        int | None, typer.Option(min=2, help="Completions per prompt, to estimate groups without an advantage.")
-    ] = None,
+    map_: Annotated[list[str] | None, Option("--map", help="Name a key: --map reward=my/key. Repeatable.")] = None,
+    group_size: Annotated[int | None, Option(min=2, help="Completions per prompt, to estimate dead groups.")] = None,
     json: Json = False,
 ) -> None:
     """Say what went wrong in a training run, when it began, and what to do next, from the log that exists.

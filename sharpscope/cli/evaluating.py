@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from sharpscope.cli.console import print_sections
 from sharpscope.cli.options import Set
@@ -16,24 +17,18 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    model: Annotated[Path, typer.Argument(help="Folder of a run, a checkpoint or a model, or embedded:NAME.")],
-    task: Annotated[str | None, typer.Option(help="Kind of a task. Default: that of the run or policy.")] = None,
+    model: Annotated[Path, Argument(help="Folder of a run, a checkpoint or a model, or embedded:NAME.")],
+    task: Annotated[str | None, Option(help="Kind of a task. Default: that of the run or policy.")] = None,
     split: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Split. Repeatable. Default: heldout and unseen, if the task has them. For task dataset, `all` is all rows "
-            "of task.path, and heldout is the share task.heldout_fraction of them."
-        ),
+        list[str] | None, Option(help="Of a file, all is every row. Repeatable. Default: heldout, unseen.")
     ] = None,
-    temperature: Annotated[
-        list[float] | None, typer.Option(help="Temperature; 0 is greedy. Repeatable. Default: 0, 1.")
-    ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts per level.")] = 500,
-    samples: Annotated[int | None, typer.Option(min=1, help="Completions per prompt above temperature 0.")] = None,
-    k: Annotated[list[int] | None, typer.Option("-k", min=1, help="k of the unbiased pass@k. Repeatable.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    temperature: Annotated[list[float] | None, Option(help="0 is greedy. Repeatable. Default: 0, 1.")] = None,
+    prompts: Annotated[int, Option(min=1, help="Prompts per level.")] = 500,
+    samples: Annotated[int | None, Option(min=1, help="Completions per prompt above temperature 0.")] = None,
+    k: Annotated[list[int] | None, Option("-k", min=1, help="k of the unbiased pass@k. Repeatable.")] = None,
+    seed: Annotated[int, Option(help="Seed of sampling.")] = 0,
     set_: Set = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the results (eval.csv).")] = None,
+    out: Annotated[Path | None, Option(help="Folder for the results (eval.csv).")] = None,
 ) -> None:
     """Evaluate a policy on a task by split, level and temperature, with 95 % intervals over prompts.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from sharpscope.cli.console import printable, progress
 from sharpscope.cli.options import Runs
@@ -13,11 +14,11 @@ from sharpscope.cli.options import Runs
 
 def export(
     runs: Runs,
-    to: Annotated[str, typer.Option(help="tensorboard | wandb (each needs its extra) | packed | reduced.")],
-    out: Annotated[Path, typer.Option(help="Folder that is written.")] = Path("logs"),
-    project: Annotated[str, typer.Option(help="Project of the logger (not for TensorBoard).")] = "sharpscope",
-    follow: Annotated[bool, typer.Option("--follow", help="Continue until the runs end.")] = False,
-    online: Annotated[bool, typer.Option("--online", help="Upload to Weights & Biases.")] = False,
+    to: Annotated[str, Option(help="tensorboard | wandb (each needs its extra) | packed | reduced.")],
+    out: Annotated[Path, Option(help="Folder that is written.")] = Path("logs"),
+    project: Annotated[str, Option(help="Project of the logger (not for TensorBoard).")] = "sharpscope",
+    follow: Annotated[bool, Option("--follow", help="Continue until the runs end.")] = False,
+    online: Annotated[bool, Option("--online", help="Upload to Weights & Biases.")] = False,
 ) -> None:
     """Export curves to a logger, or runs as packed or reduced data.
 
@@ -30,12 +31,12 @@ def export(
 
       sharpscope export runs/study --to reduced --out runs/reduced
     """
-    from sharpscope.analysis import load_several, nothing_found, reduce_runs
+    from sharpscope.analysis import nothing_found, reduce_runs
     from sharpscope.errors import UserError
     from sharpscope.integrations import loggers
     from sharpscope.traces import load_runs, pack_runs
 
-    loaded = load_several(runs)
+    loaded = load_runs(runs)
     if not len(loaded):
         raise UserError(nothing_found(runs, loaded))
     if to == "packed":

@@ -2,52 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from sharpscope.cli.console import print_sections
 from sharpscope.cli.options import METHODS, Task, Threads, TokenWeights, split
 
-if TYPE_CHECKING:
-    from sharpscope.traces import Run
-
-T = TypeVar("T")
-
 
 def fork(
-    run: Annotated[Path | None, typer.Argument(help="Folder of a run, whose checkpoints are the states.")] = None,
+    run: Annotated[Path | None, Argument(help="Folder of a run, whose checkpoints are the states.")] = None,
     model: Annotated[
-        str | None,
-        typer.Option(
-            help="In place of a run: embedded:NAME, a model folder, or a hub id; AdamW is warmed up (--set fork.warm_up). With "
-            "--without-tokens: the checkpoint of a run that another trainer made."
-        ),
+        str | None, Option(help="embedded:NAME, a model folder, or a hub id; of a recorded run its checkpoint.")
     ] = None,
     task: Task = None,
-    checkpoint: Annotated[
-        list[str] | None, typer.Option(help="step-000050 or 50; 0: the initial policy. Repeatable.")
-    ] = None,
-    step: Annotated[int | None, typer.Option(min=1, help="Step that --without-tokens makes again.")] = None,
-    without_tokens: Annotated[
-        str | None, typer.Option(help="top:K: make --step with and without its K leading tokens.")
-    ] = None,
-    methods: Annotated[str | None, typer.Option(help=f"{METHODS} The first is the reference.")] = None,
+    checkpoint: Annotated[list[str] | None, Option(help="50 or step-000050; 0: the start. Repeatable.")] = None,
+    step: Annotated[int | None, Option(min=1, help="Step that --without-tokens makes again.")] = None,
+    without_tokens: Annotated[str | None, Option(help="top:K: --step with and without its K leading tokens.")] = None,
+    methods: Annotated[str | None, Option(help=f"{METHODS} The first is the reference.")] = None,
     token_weights: TokenWeights = None,
-    batches: Annotated[int | None, typer.Option(min=1, help="Batches of rollouts per state. Default: 30.")] = None,
-    outcomes: Annotated[str | None, typer.Option(help="failure,entropy (the default), sharpness.")] = None,
+    batches: Annotated[int | None, Option(min=1, help="Batches of rollouts per state. Default: 30.")] = None,
+    outcomes: Annotated[str | None, Option(help="failure,entropy (the default), sharpness.")] = None,
     set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="Field of the run's configuration, such as optimizer.lr=1e-3, or of the fork, such as fork.prompts=128 (`sharpscope "
-            "config fork` lists these). Repeatable.",
-        ),
+        list[str] | None, Option("--set", help="Field of the run, or fork.NAME (`sharpscope config fork`). Repeatable.")
     ] = None,
     threads: Threads = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the rows. Default: RUN, or forks/MODEL.")] = None,
+    out: Annotated[Path | None, Option(help="Folder for the rows. Default: RUN, or forks/MODEL.")] = None,
 ) -> None:
     """Compare single updates from the same state: of several methods, or of one step with and without its leading tokens.
 
@@ -74,9 +58,7 @@ def fork(
         _methods(run, checkpoint=checkpoint or (), token_weights=token_weights, out=out, **given)
         return
     if run is None or step is None or without_tokens is None:
-        raise UserError(
-            "--without-tokens: needs a run's folder and --step, as in fork RUN --step 40 --without-tokens top:12"
-        )
+        raise UserError("--without-tokens: needs a run and --step, as in fork RUN --step 40 --without-tokens top:12")
     other: dict[str, Any] = {"methods": methods, "outcomes": outcomes, "batches": batches, "checkpoint": checkpoint}
     other |= {"token-weights": token_weights, "out": out}
     wrong = next((name for name, value in other.items() if value), None)
@@ -88,10 +70,11 @@ def fork(
     _without(run, step, int(count), **given)
 
 
-def _finished(work: Callable[[], T]) -> T:
-    """The result of `work`; Ctrl-C ends the command with a word on what is kept."""
+@contextmanager
+def _kept() -> Iterator[None]:
+    """Ctrl-C ends the command with a word on what is kept."""
     try:
-        return work()
+        yield
     except KeyboardInterrupt:
         typer.echo("interrupted: what was measured is kept; repeat the command to continue", err=True)
         raise typer.Exit(130) from None
@@ -108,7 +91,8 @@ def _methods(run: Path | None, **given: Any) -> None:
 
     if len(given.get("methods") or ("", "")) == 1:
         typer.echo("one method: it is compared with nothing; give --methods two or more", err=True)
-    forked: Run = _finished(lambda: run_fork(run, on_progress=_tell, **given))
+    with _kept():
+        forked = run_fork(run, on_progress=_tell, **given)
     rows = forked.forks
     differences = fork_differences(rows[rows["fork"] == rows["fork"].iloc[-1]])
     print_sections(fork_sections(differences, most=1))
@@ -120,6 +104,7 @@ def _without(run: Path, step: int, top: int, **given: Any) -> None:
     from sharpscope.analysis.without import without_sections
     from sharpscope.forks.without import without_tokens
 
-    forked, name = _finished(lambda: without_tokens(run, step, top, on_progress=_tell, **given))
+    with _kept():
+        forked, name = without_tokens(run, step, top, on_progress=_tell, **given)
     print_sections(without_sections(forked, name))
     typer.echo(f"Written: {forked.path}/traces/forks (fork {name})")

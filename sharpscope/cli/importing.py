@@ -6,41 +6,21 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 
 def import_(
-    kind: Annotated[
-        str,
-        typer.Argument(
-            help="Format: jsonl (any table of tokens), nemo-rl, slime, verifiers, open-instruct, prime-rl or verl; "
-            "auto: recognized from the files."
-        ),
-    ],
-    source: Annotated[Path, typer.Argument(help="The trainer's file or folder.")],
-    out: Annotated[Path | None, typer.Option(help="Folder of the new run. Default: runs/FORMAT.")] = None,
-    columns: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="jsonl: OURS=THEIRS, comma-separated or repeated, such as logp=logprobs,advantage=adv,mask=loss_mask."
-        ),
-    ] = None,
-    method: Annotated[str, typer.Option(help="Name of the training method.")] = "unknown",
-    task: Annotated[str | None, typer.Option(help="Name of the task. Default: the format's.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the run, if known.")] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="Model folder or hub id of the tokenizer, for texts. Default: tokens are shown as IDs."),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            help="Softmax temperature of the log-probabilities, which probes of a checkpoint use. Default: 1."
-        ),
-    ] = None,
-    adv_tau: Annotated[
-        float | None, typer.Option(help="prime-rl: adv_tau of the default loss; with --kl-tau, for loss_coef.")
-    ] = None,
-    kl_tau: Annotated[float | None, typer.Option(help="prime-rl: kl_tau of the default loss; with --adv-tau.")] = None,
+    kind: Annotated[str, Argument(help="jsonl, nemo-rl, slime, verifiers, open-instruct, prime-rl, verl, or auto.")],
+    source: Annotated[Path, Argument(help="The trainer's file or folder.")],
+    out: Annotated[Path | None, Option(help="Folder of the new run. Default: runs/FORMAT.")] = None,
+    columns: Annotated[list[str] | None, Option(help="jsonl: OURS=THEIRS, such as logp=logprobs. Repeatable.")] = None,
+    method: Annotated[str, Option(help="Name of the training method.")] = "unknown",
+    task: Annotated[str | None, Option(help="Name of the task. Default: the format's.")] = None,
+    seed: Annotated[int | None, Option(help="Seed of the run, if known.")] = None,
+    tokenizer: Annotated[str | None, Option(help="Model folder or hub id, for texts of tokens. Default: IDs.")] = None,
+    temperature: Annotated[float | None, Option(help="Of the log-probabilities. Default: 1.")] = None,
+    adv_tau: Annotated[float | None, Option(help="prime-rl: adv_tau of the default loss; with --kl-tau.")] = None,
+    kl_tau: Annotated[float | None, Option(help="prime-rl: kl_tau of the default loss; with --adv-tau.")] = None,
 ) -> None:
     """Write a trace from the files of another trainer. Values that they lack are null.
 

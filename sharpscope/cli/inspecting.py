@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from sharpscope.cli.console import print_json, print_sections, progress
+from sharpscope.cli.console import print_sections, progress
 from sharpscope.cli.options import Json, Runs
-
-if TYPE_CHECKING:
-    from sharpscope.analysis.sections import Section
 
 
 def show(
     runs: Runs,
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh until the run ends (one run).")] = False,
-    card: Annotated[Path | None, typer.Option(help="Write a picture of the run to share (.png, .svg).")] = None,
+    watch: Annotated[bool, Option("--watch", help="Refresh until the run ends (one run).")] = False,
+    card: Annotated[Path | None, Option(help="Write a picture of the run to share (.png, .svg).")] = None,
     json: Json = False,
 ) -> None:
     """Show a run: which tokens moved the model, curves, accuracy, sharpness and events. Of several, their differences.
@@ -41,7 +39,7 @@ def show(
         typer.echo(f"Written: {write_card(load_run(runs[0]), card)}")
         return
     if not watch:
-        _print(analysis.path_sections(runs), json)
+        print_sections(analysis.path_sections(runs), json)
         return
     from rich.console import Console
 
@@ -52,19 +50,11 @@ def show(
 
 
 def tokens(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    step: Annotated[int | None, typer.Option(help="Step. Default: the one with the largest gradient.")] = None,
-    by: Annotated[
-        str,
-        typer.Option(
-            help="Column of the tokens table to sort by, in descending magnitude, or mismatch (ln π − ln μ), entropy_change, kl (to the "
-            "reference), policy_coef."
-        ),
-    ] = "attribution",
-    top: Annotated[int | None, typer.Option(min=1, help="Number of tokens. Default: 20; of each spike, 8.")] = None,
-    spikes: Annotated[
-        bool, typer.Option("--spikes", help="Steps with an unusually large gradient, and the tokens behind them.")
-    ] = False,
+    run: Annotated[Path, Argument(help="Folder of a run.")],
+    step: Annotated[int | None, Option(help="Step. Default: the one with the largest gradient.")] = None,
+    by: Annotated[str, Option(help="Column to sort by, or mismatch, entropy_change, kl, policy_coef.")] = "attribution",
+    top: Annotated[int | None, Option(min=1, help="Number of tokens. Default: 20; of each spike, 8.")] = None,
+    spikes: Annotated[bool, Option("--spikes", help="Steps with a large gradient, and their tokens.")] = False,
     json: Json = False,
 ) -> None:
     """List the tokens that hold the largest shares of a step's gradient, or that are largest in another column.
@@ -88,27 +78,15 @@ def tokens(
         if spikes
         else analysis.token_sections(loaded, step, by, top or 20)
     )
-    _print(found, json)
-
-
-def _print(sections: list[Section], as_json: bool) -> None:
-    """Sections as text, or as JSON."""
-    from sharpscope.analysis.sections import to_records
-
-    if as_json:
-        print_json(to_records(sections))
-    else:
-        print_sections(sections)
+    print_sections(found, json)
 
 
 def analyze(
     runs: Runs,
-    out: Annotated[
-        Path | None, typer.Option(help="Output folder. Default: `report` in the folder of the runs.")
-    ] = None,
-    claims: Annotated[bool, typer.Option("--claims", help="Test the published claims on these runs too.")] = False,
-    figures: Annotated[bool, typer.Option("--figures", help="Write figures for papers too (PNG and SVG).")] = False,
-    open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    out: Annotated[Path | None, Option(help="Default: `report` in the folder of the runs.")] = None,
+    claims: Annotated[bool, Option("--claims", help="Test the published claims on these runs too.")] = False,
+    figures: Annotated[bool, Option("--figures", help="Write figures for papers too (PNG and SVG).")] = False,
+    open_: Annotated[bool, Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
     """Write a self-contained page of runs: curves, tokens and differences, with its tables as CSV files.
 

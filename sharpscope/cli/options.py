@@ -5,28 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 METHODS = "Methods, separated by commas: [label=]name[+field=value…]; a name is a method, or module:function."
-Runs = Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs.")]
-Model = Annotated[str | None, typer.Option(help="embedded:NAME, a model folder, or a Hugging Face Hub id.")]
-Task = Annotated[str | None, typer.Option(help="Kind of a task: `sharpscope config tasks`.")]
-Methods = Annotated[str | None, typer.Option(help=METHODS)]
-TokenWeights = Annotated[
-    str | None,
-    typer.Option(
-        help="Token weights: module:function, or paper | calibrated (presets of the sigmoid). Controls apply to them."
-    ),
-]
+Runs = Annotated[list[Path], Argument(help="Run folders, or folders of runs.")]
+Model = Annotated[str | None, Option(help="embedded:NAME, a model folder, or a Hugging Face Hub id.")]
+Task = Annotated[str | None, Option(help="Kind of a task: `sharpscope config tasks`.")]
+Methods = Annotated[str | None, Option(help=METHODS)]
+TokenWeights = Annotated[str | None, Option(help="module:function, or paper | calibrated (presets of the sigmoid).")]
 Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="Set a field: --set rollout.group_size=16. Repeatable. `sharpscope config` lists the fields.",
-    ),
+    list[str] | None, Option("--set", help="Field, such as rollout.group_size=16 (`sharpscope config`). Repeatable.")
 ]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: those of the configuration.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Threads = Annotated[int | None, Option(min=1, help="CPU threads. Default: those of the configuration.")]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
 
 
 def split(text: str | None) -> list[str]:

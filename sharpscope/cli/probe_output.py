@@ -1,9 +1,9 @@
-"""What `sharpscope probe` prints and writes: sentences, values side by side, figures."""
+"""What `sharpscope probe` prints and writes: sentences, values side by side."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ from sharpscope.cli.console import print_json, print_sections, printable
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
     from sharpscope.probes import Measured
 
@@ -25,7 +24,6 @@ def report(found: Found, out: Path, recorded: pd.DataFrame | None, json: bool = 
     """Write rows as they are found; then say what they mean, and print them side by side, or both as JSON."""
     import pandas as pd
 
-    from sharpscope import analysis
     from sharpscope.analysis.sections import Section
     from sharpscope.probes import frame, problems
 
@@ -49,8 +47,6 @@ def report(found: Found, out: Path, recorded: pd.DataFrame | None, json: bool = 
         else:
             typer.echo("\n".join(map(printable, said)))
             print_sections([Section("", _table(estimates))])
-        last = estimates[estimates["checkpoint"] == estimates["checkpoint"].iloc[-1]]
-        save_pictures(analysis.probe_pictures(estimates if estimates["step"].nunique() > 1 else last), out)
     typer.echo(f"written to {out}/: {', '.join(sorted(path.name for path in out.iterdir()))}", err=json)
 
 
@@ -164,11 +160,3 @@ def _table(estimates: pd.DataFrame) -> pd.DataFrame:
 
 def _number(value: float | None) -> str:
     return "–" if value is None or math.isnan(value) else f"{value:.4g}"
-
-
-def save_pictures(pictures: Iterable[tuple[str, Figure]], out: Path) -> None:
-    """Write named figures to a folder."""
-    from sharpscope.analysis.figures import save
-
-    for name, figure in pictures:
-        save(figure, out, name)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
+from typer import Argument, Option
 
 from sharpscope.cli.console import check_names
 from sharpscope.cli.options import Json, Threads, split
-from sharpscope.cli.probe_output import Found, report, save_pictures
+from sharpscope.cli.probe_output import Found, report
 
 if TYPE_CHECKING:
     from sharpscope.config.probes import ProbesSpec
@@ -21,61 +22,34 @@ PARTS = ("curvature", "perturbation", "tokens")
 WHOLE = 128  # prompts on which curvature is computed by default
 
 
-Models = Annotated[
-    list[str] | None, typer.Option(help="embedded:NAME, a model folder, or a hub id. Repeatable: a column for each.")
-]
-Tokens = Annotated[
-    Path | None,
-    typer.Option(help="Folder of an imported run: measure its tokens' score norms and attribution at --model."),
-]
-Rollouts = Annotated[
-    Path | None,
-    typer.Option(
-        help="Batch dumped by another trainer (slime, NeMo-RL, prime-rl, verifiers, open-instruct, JSON lines): measure it as a recorded "
-        "step at the checkpoint, given in place of the run or as --model."
-    ),
-]
-MethodOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Method whose loss gives the tokens of --rollouts or --tokens their coefficients: name[+field=value…]."
-    ),
-]
-Probes = Annotated[
-    str | None, typer.Option(help="Comma-separated: curvature, perturbation, tokens (only with --model). Default: all.")
-]
-Functional = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Loss to probe: nll (default for --model), surrogate or expected_failure (these need rewards). Repeatable."
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Any field of `probes` as name=value, such as rho=0.05 or check=off. Repeatable."),
-]
-
-
 def probe(
-    run: Annotated[Path | None, typer.Argument(help="Folder of a run: probe its checkpoints on its probe set.")] = None,
-    model: Models = None,
-    data: Annotated[Path | None, typer.Option(help="JSONL or Parquet with prompt and completion (and reward).")] = None,
-    tokens: Tokens = None,
-    rollouts: Rollouts = None,
-    method: MethodOption = None,
-    temperature: Annotated[float | None, typer.Option(help="Of --rollouts' log-probabilities. Default: 1.")] = None,
-    steps: Annotated[str | None, typer.Option(help="Steps of --tokens or --rollouts: 10,20. Default: all.")] = None,
-    probes: Probes = None,
-    functional: Functional = None,
-    all_checkpoints: Annotated[
-        bool, typer.Option("--all-checkpoints", help="Probe every checkpoint of the run.")
-    ] = False,
-    backend: Annotated[str, typer.Option(help="Eigenvalues and trace by lanczos, or by pyhessian.")] = "lanczos",
-    force: Annotated[bool, typer.Option("--force", help="Accept a checkpoint that does not fit.")] = False,
-    set_: Settings = None,
-    seed: Annotated[int, typer.Option(help="Seed of every random vector.")] = 0,
+    run: Annotated[Path | None, Argument(help="Folder of a run: probe its checkpoints on its probe set.")] = None,
+    model: Annotated[
+        list[str] | None, Option(help="embedded:NAME, a model folder, or a hub id. Repeatable: side by side.")
+    ] = None,
+    data: Annotated[Path | None, Option(help="JSONL or Parquet with prompt and completion (and reward).")] = None,
+    tokens: Annotated[Path | None, Option(help="Folder of an imported run: measure its tokens at --model.")] = None,
+    rollouts: Annotated[
+        Path | None, Option(help="Batch dumped by another trainer: measure it as a recorded step at a checkpoint.")
+    ] = None,
+    method: Annotated[
+        str | None, Option(help="Method that gives the tokens of --rollouts or --tokens coefficients.")
+    ] = None,
+    temperature: Annotated[float | None, Option(help="Of --rollouts' log-probabilities. Default: 1.")] = None,
+    steps: Annotated[str | None, Option(help="Steps of --tokens or --rollouts: 10,20. Default: all.")] = None,
+    probes: Annotated[str | None, Option(help="curvature,perturbation,tokens (with --model). Default: all.")] = None,
+    functional: Annotated[
+        list[str] | None, Option(help="nll, surrogate or expected_failure (these need rewards). Repeatable.")
+    ] = None,
+    all_checkpoints: Annotated[bool, Option("--all-checkpoints", help="Probe every checkpoint of the run.")] = False,
+    backend: Annotated[str, Option(help="Eigenvalues and trace by lanczos, or by pyhessian.")] = "lanczos",
+    force: Annotated[bool, Option("--force", help="Accept a checkpoint that does not fit.")] = False,
+    set_: Annotated[
+        list[str] | None, Option("--set", help="Field of `probes`, such as rho=0.05 or check=off. Repeatable.")
+    ] = None,
+    seed: Annotated[int, Option(help="Seed of every random vector.")] = 0,
     threads: Threads = None,
-    out: Annotated[Path | None, typer.Option(help="Folder that is written. Default: probe, or RUN-probe.")] = None,
+    out: Annotated[Path | None, Option(help="Folder that is written. Default: probe, or RUN-probe.")] = None,
     json: Json = False,
 ) -> None:
     """Probe a model: curvature, sharpness under perturbations and score norms of tokens.
@@ -90,7 +64,7 @@ def probe(
     from sharpscope.config import parse_overrides
     from sharpscope.config.probes import Backend, ObjectiveName
     from sharpscope.errors import UserError
-    from sharpscope.traces import load_run
+    from sharpscope.traces import check_free, free_name, load_run
 
     check_names("--functional", functional or [], get_args(ObjectiveName))
     check_names("--backend", [backend], get_args(Backend))
@@ -99,7 +73,8 @@ def probe(
     afterwards: dict[str, Any] = {"steps": steps, "force": force, "method": method, "temperature": temperature}
     if tokens is None and rollouts is None:
         _check(run, model, data, all_checkpoints, afterwards)
-        parts, out = _parts(run, probes), _free(out, "probe" if run is None else f"{run}-probe")
+        parts, out = _parts(run, probes), out or free_name("probe" if run is None else f"{run}-probe")
+        check_free(out)
         options = {"curvature": "curvature" in parts, "perturbation": "perturbation" in parts, "backend": backend}
         if run is not None:
             found = _checkpoints(run, spec, seed, all_checkpoints, threads, options, fixed="rho" in values)
@@ -113,9 +88,10 @@ def probe(
     surface = data is not None or functional or probes or all_checkpoints
     if len(models) != 1 or surface or (tokens is not None and (run or rollouts) is not None):
         raise UserError(
-            "--tokens and --rollouts: go with one checkpoint, --method, --steps, --set, --force, --threads and --out alone"
+            "--tokens, --rollouts: go with one checkpoint, --method, --steps, --set, --force, --threads, --out"
         )
-    out = _free(out, "runs/replayed" if tokens is None else f"{tokens}-probed")
+    out = out or free_name("runs/replayed" if tokens is None else f"{tokens}-probed")
+    check_free(out)
     _afterwards(tokens, rollouts, models[0], spec, threads, out, **afterwards)
 
 
@@ -142,16 +118,6 @@ def _check(
             raise UserError(text)
 
 
-def _free(out: Path | None, default: str) -> Path:
-    """The folder that is written; the default is a free one."""
-    from sharpscope.traces import check_free, free_name
-
-    if out is None:
-        return free_name(default)
-    check_free(out)
-    return out
-
-
 def _parts(run: Path | None, probes: str | None) -> list[str]:
     """The parts that --probes names; by default all, without the tokens of a run, which records them itself."""
     from sharpscope.errors import UserError
@@ -163,10 +129,8 @@ def _parts(run: Path | None, probes: str | None) -> list[str]:
     if not parts:
         raise UserError(f"--probes: names nothing; choose from {', '.join(PARTS)}")
     if run is not None and "tokens" in parts:
-        raise UserError(
-            f"--probes {probes}: a run's token gradients are in its tokens table, see `sharpscope tokens {run} --step S`; "
-            "leave tokens out"
-        )
+        where = f"a run's token gradients are in its tokens table, see `sharpscope tokens {run} --step S`"
+        raise UserError(f"--probes {probes}: {where}; leave tokens out")
     return parts
 
 
@@ -308,7 +272,6 @@ def _afterwards(
 
 
 def _write_tokens(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec, out: Path, name: str) -> None:
-    from sharpscope import analysis
     from sharpscope.probes import token_norms
 
     tokens = token_norms(policy, rows, spec)
@@ -319,4 +282,3 @@ def _write_tokens(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec, out
         f"{len(tokens)} completion tokens: score norm ‖∇ ln π‖ (method local) median {norms.median():.3g}, largest {norms.max():.3g}",
         err=True,
     )
-    save_pictures([("score_norm", analysis.score_norms(tokens))], out)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from sharpscope.cli.console import print_sections
 from sharpscope.cli.options import METHODS, Model, Set, Task, Threads, TokenWeights, split
@@ -18,23 +19,19 @@ if TYPE_CHECKING:
 
 
 def rotate(
-    run: Annotated[Path | None, typer.Argument(help="Folder of a run: its state and next batch.")] = None,
+    run: Annotated[Path | None, Argument(help="Folder of a run: its state and next batch.")] = None,
     model: Model = None,
     task: Task = None,
-    methods: Annotated[str | None, typer.Option(help=f"{METHODS} Default: all.")] = None,
-    checkpoint: Annotated[
-        str | None, typer.Option(help="step-000050 or 50; 0: the initial policy. Default: the last.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the batch, with --model. Default: 0.")] = None,
+    methods: Annotated[str | None, Option(help=f"{METHODS} Default: all.")] = None,
+    checkpoint: Annotated[str | None, Option(help="50 or step-000050; 0: the start. Default: the last.")] = None,
+    seed: Annotated[int | None, Option(help="Seed of the batch, with --model. Default: 0.")] = None,
     set_: Set = None,
     threads: Threads = None,
     token_weights: TokenWeights = None,
-    warm_up: Annotated[int, typer.Option(min=0, help="With --model: batches that fill the optimizer's moments.")] = 0,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Make each update, measure entropy and policy, take it back.")
-    ] = False,
-    plot: Annotated[bool, typer.Option("--plot", help="Also plot token weights over logit and probability.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder. Default: rotation, or RUN/rotation.")] = None,
+    warm_up: Annotated[int, Option(min=0, help="With --model: batches that fill the optimizer's moments.")] = 0,
+    measure: Annotated[bool, Option("--measure", help="Make each update, measure, take it back.")] = False,
+    plot: Annotated[bool, Option("--plot", help="Also plot token weights over logit and probability.")] = False,
+    out: Annotated[Path | None, Option(help="Folder. Default: rotation, or RUN/rotation.")] = None,
 ) -> None:
     """Show how far methods turn the gradient, and the optimizer's step, of one batch from plain GRPO's. Nothing is trained.
 

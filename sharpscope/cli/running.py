@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from sharpscope.cli.console import progress
 from sharpscope.cli.options import METHODS, Model, Set, Task, TokenWeights
@@ -25,9 +26,9 @@ LINE_EVERY = 60.0
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder of the runs and the page.")] = Path("demo"),
-    seed: Annotated[int, typer.Option(help="Seed of both runs.")] = 0,
-    steps: Annotated[int, typer.Option(min=2, help="Steps per run.")] = 20,
+    out: Annotated[Path, Option(help="Folder of the runs and the page.")] = Path("demo"),
+    seed: Annotated[int, Option(help="Seed of both runs.")] = 0,
+    steps: Annotated[int, Option(min=2, help="Steps per run.")] = 20,
 ) -> None:
     """Train the embedded policy on puzzles with GRPO and GRPO-SG, measure both, and say what was found, in less than 5 minutes.
 
@@ -69,28 +70,25 @@ def demo(
 
 
 def run(
-    config: Annotated[Path | None, typer.Argument(help="YAML file of a run or a sweep, see experiments/.")] = None,
-    method: Annotated[
-        str | None,
-        typer.Option("--method", "-m", help="Method: name, or label=name, with changed fields: name+field=value…"),
-    ] = None,
-    methods: Annotated[str | None, typer.Option(help=f"{METHODS} Makes a sweep.")] = None,
-    seeds: Annotated[str | None, typer.Option(help="Seeds, separated by commas. Makes a sweep.")] = None,
+    config: Annotated[Path | None, Argument(help="YAML file of a run or a sweep, see experiments/.")] = None,
+    method: Annotated[str | None, Option("--method", "-m", help="[label=]name[+field=value…], a method.")] = None,
+    methods: Annotated[str | None, Option(help=f"{METHODS} Makes a sweep.")] = None,
+    seeds: Annotated[str | None, Option(help="Seeds, separated by commas. Makes a sweep.")] = None,
     task: Task = None,
     model: Model = None,
     token_weights: TokenWeights = None,
-    label: Annotated[str | None, typer.Option(help="Name of the method in tables and legends.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Number of steps.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of training.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run (of a sweep: of its runs).")] = None,
+    label: Annotated[str | None, Option(help="Name of the method in tables and legends.")] = None,
+    steps: Annotated[int | None, Option(help="Number of steps.")] = None,
+    seed: Annotated[int | None, Option(help="Seed of training.")] = None,
+    lr: Annotated[float | None, Option(help="Peak learning rate.")] = None,
+    out: Annotated[Path | None, Option(help="Folder of the run (of a sweep: of its runs).")] = None,
     set_: Set = None,
-    resume: Annotated[Path | None, typer.Option(help="Folder of an interrupted run to resume.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Disable the live display.")] = False,
-    workers: Annotated[int, typer.Option(min=1, help="Sweep: concurrent runs; they share the threads.")] = 1,
-    part: Annotated[list[str] | None, typer.Option(help="Sweep: part to run. Repeatable. Default: all.")] = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Sweep: run failed runs again.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Sweep: print the runs, and exit.")] = False,
+    resume: Annotated[Path | None, Option(help="Folder of an interrupted run to resume.")] = None,
+    quiet: Annotated[bool, Option("--quiet", "-q", help="Disable the live display.")] = False,
+    workers: Annotated[int, Option(min=1, help="Sweep: concurrent runs; they share the threads.")] = 1,
+    part: Annotated[list[str] | None, Option(help="Sweep: part to run. Repeatable. Default: all.")] = None,
+    retry: Annotated[bool, Option("--retry", help="Sweep: run failed runs again.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Sweep: print the runs, and exit.")] = False,
 ) -> None:
     """Train a policy and record token-level traces; with --methods, --seeds or a sweep's file, several. Repeat to resume a sweep.
 

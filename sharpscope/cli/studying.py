@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from sharpscope.cli.console import print_json, print_sections, printable
 from sharpscope.cli.options import Json, Runs
@@ -15,25 +16,22 @@ if TYPE_CHECKING:
     from sharpscope.analysis.study import Study
     from sharpscope.config import ClaimsSpec
 
-study = typer.Typer(
-    name="study", help="Studies: what they can decide, their rules, and verdicts.", no_args_is_help=True
-)
+study = typer.Typer(name="study", help="Studies: what they can decide, rules and verdicts.", no_args_is_help=True)
 
-BaselineOption = Annotated[str | None, typer.Option(help="Baseline method. Default: the study's, or grpo.")]
+BaselineOption = Annotated[str | None, Option(help="Baseline method. Default: the study's, or grpo.")]
 TreatmentOption = Annotated[
-    str | None,
-    typer.Option(help="Method that the claims are tested for. Default: the study's, grpo-sg, or what was run."),
+    str | None, Option(help="Method that the claims are about. Default: the study's, or what was run.")
 ]
-ClaimOption = Annotated[list[str] | None, typer.Option(help="Name of a claim, such as C7. Repeatable. Default: all.")]
+ClaimOption = Annotated[list[str] | None, Option(help="Name of a claim, such as C7. Repeatable. Default: all.")]
 
 
 @study.command()
 def plan(
-    runs: Annotated[list[Path] | None, typer.Argument(help="Runs that exist: run folders, or folders of runs.")] = None,
+    runs: Annotated[list[Path] | None, Argument(help="Runs that exist: run folders, or folders of runs.")] = None,
     baseline_accuracy: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Without runs: accuracy of the baseline.")
+        float | None, Option(min=0.0, max=1.0, help="Without runs: accuracy of the baseline.")
     ] = None,
-    answers: Annotated[int, typer.Option(min=1, help="Answers of one evaluation: prompts × samples.")] = 2000,
+    answers: Annotated[int, Option(min=1, help="Answers of one evaluation: prompts × samples.")] = 2000,
     claim: ClaimOption = None,
     baseline: BaselineOption = None,
     treatment: TreatmentOption = None,
@@ -47,8 +45,10 @@ def plan(
 
       sharpscope study plan data/reference --claim C7
     """
+    import pandas as pd
+
     from sharpscope.analysis.claims import claim_names
-    from sharpscope.analysis.power import NOTE, power_table, powers_of_answers, powers_of_runs
+    from sharpscope.analysis.power import NOTE, powers_of_answers, powers_of_runs
     from sharpscope.analysis.sections import Section
     from sharpscope.errors import UserError
 
@@ -58,15 +58,15 @@ def plan(
     powers, lines = powers_of_runs(_study(runs, terms, treatment, None), names) if runs else ([], [])
     if baseline_accuracy is not None:
         powers += powers_of_answers(baseline_accuracy, answers, terms)
-    powers = [power for power in powers if power.claim.split()[0] in names]
+    rows = [power.row() for power in powers if power.claim.split()[0] in names]
     sections = [Section("", "\n".join(lines))] if lines else []
-    print_sections(sections + ([Section("What the claims need", power_table(powers), NOTE)] if powers else []))
+    print_sections(sections + ([Section("What the claims need", pd.DataFrame(rows), NOTE)] if rows else []))
 
 
 @study.command()
 def declare(
-    file: Annotated[Path, typer.Argument(help="YAML file of the study; its section `claims` has the rules.")],
-    why: Annotated[str, typer.Option(help="Reason of a change of rules that were declared.")] = "",
+    file: Annotated[Path, Argument(help="YAML file of the study; its section `claims` has the rules.")],
+    why: Annotated[str, Option(help="Reason of a change of rules that were declared.")] = "",
 ) -> None:
     """Freeze the rules of a study's claims with a date and a hash, before its runs.
 
@@ -93,15 +93,11 @@ def declare(
 def claims(
     runs: Runs,
     claim: ClaimOption = None,
-    details: Annotated[
-        bool, typer.Option("--details", help="Print rule, intervals and remarks of each claim.")
-    ] = False,
+    details: Annotated[bool, Option("--details", help="Print each claim's rule and remarks.")] = False,
     baseline: BaselineOption = None,
     treatment: TreatmentOption = None,
-    file: Annotated[
-        Path | None, typer.Option("--study", help="YAML file of the study, whose rules and declaration are used.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for claims.json and claims.md.")] = None,
+    file: Annotated[Path | None, Option("--study", help="YAML file of the study, with its declaration.")] = None,
+    out: Annotated[Path | None, Option(help="Folder for claims.json and claims.md.")] = None,
     json: Json = False,
 ) -> None:
     """Test the published claims on runs. Verdicts: supported, refuted, inconclusive or untestable.
@@ -151,11 +147,12 @@ def _terms(file: Path | None, baseline: str | None = None, treatment: str | None
 
 def _study(paths: list[Path], terms: ClaimsSpec, treatment: str | None, file: Path | None) -> Study:
     """The runs laid out; without a treatment asked for or declared, the method that was run is compared."""
-    from sharpscope.analysis import load_several, nothing_found
+    from sharpscope.analysis import nothing_found
     from sharpscope.analysis.claims import study_of
     from sharpscope.errors import UserError
+    from sharpscope.traces import load_runs
 
-    loaded = load_several(paths)
+    loaded = load_runs(paths)
     if not len(loaded):
         raise UserError(nothing_found(paths, loaded))
     asked = treatment or (terms.treatment if file is not None else None)

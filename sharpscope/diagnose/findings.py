@@ -149,9 +149,8 @@ def _onset(values: np.ndarray, at: int, window: int) -> tuple[float, float, int]
 
 def _shown(rule: Rule, history: History) -> list[str]:
     """The quantities of a rule that a history has, those with a finite value first."""
-    return sorted(
-        (name for name in rule.quantities if name in history), key=lambda name: not len(finite(history, name))
-    )
+    there = (name for name in rule.quantities if name in history)
+    return sorted(there, key=lambda name: not len(finite(history, name)))
 
 
 def _finding(
@@ -184,13 +183,13 @@ def _evidence(
     known = np.isfinite(values)
     inside = values[known & (steps >= began.step) & (steps <= steps[stretch.last])]
     unit = f" {quantity.unit}" if quantity.unit else ""
-    now = f"{_number(inside[0] if rule.window == 1 else inside[-WINDOW:].mean())}{unit}"
+    now = f"{inside[0] if rule.window == 1 else inside[-WINDOW:].mean():.3g}{unit}"
     if np.isfinite(began.before) and (steps < began.step).any():
-        now = f"{_number(began.before)} → {now}"
+        now = f"{began.before:.3g} → {now}"
     worst = measured[stretch.first : stretch.last + 1]
     value = float(np.nanmin(worst) if rule.below else np.nanmax(worst))
     limit = f"reported {'to' if rule.below else 'from'} {rule.threshold:g}"
-    return f"{quantity.title} {now}", f"measured: {_number(value)} ({rule.statistic}; {limit})"
+    return f"{quantity.title} {now}", f"measured: {value:.3g} ({rule.statistic}; {limit})"
 
 
 def _certainty(rule: Rule, stretch: _Stretch, measured: np.ndarray, passed: bool) -> str:
@@ -214,7 +213,3 @@ def _rose(history: History) -> bool:
         return False
     n = max(EARLY, len(y) // 10)
     return bool(y[-n:].mean() - y[:n].mean() > 3 * step_noise(y)[-1] * np.sqrt(2 / n))
-
-
-def _number(value: float | np.floating) -> str:
-    return f"{value:.3g}"

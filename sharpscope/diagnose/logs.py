@@ -32,9 +32,7 @@ SWIFT_STEP = STEP_KEYS[-1]
 NOT_FINITE = math.inf
 """What stands in a frame for a logged value that is not finite."""
 
-READS = (
-    "a run of sharpscope, trainer_state.json, JSON lines, CSV or TSV, a folder with one of them, or TensorBoard events"
-)
+READS = "a run of sharpscope, trainer_state.json, JSON lines, CSV, TSV, TensorBoard events, or a folder of these"
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,6 @@ class Log:
         frame: one row for each step, sorted; index: the step; columns: canonical quantities that were found.
         sources: canonical quantity -> keys of the log whose values it has.
         unmapped: numeric keys that no quantity uses.
-        group_size: completions of a prompt, if known.
     """
 
     path: Path
@@ -55,20 +52,11 @@ class Log:
     frame: pd.DataFrame
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unmapped: tuple[str, ...] = ()
-    group_size: int | None = None
-
-    def series(self, name: str) -> pd.Series:
-        """Recorded values of a quantity by step, missing ones left out; empty if there are none."""
-        return self.frame[name].dropna() if name in self.frame else pd.Series(dtype=float)
 
     def finite(self, name: str) -> pd.Series:
-        """Recorded values that are finite."""
-        values = self.series(name)
+        """Recorded values of a quantity that are finite, by step; empty if there are none."""
+        values = self.frame[name] if name in self.frame else pd.Series(dtype=float)
         return values[np.isfinite(values)]
-
-    def has(self, *names: str) -> bool:
-        """Whether all quantities have a value."""
-        return all(len(self.finite(name)) > 0 for name in names)
 
 
 def read_log(path: str | Path, mapping: Mapping[str, str] | None = None, group_size: int | None = None) -> Log:
@@ -114,7 +102,7 @@ def read_log(path: str | Path, mapping: Mapping[str, str] | None = None, group_s
             # the chance that all of a group's answers are right or all wrong, if each is right with the mean's probability
             frame["dead_groups"] = reward**group_size + (1 - reward) ** group_size
             sources["dead_groups"] = (f"estimated from {sources['reward'][0]} and a group size of {group_size}",)
-    return Log(path, framework, frame, sources, unmapped, group_size)
+    return Log(path, framework, frame, sources, unmapped)
 
 
 def _find(path: Path) -> Path:
@@ -241,9 +229,7 @@ def _events(folder: Path) -> pd.DataFrame:
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:
-        raise UserError(
-            f"{folder}: TensorBoard events need `pip install tensorboard`; or export them as CSV"
-        ) from error
+        raise UserError(f"{folder}: its events need `pip install tensorboard`; or export them as CSV") from error
     folders = sorted({file.parent for file in folder.rglob("*.tfevents.*")})
     columns: dict[str, pd.Series] = {}
     for place in folders:
@@ -278,9 +264,8 @@ def _canonical(
 ) -> tuple[pd.DataFrame, dict[str, tuple[str, ...]]]:
     for name, key in mapping.items():
         if name not in BY_NAME:
-            raise UserError(
-                f"--map {name}={key}: unknown quantity{nearest(name, BY_NAME)}; known: {', '.join(BY_NAME)}"
-            )
+            known = ", ".join(BY_NAME)
+            raise UserError(f"--map {name}={key}: unknown quantity{nearest(name, BY_NAME)}; known: {known}")
         if key not in table:
             raise UserError(f"--map {name}={key}: the log has no such key{nearest(key, list(table.columns))}")
     frame, sources = {}, {}

@@ -66,7 +66,22 @@ class Diagnosis:
 
     def next_command(self, finding: Finding) -> str:
         """The command or line of code that looks closer at a finding."""
-        return _next(self.log, finding)
+        log, step = self.log, finding.step
+        checkpoint = _checkpoint_before(log.path, step)
+        if log.framework == "sharpscope":
+            return "sharpscope " + finding.rule.look.format(run=shlex.quote(str(log.path)), step=step)
+        none = "" if checkpoint else "  (no checkpoint before it was found: from the start)"
+        if log.framework in ("TRL", "unsloth", "HF Trainer"):
+            start = f"resume_from_checkpoint={str(checkpoint)!r}" if checkpoint else ""
+            return f'sharpscope.record(trainer, out="runs/again"); trainer.train({start}){none}'
+        if log.framework == "verl":
+            path = shlex.quote(str(checkpoint))
+            resume = f"trainer.resume_mode=resume_path trainer.resume_from_path={path}" if checkpoint else ""
+            return f"SHARPSCOPE_VERL=runs/again python -m verl.trainer.main_ppo ... {resume}".rstrip() + none
+        if log.framework in _DUMPS:
+            return _DUMPS[log.framework].format(step=step, start=checkpoint or f"a checkpoint before step {step}")
+        record = 'rec = sharpscope.record(model, optimizer, tokenizer=tokenizer, out="runs/again")'
+        return f"{record}  (from a checkpoint before step {step})"
 
     def as_dict(self) -> dict[str, Any]:
         """The content of the JSON output; see docs/diagnose.md."""
@@ -107,10 +122,7 @@ class Diagnosis:
             lines.append(f"  next   {self.next_command(finding)}")
             lines.append("")
         if more > 0:
-            lines += [
-                f"{more} further finding{'s' if more > 1 else ''} of lower severity: --json lists them",
-                "",
-            ]
+            lines += [f"{more} further finding{'s' * (more > 1)} of lower severity: --json lists them", ""]
         if self.order:
             lines.append("Order of events")
             for change in self.order:
@@ -173,26 +185,6 @@ _DUMPS = {
     "prime-rl": "enable_token_export = true from {start}, then sharpscope import prime-rl outputs --out runs/again",
 }
 """Trainer -> what gives the tokens of a step, where they can be read from its files."""
-
-
-def _next(log: Log, finding: Finding) -> str:
-    step, checkpoint = finding.step, _checkpoint_before(log.path, finding.step)
-    if log.framework == "sharpscope":
-        return "sharpscope " + finding.rule.look.format(run=shlex.quote(str(log.path)), step=step)
-    none = "" if checkpoint else "  (no checkpoint before it was found: from the start)"
-    if log.framework in ("TRL", "unsloth", "HF Trainer"):
-        start = f"resume_from_checkpoint={str(checkpoint)!r}" if checkpoint else ""
-        return f'sharpscope.record(trainer, out="runs/again"); trainer.train({start}){none}'
-    if log.framework == "verl":
-        resume = (
-            f"trainer.resume_mode=resume_path trainer.resume_from_path={shlex.quote(str(checkpoint))}"
-            if checkpoint
-            else ""
-        )
-        return f"SHARPSCOPE_VERL=runs/again python -m verl.trainer.main_ppo ... {resume}".rstrip() + none
-    if log.framework in _DUMPS:
-        return _DUMPS[log.framework].format(step=step, start=checkpoint or f"a checkpoint before step {step}")
-    return f'rec = sharpscope.record(model, optimizer, tokenizer=tokenizer, out="runs/again")  (from a checkpoint before step {step})'
 
 
 def _checkpoint_before(path: Path, step: int) -> Path | None:

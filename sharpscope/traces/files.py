@@ -141,19 +141,14 @@ def create_run_info(run_dir: str | Path, info: Mapping[str, Any]) -> dict[str, A
     path = Path(run_dir) / RUN_FILE
     if path.exists():
         raise FileExistsError(f"{path} exists")
-    content = {
+    content: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "name": Path(run_dir).resolve().name,
         "status": "running",
-        "started": now(),
-        "finished": None,
-        "steps_done": 0,
-        "parent": None,
-        "calibration": None,
-        "notes": [],
-        **info,
     }
-    write_atomic(path, _info_text(content))
+    content |= {"started": now(), "finished": None, "steps_done": 0, "parent": None, "calibration": None, "notes": []}
+    content |= info
+    write_atomic(path, json.dumps(content, indent=2, default=str) + "\n")
     (path.parent / STARTING).unlink(missing_ok=True)
     return content
 
@@ -161,12 +156,8 @@ def create_run_info(run_dir: str | Path, info: Mapping[str, Any]) -> dict[str, A
 def update_run_info(run_dir: str | Path, **changes: Any) -> dict[str, Any]:
     """Replace some keys of run.json atomically and return its new content."""
     content = {**read_run_info(run_dir), **changes}
-    write_atomic(Path(run_dir) / RUN_FILE, _info_text(content))
+    write_atomic(Path(run_dir) / RUN_FILE, json.dumps(content, indent=2, default=str) + "\n")
     return content
-
-
-def _info_text(info: Mapping[str, Any]) -> str:
-    return json.dumps(info, indent=2, default=str) + "\n"
 
 
 def read_run_info(run_dir: str | Path) -> dict[str, Any]:
@@ -219,9 +210,7 @@ def held_text(run_dir: str | Path) -> str:
         writer = (Path(run_dir) / LOCK_FILE).read_text("utf-8", "replace").strip()
     except OSError:
         writer = ""
-    return (
-        f"{run_dir} is being written by {writer or 'another process'}; wait for it, stop it, or choose another folder"
-    )
+    return f"{run_dir} is being written by {writer or 'another process'}; wait for it, or choose another folder"
 
 
 class RunLock:
@@ -255,9 +244,8 @@ class RunLock:
                 self._file.close()
                 time.sleep(0.02)
             except OSError as error:
-                raise UserError(
-                    f"run: {self.path} cannot be written ({error.strerror}); free some space or make the folder writable"
-                ) from error
+                fix = "free some space or make the folder writable"
+                raise UserError(f"run: {self.path} cannot be written ({error.strerror}); {fix}") from error
         raise UserError(f"run: {held_text(self.path.parent)}")
 
     def release(self) -> None:

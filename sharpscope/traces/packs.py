@@ -1,7 +1,7 @@
 """Packed data sets: many finished runs in one Parquet file per table, with a first column `run`, for a repository.
 
-The folder has `runs.parquet` (name, run.json and config.yaml of each run) and `<table>.parquet` for each table, with one row
-group per run. `load_runs(folder)` opens all runs, `load_run(folder / name)` one of them.
+The folder has `runs.parquet` (name, run.json and config.yaml of each run) and `<table>.parquet` for each table. `load_runs(folder)`
+opens all runs, `load_run(folder / name)` one of them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from sharpscope.traces.reader import Run
 
 PACK_FILE = "runs.parquet"
+GROUP = 4_000
+"""Rows from which a row group is full; it holds whole runs, and small ones share it."""
 _RUNS = pa.schema([(RUN, pa.string()), ("info", pa.string()), ("config", pa.string())])
 
 
@@ -75,17 +77,19 @@ def pack_runs(runs: Mapping[str, Run], out: Path) -> list[Path]:
     pq.write_table(pa.Table.from_pylist(texts, _RUNS), out / PACK_FILE, compression="zstd")
     for table in TABLES:
         tables = {name: rows for name, run in runs.items() if len(rows := run.arrow(table))}
-        damaged = next((name for name, run in runs.items() if run.damaged), None)
-        if damaged is not None:
-            raise UserError(
-                f"run: {damaged} has damaged parts ({', '.join(runs[damaged].damaged)}); restore or exclude it"
-            )
+        for name, run in runs.items():
+            if run.damaged:
+                raise UserError(f"run: {name} has damaged parts ({', '.join(run.damaged)}); restore or exclude it")
         if not tables:
             continue
         schema = pa.schema([pa.field(RUN, pa.string()), *arrow_schema(table)], metadata=arrow_schema(table).metadata)
         options = parquet_options(schema) | {"compression_level": 19}
         with pq.ParquetWriter(out / f"{table}.parquet", schema, **options) as writer:
-            for name, rows in tables.items():
+            waiting: list[pa.Table] = []
+            for left, (name, rows) in enumerate(tables.items(), 1 - len(tables)):
                 labeled = rows.add_column(0, schema.field(RUN), pa.array([name] * len(rows), pa.string()))
-                writer.write_table(labeled.cast(schema), row_group_size=len(rows))
+                waiting.append(labeled.cast(schema))
+                if (count := sum(map(len, waiting))) >= GROUP or not left:
+                    writer.write_table(pa.concat_tables(waiting), row_group_size=count)
+                    waiting = []
     return sorted(out.iterdir())

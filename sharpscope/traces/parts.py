@@ -53,8 +53,8 @@ def read_part(
     metadata, groups = _footer(str(path), stat.st_mtime_ns, stat.st_size)
     chosen = [
         index
-        for index, of_run, first, last in groups
-        if of_run == run
+        for index, runs, first, last in groups
+        if runs[0] <= run <= runs[1]
         and (steps is None or any(first <= step <= last for step in steps))
         and not any(_all_null(metadata, index, name) for name in required)
     ]
@@ -63,10 +63,12 @@ def read_part(
     stored = metadata.schema.names
     try:
         with pq.ParquetFile(path, metadata=metadata, page_checksum_verification=True) as file:
-            loaded = dict.fromkeys([*(name for name in columns if name in stored), "step"])
+            loaded = dict.fromkeys([*(name for name in columns if name in stored), "step", *([RUN] if run else [])])
             table = file.read_row_groups(chosen, columns=list(loaded), use_threads=False)
     except (pa.ArrowException, OSError, MemoryError) as error:
         raise DamagedPartError(f"its pages cannot be read ({_one_line(error)})") from error
+    if run:
+        table = table.filter(pc.equal(table[RUN], run))
     if steps is not None:
         table = table.filter(pc.is_in(table["step"], pa.array(list(steps), pa.int32())))
     for name in columns:
@@ -76,10 +78,17 @@ def read_part(
 
 
 def row_groups(path: Path, run: str = "") -> list[tuple[int, int, int]]:
-    """First step, last step and number of rows of a file's row groups, from its footer; raises as `read_part`."""
+    """First step, last step and number of rows of a run in a file's row groups, from its footer; raises as `read_part`.
+
+    Of a row group with several runs the rows are counted.
+    """
     stat = path.stat()
     metadata, groups = _footer(str(path), stat.st_mtime_ns, stat.st_size)
-    return [(first, last, metadata.row_group(at).num_rows) for at, of_run, first, last in groups if of_run == run]
+    found = [group for group in groups if group[1][0] <= run <= group[1][1]]
+    if all(low == high for _, (low, high), *_ in found):
+        return [(first, last, metadata.row_group(at).num_rows) for at, _, first, last in found]
+    steps = read_part(path, ["step"], run=run)
+    return [(*pc.min_max(steps["step"]).as_py().values(), len(steps))] if len(steps) else []
 
 
 def _all_null(metadata: pq.FileMetaData, group: int, column: str) -> bool:
@@ -91,8 +100,10 @@ def _all_null(metadata: pq.FileMetaData, group: int, column: str) -> bool:
 
 
 @lru_cache(maxsize=65536)
-def _footer(path: str, _modified: int, _size: int) -> tuple[pq.FileMetaData, list[tuple[int, str, int, int]]]:
-    """A file's metadata, and index, run, first and last step of its row groups."""
+def _footer(
+    path: str, _modified: int, _size: int
+) -> tuple[pq.FileMetaData, list[tuple[int, tuple[str, str], int, int]]]:
+    """A file's metadata, and index, first and last run by name, first and last step of its row groups."""
     try:
         metadata = pq.read_metadata(path)
     except (pa.ArrowException, OSError) as error:
@@ -103,9 +114,9 @@ def _footer(path: str, _modified: int, _size: int) -> tuple[pq.FileMetaData, lis
     names, groups = metadata.schema.names, []
     for index in range(metadata.num_row_groups):
         group = metadata.row_group(index)
-        run = group.column(names.index(RUN)).statistics.min if RUN in names else ""
+        runs = group.column(names.index(RUN)).statistics if RUN in names else None
         steps = group.column(names.index("step")).statistics
-        groups.append((index, run, steps.min, steps.max))
+        groups.append((index, ("", "") if runs is None else (runs.min, runs.max), steps.min, steps.max))
     return metadata, groups
 
 

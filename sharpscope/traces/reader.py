@@ -108,10 +108,8 @@ class Run(_Tables):
             self.info = parse_run_info(packed_runs(pack)[self._key]["info"], self.path / RUN_FILE)
         version = self.info.get("schema_version")
         if version not in READABLE_VERSIONS:
-            raise UserError(
-                f"run: {self.path} has schema version {version}, this version reads {READABLE_VERSIONS}; "
-                "use the sharpscope version in its run.json under versions"
-            )
+            fix = f"this version reads {READABLE_VERSIONS}; use the sharpscope version in its run.json under versions"
+            raise UserError(f"run: {self.path} has schema version {version}, {fix}")
         self.damaged: dict[str, str] = {}
 
     name = property(lambda self: str(self.info.get("name", self.path.name)), doc="Name of the run.")
@@ -362,10 +360,11 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> Runs:
     """Open several runs. A run that cannot be read is skipped with a warning and listed in `Runs.skipped`.
 
     Args:
-        path: a folder, which is searched for runs and packed data sets four levels deep, or the folders of the runs.
+        path: a folder, which is searched for runs and packed data sets four levels deep, or several folders. If a name occurs
+            twice, the second run is named by its path.
 
     Raises:
-        UserError: the folder does not exist.
+        UserError: a folder does not exist.
 
     Examples:
         >>> import sharpscope
@@ -375,22 +374,20 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> Runs:
         >>> list(runs.steps)[:3]  # one row per run and step
         ['run', 'method', 'seed']
     """
-    if isinstance(path, str | Path):
-        root = Path(path)
-        packed = not root.exists() and any(is_pack(parent) for parent in list(root.parents)[:_DEPTH])
-        if not root.is_dir() and not packed:
-            raise UserError(f"runs: {root} is not a folder; give the folder that contains your runs")
-        folders = [root] if packed else list(_run_folders(root, _DEPTH))
-        labels = [folder.relative_to(root).as_posix() if folder != root else root.resolve().name for folder in folders]
-    else:
-        folders = [Path(item) for item in path]
-        root = folders[0].parent if folders else Path()
-        labels = [folder.name for folder in folders]
-        if len(set(labels)) < len(labels):
-            labels = [str(folder) for folder in folders]
     runs: dict[str, Run] = {}
     skipped: dict[str, str] = {}
-    for label, folder in zip(labels, folders, strict=True):
+    if not isinstance(path, str | Path):
+        several = [load_runs(one) for one in path]
+        for part in several:
+            runs |= {name if name not in runs else str(run.path): run for name, run in part.by_name.items()}
+            skipped |= {name if len(several) == 1 else str(part.root / name): why for name, why in part.skipped.items()}
+        return Runs(several[0].root if several else Path(), runs, skipped)
+    root = Path(path)
+    packed = not root.exists() and any(is_pack(parent) for parent in list(root.parents)[:_DEPTH])
+    if not root.is_dir() and not packed:
+        raise UserError(f"runs: {root} is not a folder; give the folder that contains your runs")
+    for folder in [root] if packed else _run_folders(root, _DEPTH):
+        label = folder.relative_to(root).as_posix() if folder != root else root.resolve().name
         try:
             runs[label] = load_run(folder)
         except UserError as error:

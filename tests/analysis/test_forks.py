@@ -9,8 +9,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from sharpscope.analysis.figures import fork_effects
-from sharpscope.analysis.forks import fork_differences, fork_table
+from sharpscope.analysis.forks import fork_differences
 
 
 def rows(steps=(0,), batches=6, seed=0, run="r", noise=0.001, **arms) -> pd.DataFrame:
@@ -96,25 +95,3 @@ def test_without_a_start_the_value_is_compared():
     table["value"] = np.where(table["arm"] == "ar", 20.0, 0.0)
     result = one(fork_differences(table))
     assert result["change"] == result["difference"] == 20
-
-
-def test_the_table_shows_the_reference_and_each_difference():
-    table = fork_table(fork_differences(rows(grpo=-0.02, ar=-0.01)), "step 0", "step")
-    assert table["arm"].tolist() == ["grpo (reference)", "ar"] and table["p"].tolist()[0] == "–"
-    wanted = 100 * one(fork_differences(rows(grpo=-0.02, ar=-0.01)))["difference"]
-    assert float(table["held-out failure [points]"][1].split(" ")[0]) == pytest.approx(wanted, rel=1e-2)
-
-
-def test_the_figure_draws_every_difference_and_not_the_reference():
-    table = pd.concat(
-        [rows((0, 50), grpo=0.0, ar=0.01, sapo=-0.01), rows((0, 50), grpo=0.0, ar=0.02).assign(comparison="kl")]
-    )
-    differences = fork_differences(table)
-    figure = fork_effects(differences)
-    (axis,) = figure.axes
-    drawn = dict(zip([t.get_text() for t in axis.get_yticklabels()], axis.lines[-1].get_xdata(), strict=True))
-    assert axis.get_xlabel().replace("\n", " ") == "held-out failure [points]" and len(drawn) == 9
-    for comparison, arm, name in (("step", "sapo", "sapo, step 0"), ("kl", "ar", "ar, step 0, matched KL")):
-        same = one(differences[differences["comparison"] == comparison], arm)
-        assert drawn[name] == pytest.approx(100 * same["difference"])
-    assert fork_effects(fork_differences(rows(grpo=0.0))) is None

@@ -10,7 +10,6 @@ import pytest
 from sharpscope.analysis.figures.card import write_card
 from sharpscope.analysis.headline import moved_tokens
 from sharpscope.analysis.text import percent
-from sharpscope.errors import UserError
 from sharpscope.traces import load_run, load_runs
 from tests.analysis.html.runs import SPIKE, STEPS, WORDS, ids_of, write_report_run
 
@@ -28,14 +27,6 @@ def test_tokens_have_their_text(run, tmp_path):
     assert "text" not in run.tokens(steps=SPIKE, columns=["logp"])
     plain = load_run(write_report_run(tmp_path / "b", tokenizer=False, steps=1))
     assert plain.tokens()["text"].isna().all()
-
-
-def test_what_cannot_be_shown_is_said(run, tmp_path):
-    with pytest.raises(UserError, match="step 99: no completion of it was recorded in a; those of steps 1, 2"):
-        run.show_tokens(99)
-    assert f"step {SPIKE}, by prompt" in run.show_tokens().page  # the spike is the step that moved the model most
-    with pytest.raises(UserError, match=r"the picture is a \.png or an \.svg"):
-        write_card(run, tmp_path / "card.jpg")
 
 
 def _frame(chromium, run_or_runs, html):

@@ -33,7 +33,7 @@ def test_a_study_gives_a_page_figures_and_tables_beside_the_runs(study_folder: P
     heard = []
     result = analyze(study_folder, figures=True, on_progress=heard.append)
     assert result.out.resolve() == study_folder / "report" and result.page == result.out / "report.html"
-    assert {"reward", "held_out_accuracy_greedy", "weights", "differences"} <= set(result.figures)
+    assert {"reward", "held_out_accuracy_greedy", "differences"} <= set(result.figures)
     assert [text.removesuffix(".png") for text in heard if text.endswith(".png")] == list(result.figures)
     for name, paths in result.figures.items():
         assert [path.name for path in paths] == [f"{name}.png", f"{name}.svg"] and paths[

@@ -14,7 +14,6 @@ from sharpscope.analysis.power import (
     answers_of_pair,
     deviation_interval,
     pairs_needed,
-    power_table,
     powers_of,
     powers_of_answers,
     student_power,
@@ -47,9 +46,9 @@ def test_pairs_needed_is_the_smallest_that_reaches_the_target_and_never_below_wh
 
 def test_answers_alone_give_a_binomial_standard_deviation():
     assert answers_deviation(0.25, 2000) == pytest.approx(math.sqrt(2 * 0.25 * 0.75 / 2000))
-    table = power_table(powers_of_answers(0.25, 2000, ClaimsSpec()))
-    assert table["claim"].tolist() == ["C7", "C10", "C14"]
-    assert table["SD of a value"].iloc[0] == "at least 1.37 points" and table["margin"].iloc[0] == "2 points"
+    rows = [power.row() for power in powers_of_answers(0.25, 2000, ClaimsSpec())]
+    assert [row["claim"] for row in rows] == ["C7", "C10", "C14"]
+    assert (rows[0]["SD of a value"], rows[0]["margin"]) == ("at least 1.37 points", "2 points")
 
 
 def test_an_interval_of_a_standard_deviation_covers():
@@ -70,7 +69,7 @@ def test_two_pairs_give_the_pairs_that_are_needed_with_their_uncertainty():
     low, high = deviation_interval(power.deviation, 2)
     assert high > 10 * power.deviation > power.deviation > low
     assert power.needed[1] is None or power.needed[1] > power.needed[0]
-    (row,) = power_table([power]).to_dict("records")
+    row = power.row()
     assert row["SD of a value"].startswith(f"{100 * power.deviation:.3g} [") and row["n for 80 %"] == "8 to 18"
 
 

@@ -12,13 +12,11 @@ from sharpscope.analysis.frames import Z
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.report import (
     accuracy_sections,
-    comparison_sections,
     cost_table,
     curve_table,
     difference_table,
     found_sections,
     messages,
-    page_of,
     problem_sections,
     sharpness_sections,
     sparkline,
@@ -64,17 +62,6 @@ def test_sharpness_is_paired_by_prompt_and_named_by_its_functional(pair: Study):
     )
 
 
-def test_what_was_measured_at_one_step_has_no_last_value(tmp_path: Path):
-    folder = new_run(tmp_path / "a")
-    place = {"parameters": "all", "quantity": "critical_sharpness", "functional": "surrogate", "probe_set": ""}
-    with TraceWriter(folder) as writer:
-        writer.append("steps", rows("steps", 1, 1))
-        writer.append("probes", rows("probes", 1, 1) | place | {"value": 100.0, "converged": True})
-    (section,) = sharpness_sections(Study({"a": load_run(folder)}).settings)
-    (row,) = section.content.to_dict("records")
-    assert row["steps"] == "1" and row["at the first"].startswith("100") and "at the last" not in row
-
-
 @pytest.mark.parametrize(("saturation", "marked"), [(0.5, True), (0.2, False)])
 def test_saturated_sharpness_is_marked_in_show_and_on_the_page(tmp_path: Path, saturation: float, marked: bool):
     value = float(values_of("grpo", STEPS).mean())
@@ -105,19 +92,6 @@ def test_no_accuracy_is_certain(tmp_path: Path):
         writer.append("eval", row)
     study = Study({"a": load_run(folder)})
     assert _row(accuracy_sections(study.settings))["after [%]"] == "0.0 ± 8.8"
-
-
-def test_several_seeds_have_intervals_over_seeds(tmp_path: Path):
-    for seed in range(3):
-        for method in ("grpo", "grpo-sg"):
-            write_small(tmp_path / f"{method}-s{seed}", method, seed)
-    (study,) = studies(load_runs(tmp_path))
-    (section,) = comparison_sections(study, study.settings)
-    row = section.content[section.content["quantity"] == "reward"].iloc[0]
-    assert row["pairs"] == "3" and row["difference"] == "0" and "3 pairs" in section.note
-    ends = [values_of("grpo", STEPS).mean()] * 3  # the same in every seed
-    shown = _row(sharpness_sections(study.settings), measure="SAM sharpness of nll, radius 0.5", setting="grpo")
-    assert shown["at the last"] == interval_text(ends[0], 0.0)
 
 
 def test_a_run_compared_with_itself_shows_nothing_but_zeros(pair: Study):
@@ -162,14 +136,3 @@ def test_costs_are_those_of_the_tables_and_name_the_setting_to_change(tmp_path: 
     assert cost["mostly"] == "norms"
     (section,) = [one for one in problem_sections(load_runs(tmp_path)) if one.title == "Cost"]
     assert "To record less, change recording.token_gradients_every." in section.note
-
-
-def test_the_page_has_every_part_and_each_section_once(pair: Study, tmp_path: Path):
-    for method in ("grpo", "grpo-sg"):
-        write_small(tmp_path / method, method)
-    page = page_of(load_runs(tmp_path), "runs")
-    parts = list(dict.fromkeys(section.part for section in page.sections))
-    assert set(parts) == {"Found", "Compare", "Sharpness", "Events and cost", "Make it again"}
-    titles = [(s.part, s.title) for s in page.sections if s.title]
-    assert len(titles) == len(set(titles))
-    assert {"comparison", "accuracy", "sharpness", "steps", "runs"} <= set(page.tables)

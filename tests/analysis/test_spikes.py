@@ -62,13 +62,6 @@ def test_a_noisy_run_that_blows_up_is_a_finding_and_the_rule_is_called_insensiti
     )
 
 
-def test_a_short_run_is_said_to_be_short_and_a_reward_that_stays_is_no_finding(tmp_path: Path):
-    text = spike_text(_with_steps(tmp_path, [1.0, 1.0, 9.0], [0.0, 0.0, 0.0]))
-    assert "judged against 10 earlier steps with a gradient; this run has 3" in text and "finding" not in text
-    assert "The largest gradient norm is 9 at step 3." in text
-    assert "No token's share was recorded (recording.token_gradients_every)." in text
-
-
 def _tokens(seed: int, updates: int, chance: float = 1.0) -> pd.DataFrame:
     """Tokens of a step with `updates` updates, whose shares sum to 1 each."""
     rng = np.random.default_rng(seed)

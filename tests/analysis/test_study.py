@@ -47,16 +47,6 @@ def test_tasks_task_settings_and_policies_are_never_one_study(tmp_path):
     assert names[1] == "math" and "task.people=5" in names[2] and "policy.model=other" in names[3]
 
 
-def test_the_study_with_the_most_runs_keeps_the_plain_names(tmp_path):
-    """A side study added later renames no file that a text links to; of equals none is plain."""
-    for seed in (0, 1):
-        _write(tmp_path / f"kk{seed}", seed=seed)
-    _write(tmp_path / "a_math0", task="math")
-    assert {s.name: s.slug for s in studies(load_runs(tmp_path))} == {"math": "1-math_", "knights_knaves": ""}
-    _write(tmp_path / "a_math1", task="math", seed=1)
-    assert {s.slug for s in studies(load_runs(tmp_path))} == {"1-math_", "2-knights-knaves_"}
-
-
 def test_finished_runs_come_before_others_and_a_seed_counts_once(tmp_path):
     _write(tmp_path / "done")
     _write(tmp_path / "stopped", seed=1, status="interrupted")

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sharpscope.analysis import path_sections, show, show_headline, spike_sections, token_sections, watch
-from sharpscope.analysis.headline import largest_update, moved_section, moved_sections, moved_tokens
-from sharpscope.analysis.sections import to_terminal
+from sharpscope.analysis import show, show_headline, token_sections, watch
+from sharpscope.analysis.headline import moved_section, moved_sections, moved_tokens
 from sharpscope.errors import UserError
 from sharpscope.traces import RunLock, TraceWriter, load_run, update_run_info
 from tests.analysis.drawn import printed
@@ -22,23 +21,6 @@ from tests.traces.rows import new_run, rows
 
 def _console(terminal: bool = False) -> Console:
     return Console(width=120, file=io.StringIO(), force_terminal=terminal, color_system=None)
-
-
-def test_show_says_what_stands_in_the_traces(two_runs):
-    _, run = two_runs
-    text = printed(show(run))
-    words = (
-        "b · finished",
-        "grpo-sg",
-        "12 of 12 steps",
-        "knights_knaves",
-        "entropy of a token [nats]",
-        "weight_saturation",
-    )
-    assert [word for word in words if word not in text] == []
-    assert f"{run.steps['reward_mean'].to_numpy()[:4].mean():.3g}" in text
-    text = printed(to_terminal(path_sections([run.path.parent])))  # a folder lists its runs
-    assert "Runs" in text and "a " in text and "grpo-sg" in text
 
 
 def test_show_of_a_run_without_steps_and_with_hostile_text(tmp_path: Path):
@@ -91,15 +73,6 @@ def test_a_run_without_an_owner_has_died_and_an_unknown_one_is_a_clear_mistake(t
         watch(tmp_path / "nowhere", console)
 
 
-def test_hostile_names_and_messages_do_not_drive_the_terminal(tmp_path: Path):
-    folder = write_report_run(tmp_path / "run", "[bold]\x1b[31mx")
-    console = _console()
-    assert watch(folder, console) == "finished"
-    console.print(to_terminal(spike_sections(load_run(folder))))
-    assert "\x1b" not in console.file.getvalue() and "[bold]" in console.file.getvalue()
-    assert not any(mark in console.file.getvalue() for mark in "\u202e\u2067\x00")
-
-
 def test_the_default_step_of_tokens_has_the_largest_gradient_norm_among_the_recorded(tmp_path: Path):
     run = new_run(tmp_path / "a")
     with TraceWriter(run) as writer:
@@ -128,14 +101,6 @@ def test_tokens_by_a_column_are_the_largest_in_their_sentences(tmp_path: Path):
     tokens = run.tokens(steps=[STEPS])
     np.testing.assert_allclose(table["weight"], tokens["weight"].nlargest(5))
     np.testing.assert_allclose(table["π"], np.exp(tokens.loc[tokens["weight"].nlargest(5).index, "logp"]))
-
-
-def test_spikes_show_tokens_prompts_and_ranges(tmp_path: Path):
-    found = spike_sections(load_run(write_report_run(tmp_path / "a")))
-    text = found[0].content
-    assert f"1 step with z ≥ 4: {SPIKE} (z = " in text and "Tokens' shares were recorded" in text
-    assert [section.title for section in found[2:]] == ["Prompts", "Ranges of probability"]
-    assert found[3].content["share of the tokens"].str.rstrip(" %").astype(float).sum() == pytest.approx(100, abs=1)
 
 
 # -- The headline: its tokens and shares are those of a plain loop over the tables, and it says what is not known
@@ -188,20 +153,6 @@ def test_a_sample_without_an_advantage_is_said_to_be_one(tmp_path: Path):
     for section in (moved_sections([load_run(folder)])[0], token_sections(load_run(folder))[0]):
         assert "none of the measured groups (a random 25 % of each update's groups) has an advantage" in section.content
         assert "others, not measured, made the gradient" in section.content
-
-
-def test_the_spike_is_shown_and_links_to_its_token(run):
-    assert largest_update(run).step == SPIKE
-    (section,) = moved_sections([run])
-    assert f"step {SPIKE}" in section.title and "Gradient norm 20" in section.note
-    token = section.content["token"].iloc[0]
-    assert (token.run, token.step) == ("a", SPIKE) and 0 <= token.rollout < 4 and 0 <= token.position < 8
-
-
-def test_without_shares_what_records_them_is_said(tmp_path: Path):
-    loaded = load_run(write_small(tmp_path / "a", "grpo"))
-    (section,) = moved_sections([loaded])
-    assert section.content == "No token's share of the gradient was recorded (recording.token_gradients_every)."
 
 
 def test_the_headline_of_two_methods_in_the_demos_ending(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""The token scan: whole steps, once, only the columns asked for; deciles and samples."""
+"""The token scan: whole steps, once, only the columns asked for."""
 
 from __future__ import annotations
 

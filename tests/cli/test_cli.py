@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sharpscope import training
-from sharpscope.cli import app, main, printable
+from sharpscope.cli import app, main
 from sharpscope.cli.app import PANELS, REPLACED
 from sharpscope.cli.describe import BASIC
 from sharpscope.config import RunConfig, settings_of
@@ -149,15 +149,6 @@ def test_the_exit_code_says_how_a_run_ended(status, code, says, here, monkeypatc
     assert found == code and says in output and "continues after step 2" in output
 
 
-def test_a_second_interrupt_exits_130_without_a_traceback(here, monkeypatch):
-    def interrupted(*arguments, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(training, "train", interrupted)
-    code, output, error = here("run", "--quiet")
-    assert code == 130 and "Traceback" not in output + error
-
-
 def test_every_command_has_help_with_an_example_and_its_place():
     runner = CliRunner()
     listing = runner.invoke(app, ["--help"], terminal_width=200).output
@@ -181,26 +172,6 @@ def test_config_lists_the_common_settings_all_and_those_of_a_part():
     assert len(paths("--all")) > 5 * len(BASIC)
     yaml = CliRunner().invoke(app, ["config", "--yaml", "--method", "grpo-sg", "--set", "steps=7"]).output
     assert "steps: 7\n" in yaml and "name: grpo-sg\n" in yaml
-
-
-def test_methods_print_the_largest_rotation_that_their_weights_allow():
-    output = CliRunner().invoke(app, ["methods"], env={"COLUMNS": "300"}).output
-    rows = {line.split("│")[1].strip(): line for line in output.splitlines() if line.count("│") > 4}
-    bounds = {"grpo": "", "grpo-sg": "9.6°", "ar": "6.4°", "papo": "30.0°", "cov-grpo": "", "ar-lopti": ""}
-    assert {name: rows[name].split("│")[4].strip() for name in bounds} == bounds
-    shown = CliRunner().invoke(app, ["methods", "dapo"], env={"COLUMNS": "300"}).output
-    assert "clip.high 0.28" in shown and "largest rotation" not in shown
-
-
-def test_messages_cannot_drive_the_terminal():
-    assert printable("a\x1b[31mb\x07\u202ec\nd") == "a�[31mb��c d"
-
-
-def test_idle_threads_spin_for_a_bounded_time():
-    code = "import sharpscope.cli, os, sys; assert 'torch' not in sys.modules; print(os.environ.get('GOMP_SPINCOUNT'))"
-    bare = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=bare)
-    assert done.stdout.strip() == "2000"
 
 
 def test_warnings_are_one_line_and_those_for_other_libraries_authors_are_not_shown():

@@ -30,11 +30,6 @@ def test_tokens_lists_the_largest_with_their_numbers():
         invoke("tokens", GRPO_SG, "--spikes", "--step", "8")
 
 
-def test_tokens_are_cut_as_the_runs_own_tokenizer_cuts_them():
-    """The shipped policies' words hold spaces; the class that transformers prefers for Qwen2 would print bytes."""
-    assert "is a knave" in invoke("tokens", GRPO_SG, "--step", "8", "--top", "20")
-
-
 def test_spikes_says_the_true_reason():
     output = " ".join(invoke("tokens", GRPO, "--spikes").split())
     assert "No step reaches z = 4: the highest is z = 1.1 at step 11" in output

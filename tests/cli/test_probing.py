@@ -119,13 +119,6 @@ def test_the_sentences_say_what_the_numbers_mean():
     assert "was 2 times too long" in critical_sentence(280.0, 140.0)
 
 
-def test_probe_measures_the_functionals_that_are_given(tiny_policy: Path, texts: Path, tmp_path: Path):
-    place = ["--model", str(tiny_policy), "--data", str(texts), "--out", str(tmp_path / "probe"), "--threads", "1"]
-    options = ["--set", "functionals=[surrogate]", "--functional", "expected_failure"]
-    invoke("probe", *place, *QUICK, "--probes", "perturbation", *options)
-    assert set(pd.read_parquet(tmp_path / "probe" / "probes.parquet")["functional"]) == {"expected_failure"}
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

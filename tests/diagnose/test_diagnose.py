@@ -248,7 +248,7 @@ def test_the_next_command_names_the_checkpoint_before_the_symptom(tmp_path):
 
 
 def test_the_committed_page_of_symptoms_is_that_of_the_table():
-    from sharpscope.diagnose.page import symptoms_markdown
+    from experiments.diagnosis.symptoms import symptoms_markdown
 
     assert (Path(__file__).parents[2] / "docs" / "symptoms.md").read_text("utf-8") == symptoms_markdown()
 

@@ -6,7 +6,7 @@ rewards, norms, influences and probes follow simple laws whose constants are `Ef
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,8 @@ import numpy as np
 
 from sharpscope.traces import TraceWriter, create_run_dir, create_run_info, update_run_info
 
-SIGMOID = {
-    "kind": "sigmoid",
-    "preset": "calibrated",
-    "input": "logit",
-    "alpha": 2.0,
-    "tau": 3.0,
-    "mu": 0.25,
-    "L": 1.0,
-    "U": 1.4,
-    "u0": 2.0,
-}
+SIGMOID = {"kind": "sigmoid", "preset": "calibrated", "input": "logit", "alpha": 2.0, "tau": 3.0, "mu": 0.25}
+SIGMOID |= {"L": 1.0, "U": 1.4, "u0": 2.0}
 RHOS = (0.01, 0.05, 0.2)
 
 
@@ -32,17 +23,8 @@ RHOS = (0.01, 0.05, 0.2)
 class Effects:
     """What is true of a method in the synthetic world; every default is "no effect"."""
 
-    accuracy_start: float = 0.25
     accuracy_gain: float = 0.2  # reached slowly over training, on the training prompts
-    gap: float = 0.02  # training accuracy minus held-out accuracy at the end
-    seed_spread: float = 0.02  # standard deviation of the gain between seeds
-    grad_norm: float = 1.0
-    grad_noise: float = 0.2  # standard deviation of ln(grad_norm) between steps
-    spike_rate: float = 0.0  # share of steps whose gradient norm is ten times larger
     sharpness: float = 20.0  # largest eigenvalue at the end of training (10 at the start)
-    score_slope: float = 1.0  # score norm ~ (1 - pi) ** slope
-    score_noise: float = 0.3  # standard deviation of ln(score norm)
-    entropy_drift: float = -0.02  # nats a step
     low_probability_harm: float = 0.0  # influence of tokens ~ -harm * (1 - pi), plus noise of size 1
 
 
@@ -70,13 +52,10 @@ class World:
     effects: Effects
     method: str
     seed_gain: float
-    extra: dict[str, Any] = field(default_factory=dict)
 
     def accuracy(self, step: int) -> float:
         share = 1 - np.exp(-3 * step / max(self.shape.steps, 1))
-        return float(
-            np.clip(self.effects.accuracy_start + (self.effects.accuracy_gain + self.seed_gain) * share, 0.01, 0.99)
-        )
+        return float(np.clip(0.25 + (self.effects.accuracy_gain + self.seed_gain) * share, 0.01, 0.99))
 
 
 def write_run(
@@ -95,34 +74,14 @@ def write_run(
     """One run's folder. `method` containing "sg" gets sigmoid weights, any other w = 1."""
     shape, effects = shape or Shape(), effects or Effects()
     rng = np.random.default_rng([seed, *method.encode()])
-    world = World(rng, shape, effects, method, rng.normal(0, effects.seed_spread))
+    world = World(rng, shape, effects, method, rng.normal(0, 0.02))
     weight = SIGMOID if "sg" in method else {"kind": "uniform"}
     folder = create_run_dir(path)
-    whole = {
-        "seed": seed,
-        "steps": shape.steps,
-        "task": {"kind": task},
-        "policy": {"model": "embedded:knights_knaves"},
-        "method": {"name": method, "weight": weight},
-        "optimizer": {"lr": 1e-4},
-        "rollout": {"temperature": 1.0},
-    }
-    create_run_info(
-        folder,
-        {
-            "method": method,
-            "task": task,
-            "seed": seed,
-            "config": whole | (config or {}),
-            "calibration": weight,
-            "versions": {"sharpscope": "0.1.0"},
-            "commit": None,
-            "device": "cpu",
-            "threads": 1,
-            "parameters": 1000,
-            "vocabulary": shape.vocabulary,
-        },
-    )
+    whole = {"seed": seed, "steps": shape.steps, "task": {"kind": task}, "policy": {"model": "embedded:knights_knaves"}}
+    whole |= {"method": {"name": method, "weight": weight}, "optimizer": {"lr": 1e-4}, "rollout": {"temperature": 1.0}}
+    info = {"method": method, "task": task, "seed": seed, "config": whole | (config or {}), "calibration": weight}
+    info |= {"versions": {"sharpscope": "0.1.0"}, "commit": None, "device": "cpu", "threads": 1}
+    create_run_info(folder, info | {"parameters": 1000, "vocabulary": shape.vocabulary})
     with TraceWriter(folder) as writer:
         _evaluate(writer, world, 0)
         if probes:
@@ -133,18 +92,8 @@ def write_run(
                 _evaluate(writer, world, step)
             if probes and step % shape.probe_every == 0:
                 _probe(writer, world, step)
-        writer.append(
-            "events",
-            {
-                "step": shape.steps,
-                "rule": "weight_saturation",
-                "severity": "warning",
-                "value": 0.97,
-                "threshold": 0.95,
-                "action": "warn",
-                "message": "weights sit on one bound",
-            },
-        )
+        event = {"step": shape.steps, "rule": "weight_saturation", "severity": "warning", "value": 0.97}
+        writer.append("events", event | {"threshold": 0.95, "action": "warn", "message": "weights sit on one bound"})
     update_run_info(folder, status=status, steps_done=shape.steps)
     return folder
 
@@ -188,7 +137,7 @@ def sigmoid_weight(logit: np.ndarray) -> np.ndarray:
 
 
 def _step(writer: TraceWriter, world: World, step: int, record_tokens: bool, probed: bool) -> None:
-    shape, effects, rng = world.shape, world.effects, world.rng
+    shape, rng = world.shape, world.rng
     n, length = shape.prompts * shape.group_size, shape.length
     correct = rng.random(n) < world.accuracy(step)
     reward = np.where(correct, 3.0, rng.choice([-0.5, -1.0, -3.0], n, p=[0.8, 0.1, 0.1]))
@@ -201,94 +150,34 @@ def _step(writer: TraceWriter, world: World, step: int, record_tokens: bool, pro
     weight = sigmoid_weight(stats["logit"]) if "sg" in world.method else np.ones(n * length)
     coefficient = -advantage[rollout] * weight / (n * length)
     update = (rollout >= n // 2).astype(np.int32)
-    norm = (
-        effects.grad_norm * np.exp(rng.normal(0, effects.grad_noise)) * (10 if rng.random() < effects.spike_rate else 1)
-    )
-    writer.append(
-        "rollouts",
-        {
-            "step": step,
-            "rollout": np.arange(n),
-            "group": group,
-            "prompt": "who is a knight?",
-            "completion": "<b>Zoey</b> $x$ [red]",
-            "reward": reward,
-            "reward_parts": [{"total": float(r)} for r in reward],
-            "correct": correct,
-            "advantage": advantage,
-            "length": np.full(n, length),
-            "truncated": np.zeros(n, bool),
-        },
-    )
+    norm = np.exp(rng.normal(0, 0.2))
+    rollouts = {"step": step, "rollout": np.arange(n), "group": group, "prompt": "who is a knight?"}
+    rollouts |= {"completion": "<b>Zoey</b> $x$ [red]", "reward": reward, "correct": correct, "advantage": advantage}
+    rollouts |= {"reward_parts": [{"total": float(r)} for r in reward], "length": np.full(n, length)}
+    writer.append("rollouts", rollouts | {"truncated": np.zeros(n, bool)})
     if record_tokens:
-        rows = stats | {
-            "step": step,
-            "rollout": rollout,
-            "position": position,
-            "update": update,
-            "behavior_logp": stats["logp"],
-            "advantage": advantage[rollout],
-            "ratio": 1.0,
-            "weight": weight,
-            "clipped": 0,
-            "loss_coef": coefficient,
-            "head_grad_norm": stats["logit_grad_norm"] * 2,
-        }
+        rows = stats | {"step": step, "rollout": rollout, "position": position, "update": update, "weight": weight}
+        rows |= {"behavior_logp": stats["logp"], "advantage": advantage[rollout], "ratio": 1.0, "clipped": 0}
+        rows |= {"loss_coef": coefficient, "head_grad_norm": stats["logit_grad_norm"] * 2}
         writer.append("tokens", rows | (_probed_tokens(world, rows) if probed else {}))
-    writer.append(
-        "updates",
-        {
-            "step": step,
-            "update": [0, 1],
-            "skipped": [False, False],
-            "loss": [-0.01, -0.01],
-            "grad_norm": [norm, norm],
-            "clip_factor": [1.0, 1.0],
-            "update_norm": [0.01, 0.01],
-            "lr": [1e-4, 1e-4],
-            "tokens": [n * length // 2, n * length - n * length // 2],
-            "kl_old_k3": [0.0, 0.002],
-            "ratio_min": [1.0, 0.7],
-            "ratio_max": [1.0, 1.5],
-            "clip_fraction_low": [0.0, 0.01],
-            "clip_fraction_high": [0.0, 0.02],
-            "entropy": None,
-        },
-    )
-    writer.append(
-        "steps",
-        {
-            "step": step,
-            "updates": 2,
-            "reward_mean": reward.mean(),
-            "reward_std": reward.std(ddof=1),
-            "accuracy": correct.mean(),
-            "loss": -0.01,
-            "kl": None,
-            "entropy_mean": 1.0 + effects.entropy_drift * step + rng.normal(0, 0.01),
-            "grad_norm": norm,
-            "update_norm": 0.01,
-            "clip_fraction_low": 0.01,
-            "clip_fraction_high": 0.02 * rng.random(),
-            "weight_mean": weight.mean(),
-            **{f"weight_{name}_gradient": None for name in ("mean", "saturation_low", "saturation_high")},
-            "zero_std_groups": int((spread == 0).sum()),
-            "completion_length_mean": float(length),
-            "truncated_fraction": 0.0,
-            "tokens": n * length,
-            "redrawn_groups": 0,
-            "lr": 1e-4,
-            "generation_s": 0.5,
-            "training_s": 0.4,
-            "recording_s": 0.1,
-        },
-    )
+    updates = {"step": step, "update": [0, 1], "skipped": [False, False], "loss": [-0.01, -0.01], "entropy": None}
+    updates |= {"grad_norm": [norm, norm], "clip_factor": [1.0, 1.0], "update_norm": [0.01, 0.01], "lr": [1e-4, 1e-4]}
+    updates |= {"tokens": [n * length // 2, n * length - n * length // 2], "kl_old_k3": [0.0, 0.002]}
+    updates |= {"ratio_min": [1.0, 0.7], "ratio_max": [1.0, 1.5]}
+    writer.append("updates", updates | {"clip_fraction_low": [0.0, 0.01], "clip_fraction_high": [0.0, 0.02]})
+    row = {"step": step, "updates": 2, "reward_mean": reward.mean(), "reward_std": reward.std(ddof=1), "kl": None}
+    row |= {"accuracy": correct.mean(), "loss": -0.01, "entropy_mean": 1.0 - 0.02 * step + rng.normal(0, 0.01)}
+    row |= {"grad_norm": norm, "update_norm": 0.01, "clip_fraction_low": 0.01, "weight_mean": weight.mean()}
+    row |= {f"weight_{name}_gradient": None for name in ("mean", "saturation_low", "saturation_high")}
+    row |= {"clip_fraction_high": 0.02 * rng.random(), "zero_std_groups": int((spread == 0).sum()), "redrawn_groups": 0}
+    row |= {"completion_length_mean": float(length), "truncated_fraction": 0.0, "tokens": n * length, "lr": 1e-4}
+    writer.append("steps", row | {"generation_s": 0.5, "training_s": 0.4, "recording_s": 0.1})
 
 
 def _probed_tokens(world: World, rows: dict[str, Any]) -> dict[str, Any]:
     effects, rng = world.effects, world.rng
     rest = -np.expm1(rows["logp"].astype(np.float64))
-    score = 5 * rest**effects.score_slope * np.exp(rng.normal(0, effects.score_noise, rest.size))
+    score = 5 * rest * np.exp(rng.normal(0, 0.3, rest.size))
     push = (rows["loss_coef"] * score) ** 2 + 1e-12
     totals = np.bincount(rows["update"], push)
     influence = -effects.low_probability_harm * rest + rng.normal(size=rest.size)
@@ -303,7 +192,7 @@ def _probed_tokens(world: World, rows: dict[str, Any]) -> dict[str, Any]:
 
 def _evaluate(writer: TraceWriter, world: World, step: int) -> None:
     shape, rng = world.shape, world.rng
-    gap = world.effects.gap * step / max(shape.steps, 1)
+    gap = 0.02 * step / max(shape.steps, 1)
     for split in ("heldout", "unseen"):
         for temperature in (0.0, 1.0):
             hits = []
@@ -316,22 +205,9 @@ def _evaluate(writer: TraceWriter, world: World, step: int) -> None:
 
 def _eval_row(writer: TraceWriter, step: int, split: str, level: str, n: int, hits: int, temperature: float) -> None:
     share = hits / n
-    writer.append(
-        "eval",
-        {
-            "step": step,
-            "task": "knights_knaves",
-            "split": split,
-            "level": level,
-            "n": n,
-            "k": 1,
-            "accuracy": share,
-            "std_error": np.sqrt(share * (1 - share) / (n - 1)),
-            "pass_at_k": share,
-            "reward_mean": 3 * share - (1 - share),
-            "temperature": temperature,
-        },
-    )
+    row = {"step": step, "task": "knights_knaves", "split": split, "level": level, "n": n, "k": 1, "accuracy": share}
+    row |= {"std_error": np.sqrt(share * (1 - share) / (n - 1)), "pass_at_k": share, "reward_mean": 4 * share - 1}
+    writer.append("eval", row | {"temperature": temperature})
 
 
 def _probe(writer: TraceWriter, world: World, step: int) -> None:
@@ -347,8 +223,6 @@ def _probe(writer: TraceWriter, world: World, step: int) -> None:
     row("curvature", "smallest", -top / 5, converged=True, residual=1e-3)
     row("curvature", "trace", 4 * top, std_error=0.1 * top, samples=16)
     row("curvature", "gradient_norm", 1.5)
-    for node, weight in ((-top / 5, 0.05), (0.0, 0.8), (top / 3, 0.1), (top, 0.05)):
-        row("curvature", "density", weight, rho=node, samples=4)
     for rho in RHOS:
         row("perturbation", "sam_first_order", rho * 1.5, rho=rho)
         row("perturbation", "sam", rho * 1.5 + 0.5 * rho**2 * top, rho=rho, samples=1)

@@ -14,22 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from sharpscope.analysis.claims import one_update
-from sharpscope.analysis.claims.base import (
-    ClaimData,
-    PairedClaim,
-    mean_estimate,
-    pairing_notes,
-    present,
-)
-from sharpscope.analysis.measures import (
-    GREEDY,
-    SAMPLED,
-    dose_of,
-    evaluations,
-    gap,
-    last_evaluation,
-    train_accuracy,
-)
+from sharpscope.analysis.claims.base import ClaimData, declared, mean_estimate, pairing_notes
+from sharpscope.analysis.measures import GREEDY, SAMPLED, dose_of, evaluations, gap, last_evaluation, train_accuracy
 from sharpscope.analysis.statistics import sign_flip_p
 from sharpscope.analysis.study import GRID, Pair, Pairing, PairMeasure, Study, grid_settings, most_common
 from sharpscope.config import control_label
@@ -70,37 +56,24 @@ def _at_last_step(value: Callable[[Run, int], Any]) -> PairMeasure:
     return measure
 
 
-def _trained(run: Run, step: int) -> float | None:
-    found = train_accuracy(run, step)
-    return None if found is None else found[0]
-
-
 def compare_accuracy(study: Study, pairings: Mapping[str, Pairing], required: Collection[str]) -> ClaimData:
     """Greedy held-out accuracy of each pairing as parts; those that are not `required`, T = 1 and pass@k are further numbers."""
     greedy = {name: study.differences(pairing, evaluated(GREEDY)) for name, pairing in pairings.items()}
     sampled = {name: study.differences(pairing, evaluated(SAMPLED)) for name, pairing in pairings.items()}
     others = []
     for name, pairing in pairings.items():
-        against = f" against {name}" if name else ""
-        passed = study.differences(pairing, evaluated(SAMPLED, column="pass_at_k"))
-        if name not in required:
-            others.append(mean_estimate(f"held-out accuracy, greedy{against}", greedy[name], UNIT, "", "points"))
-        others += [
-            mean_estimate(f"held-out accuracy, T = 1{against}", sampled[name], UNIT, "", "points"),
-            mean_estimate(f"held-out pass@k, T = 1{against}", passed, UNIT, "", "points"),
-        ]
+        numbers = {} if name in required else {"accuracy, greedy": greedy[name]}
+        numbers |= {"accuracy, T = 1": sampled[name]}
+        numbers |= {"pass@k, T = 1": study.differences(pairing, evaluated(SAMPLED, column="pass_at_k"))}
+        against = f" against {name}" * bool(name)
+        others += [mean_estimate(f"held-out {n}{against}", data, UNIT, "", "points") for n, data in numbers.items()]
     lacking = [name for name in required if not len(greedy[name])]
-    missing = ""
     if lacking:
         rest = [name for name in lacking if not len(sampled[name]) and name]
         missing = f"no run of {', '.join(rest)} that pairs with one of {study.treatment}" if rest else NOT_GREEDY
-    wanted = [] if missing else required
-    found = greedy_finding({n: greedy[n] for n in wanted}, {n: sampled[n] for n in wanted}, study.terms.level)
-    return replace(
-        found,
-        missing=missing,
-        others=present(*others),
-    )
+        return ClaimData(missing=missing, others=tuple(others))
+    found = greedy_finding({n: greedy[n] for n in required}, {n: sampled[n] for n in required}, study.terms.level)
+    return replace(found, others=tuple(others))
 
 
 def greedy_finding(greedy: Mapping[str, pd.DataFrame], sampled: Mapping[str, pd.DataFrame], level: float) -> ClaimData:
@@ -148,13 +121,11 @@ def generalization(study: Study) -> ClaimData:
         why = f"training went {min(passes):.2g} times through its set: without repeats there can be no gap"
         return replace(finding, missing=why)
     away = study.differences(pairing, evaluated(GREEDY, "unseen"))
-    conditions = []
-    if len(away):
-        values = away["difference"].to_numpy()
-        worse = values.mean() < 0 and sign_flip_p(values, "less") <= study.terms.level
-        conditions.append(("unseen sizes are not shown to be worse", not worse))
-    gaps, trained = (study.differences(pairing, _at_last_step(value)) for value in (gap, _trained))
-    others = present(
+    worse = len(away) and away["difference"].mean() < 0
+    worse = worse and sign_flip_p(away["difference"].to_numpy(), "less") <= study.terms.level
+    gaps = study.differences(pairing, _at_last_step(gap))
+    trained = study.differences(pairing, _at_last_step(lambda run, step: (train_accuracy(run, step) or (None,))[0]))
+    others = (
         mean_estimate("accuracy on unseen sizes, greedy", away, UNIT, "", "points"),
         mean_estimate("training accuracy, T = 1", trained, UNIT, "", "points"),
         mean_estimate("gap, training − held-out, T = 1", gaps, UNIT, "lower is better", "points"),
@@ -162,7 +133,7 @@ def generalization(study: Study) -> ClaimData:
     through = f"training went {min(passes):.2g} times through its set" if passes else "repeats are not known"
     return replace(
         finding,
-        conditions=tuple(conditions),
+        conditions=(("unseen sizes are not shown to be worse", not worse),) if len(away) else (),
         others=finding.others + others,
         notes=(*finding.notes, *pairing_notes(study, pairing), through),
     )
@@ -175,9 +146,8 @@ def control(study: Study, suffix: str) -> str:
     """
     plain_name = f"{study.treatment.split('+')[0]}-{suffix}"
     found = [name for name in study.methods if name == plain_name or name.startswith(f"{plain_name}+")]
-    own = _rotation(study, study.treatment)
-    doses = {name: _rotation(study, name) for name in found}
-    known = {name: abs(math.log(dose / own)) for name, dose in doses.items() if dose and own}
+    target, doses = _rotation(study, study.treatment), {name: _rotation(study, name) for name in found}
+    known = {name: abs(math.log(dose / target)) for name, dose in doses.items() if dose and target}
     return min(known, key=lambda name: known[name]) if known else control_label(study.treatment, suffix)
 
 
@@ -190,25 +160,19 @@ def alignment(study: Study) -> ClaimData:
     required = [control(study, suffix) for suffix in RIVALS]
     pairings = {name: study.pairing(baseline=name) for name in required}
     finding = compare_accuracy(study, pairings, required)
-    doses = {name: _rotation(study, name) for name in required}
-    finding = replace(
-        finding,
-        notes=(
-            *finding.notes,
-            f"{study.treatment} at {pairings[required[0]].setting or 'one setting'} against {' and '.join(required)}",
-            *(f"{name}: update turned by {value:.3g}°" for name, value in doses.items() if value is not None),
-        ),
-    )
-    own = _rotation(study, study.treatment)
+    target, doses = _rotation(study, study.treatment), {name: _rotation(study, name) for name in required}
     known = {name: value for name, value in doses.items() if value is not None}
-    if finding.missing or not own or len(known) < len(doses):
+    setting = f"{study.treatment} at {pairings[required[0]].setting or 'one setting'} against {' and '.join(required)}"
+    turned = (f"{name}: update turned by {value:.3g}°" for name, value in known.items())
+    finding = replace(finding, notes=(*finding.notes, setting, *turned))
+    if finding.missing or not target or len(known) < len(doses):
         return finding
-    if all(1 / MATCHED <= value / own <= MATCHED for value in known.values()):
+    if all(1 / MATCHED <= value / target <= MATCHED for value in known.values()):
         return finding
-    turned = ", ".join(f"{name} by {value:.3g}°" for name, value in known.items())
     why = (
-        f"the dose is not matched: {study.treatment} turned the update by {own:.3g}°, {turned}; the rule allows a factor of "
-        f"{MATCHED:g} (change the control's weight bounds)"
+        f"the dose is not matched: {study.treatment} turned the update by {target:.3g}°, "
+        f"{', '.join(f'{name} by {value:.3g}°' for name, value in known.items())}; the rule allows a factor of {MATCHED:g} "
+        "(change the control's weight bounds)"
     )
     return replace(finding, missing=why)
 
@@ -239,13 +203,13 @@ def rates(study: Study) -> ClaimData:
         return ClaimData(missing=f"no run of {study.baseline if treated else study.treatment} to compare")
     own = grid_settings(study.finished[next(iter(pairings.values())).pairs[0].treatment]).get("learning rate")
     if own is None:
-        return ClaimData(
-            missing=f"the learning rate of {study.treatment} is not recorded (optimizer.lr in config.yaml)"
-        )
-    named = {f"{study.baseline} at lr {rate:g}": pairing for rate, pairing in pairings.items()}
-    enough = {rate: len(pairing.pairs) >= RATE_SEEDS for rate, pairing in pairings.items()}
-    finding = compare_accuracy(study, named, [f"{study.baseline} at lr {rate:g}" for rate in pairings if enough[rate]])
-    tested = [rate for rate in pairings if enough[rate]]
+        why = f"the learning rate of {study.treatment} is not recorded (optimizer.lr in config.yaml)"
+        return ClaimData(missing=why)
+    named = {rate: f"{study.baseline} at lr {rate:g}" for rate in pairings}
+    tested = [rate for rate, pairing in pairings.items() if len(pairing.pairs) >= RATE_SEEDS]
+    finding = compare_accuracy(
+        study, {named[r]: pairing for r, pairing in pairings.items()}, [named[r] for r in tested]
+    )
     sides = {"below": any(r < own for r in tested), "above": any(r > own for r in tested), "equal to": own in tested}
     if lacking := [side for side, there in sides.items() if not there]:
         why = (
@@ -256,54 +220,12 @@ def rates(study: Study) -> ClaimData:
     few = [
         f"lr {rate:g} has {len(pairing.pairs)} seeds, too few for the rule: shown, not tested"
         for rate, pairing in pairings.items()
-        if not enough[rate]
+        if rate not in tested
     ]
     at = f"{study.treatment} at lr {own:g} against {study.baseline} at {', '.join(f'{rate:g}' for rate in tested)}"
     return replace(finding, notes=(*finding.notes, at, *few))
 
 
-_ACCURACY: dict[str, Any] = {
-    "margin": 0.02,
-    "scale": "points",
-    "direction": "higher",
-    "effect": "greedy held-out accuracy",
-    "effect_unit": UNIT,
-    "compares": True,
-}
-C7 = PairedClaim(
-    name="C7",
-    title="{treatment} generalizes better",
-    source="arXiv 2511.00066 (K&K, Qwen2.5-3B: 0.39 → 0.63)",
-    rule="supported: greedy held-out accuracy at the last shared evaluation is higher (sign-flip test over seeds), unseen sizes not "
-    "shown to be worse; refuted: it is shown to be higher by less than {margin}; neither where an effect is shown at temperature 1 "
-    "and not when greedy",
-    measure=generalization,
-    version="between runs",
-    other=one_update.C7,
-    **_ACCURACY,
-)
-C10 = PairedClaim(
-    name="C10",
-    title="alignment of the weights of {treatment} with probability is what matters",
-    source="arXiv 2511.00066 (its reversed weights do worse); the other controls are this project's",
-    rule="supported: greedy held-out accuracy is higher than with the same weights reversed and than with the same weights shuffled, "
-    "at matched dose (the larger of the sign-flip p-values over seeds); refuted: it is shown to be higher than one of them by less "
-    "than {margin} (Bonferroni over both); neither where an effect is shown at temperature 1 and not when greedy",
-    measure=alignment,
-    unit="pairs of runs with one seed, fewest over the rivals",
-    version="between runs",
-    other=one_update.C10,
-    **_ACCURACY,
-)
-C14 = PairedClaim(
-    name="C14",
-    title="no learning rate of {baseline} does as well as {treatment}",
-    source="this project: the rival explanation of weights whose mean is above 1",
-    rule="supported: greedy held-out accuracy is higher than that of the baseline at every learning rate of a sweep with rates below, "
-    f"equal to and above the treatment's and at least {RATE_SEEDS} seeds each (the largest of the sign-flip p-values); refuted: it is "
-    "shown to be higher than at one rate by less than {margin} (Bonferroni over the rates); neither where an effect is shown at "
-    "temperature 1 and not when greedy",
-    measure=rates,
-    unit="pairs of runs with one seed, fewest over the rates",
-    **_ACCURACY,
-)
+C7 = declared("C7", generalization, other=one_update.C7)
+C10 = declared("C10", alignment, other=one_update.C10)
+C14 = declared("C14", rates)

@@ -1,7 +1,7 @@
 """Claims and verdicts: a verdict follows from a rule that is stated before the data.
 
-Most claims are one sentence: a sign-flip test of one number per pair (a seed, or a batch of rollouts) against a margin. Such a
-claim is a `PairedClaim`; its `measure` gives the numbers, everything else follows.
+Most claims are one sentence: a sign-flip test of one number per pair (a seed, or a batch of rollouts) against a margin. Their
+`measure` gives the numbers, everything else follows.
 """
 
 from __future__ import annotations
@@ -9,20 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from importlib import resources
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+import yaml
 from numpy.typing import NDArray
 
 from sharpscope.analysis.measures import Dose
-from sharpscope.analysis.statistics import (
-    Interval,
-    contrast_interval,
-    mean_interval,
-    sign_flip_p,
-    smallest_sign_flip_p,
-)
+from sharpscope.analysis.statistics import Interval, contrast_interval, mean_interval, sign_flip_p, smallest_sign_flip_p
 from sharpscope.analysis.study import Pairing, Study
 from sharpscope.analysis.text import number
 from sharpscope.analysis.tokens import Reducer
@@ -96,9 +92,8 @@ class Statistic:
         parts += [] if self.p_value is None else [f"p = {self.p_value:.2g}"]
         parts += [] if self.n is None else [f"n = {self.n}"]
         if self.median is not None and self.worst is not None:
-            parts.append(
-                f"median {shown(self.median, self.scale)}, worst {shown(self.worst[0], self.scale)} ({self.worst[1]})"
-            )
+            middle, worst = (shown(value, self.scale) for value in (self.median, self.worst[0]))
+            parts.append(f"median {middle}, worst {worst} ({self.worst[1]})")
         return ", ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,11 +108,6 @@ def mean_estimate(name: str, values: Any, unit: str, note: str = "", scale: Scal
         return None
     interval, t = contrast_interval(data), mean_interval(data)
     return Statistic(name, float(np.mean(data)), unit, interval, sign_flip_p(data), len(data), note, scale, t)
-
-
-def present(*estimates: Statistic | None) -> tuple[Statistic, ...]:
-    """The estimates that could be computed."""
-    return tuple(estimate for estimate in estimates if estimate is not None)
 
 
 @dataclass(frozen=True)
@@ -177,8 +167,7 @@ class ClaimData:
         missing: what is not recorded, if the claim cannot be tested at all.
         undecided: why neither verdict may be given although the tests could.
         conditions: further requirements of `supported`, each with whether it is met.
-        others, notes: further numbers, and remarks for a reader.
-        frames: name → data for figures.
+        others, notes: further numbers (None: could not be computed), and remarks for a reader.
         dose: of the treatment, where methods are compared.
     """
 
@@ -189,15 +178,18 @@ class ClaimData:
     missing: str = ""
     undecided: str = ""
     conditions: tuple[tuple[str, bool], ...] = ()
-    others: tuple[Statistic, ...] = ()
+    others: tuple[Statistic | None, ...] = ()
     notes: tuple[str, ...] = ()
-    frames: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     dose: Dose | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
     """One published claim and how it is tested.
+
+    With a `direction` it is a sign-flip test of one number per pair against a margin; of several parts every one must show the
+    effect, and effect and p are those of the part that is least shown: of parts that point the wrong way the one with the smallest
+    p, else the one with the largest. Without one, `measure` gives effect, evidence and n.
 
     Attributes:
         name: C2 … C14.
@@ -206,6 +198,8 @@ class Claim:
         rule: when the verdict is `supported` and when `refuted`; `{margin}` stands for the margin in its unit.
         measure: Study → ClaimData.
         margin: the smallest effect that matters, in the effect's unit; an effect shown to be smaller refutes.
+        direction: in which the numbers differ from 0.
+        effect, effect_unit: name and unit of the number.
         scale: of margin and effect. On the scale `log` the margin is a relative change (0.1: 10 %).
         unit: of n.
         minimal_n: with fewer the claim is untestable.
@@ -213,7 +207,6 @@ class Claim:
         reducers: what it needs of the token tables, computed while they are streamed once for all claims.
         version: what the test compares, where the claim has two versions: runs, or one update.
         other: the other version. Its verdict is reported with this one and never changes it.
-        figures: for each figure (kind, frame, x, y, title); see `claims.figures`.
     """
 
     name: str
@@ -222,6 +215,9 @@ class Claim:
     rule: str
     measure: Callable[[Study], ClaimData]
     margin: float
+    direction: Direction | None = None
+    effect: str = ""
+    effect_unit: str = ""
     scale: Scale = "plain"
     unit: str = "pairs of runs with one seed"
     minimal_n: int = 6
@@ -229,7 +225,6 @@ class Claim:
     reducers: tuple[Reducer, ...] = ()
     version: str = ""
     other: Claim | None = None
-    figures: tuple[tuple[str, str, str, str, str], ...] = ()
 
     @property
     def key(self) -> str:
@@ -244,35 +239,15 @@ class Claim:
         """The rule with the declared margin."""
         return self.rule.replace("{margin}", margin_text(terms.margin(self.key, self.margin), self.scale))
 
-    def test(self, finding: ClaimData, terms: ClaimsSpec) -> tuple[Statistic | None, Evidence, int]:
-        """Effect, evidence and sample size."""
-        return finding.effect, every(finding.evidence), finding.n
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairedClaim(Claim):
-    """A sign-flip test of one number per pair against a margin; of several parts every one must show the effect.
-
-    The effect and its p are those of the part that is least shown: of parts that point the wrong way the one with the smallest
-    p, else the one with the largest.
-
-    Attributes:
-        direction: in which the numbers differ from 0.
-        effect: name of the number.
-        effect_unit: its unit.
-    """
-
-    direction: Direction
-    effect: str
-    effect_unit: str
-
     def margin_of_parts(self, terms: ClaimsSpec) -> float:
         """The margin on the scale of the numbers tested."""
         margin = terms.margin(self.key, self.margin)
-        return log_margin(margin, self.direction) if self.scale == "log" else margin
+        return log_margin(margin, self.direction) if self.scale == "log" and self.direction else margin
 
     def test(self, finding: ClaimData, terms: ClaimsSpec) -> tuple[Statistic | None, Evidence, int]:
-        """Effect, evidence and sample size, from the parts."""
+        """Effect, evidence and sample size."""
+        if self.direction is None:
+            return finding.effect, every(finding.evidence), finding.n
         if not finding.parts or not all(map(len, finding.parts.values())):
             return None, Evidence(), 0
         margin, sign = self.margin_of_parts(terms), 1 if self.direction == "higher" else -1
@@ -287,16 +262,24 @@ class PairedClaim(Claim):
         weakest = max(tests, key=rank)
         data, frame = values[weakest], finding.parts[weakest]
         name = self.effect + (f" against {weakest}" if weakest else "")
-        effect = mean_estimate(name, data, self.effect_unit, "", self.scale)
         worst = int(np.argmin(sign * data))
-        keys = [key for key in ("seed", "step", "batch") if key in frame]
-        cluster = ", ".join(f"{key} {frame[key].iloc[worst]}" for key in keys)
+        cluster = ", ".join(f"{key} {frame[key].iloc[worst]}" for key in ("seed", "step", "batch") if key in frame)
         joined = every([*tests.values(), *finding.evidence])
         if not finding.evidence:
             joined = replace(joined, p_supported=tests[weakest].p_supported)
+        effect = mean_estimate(name, data, self.effect_unit, "", self.scale)
         assert effect is not None
         effect = replace(effect, median=float(np.median(data)), worst=(float(data[worst]), cluster))
         return effect, joined, min([*map(len, values.values()), *([finding.n] if finding.n else [])])
+
+
+_TEXT = resources.files("sharpscope.analysis.claims").joinpath("claims.yaml").read_text("utf-8")
+_ENTRIES = yaml.load(_TEXT, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def declared(key: str, measure: Callable[[Study], ClaimData], *reducers: Reducer, other: Claim | None = None) -> Claim:
+    """The claim `key` of claims.yaml with what measures it."""
+    return Claim(name=key.split(maxsplit=1)[0], measure=measure, reducers=reducers, other=other, **_ENTRIES[key])
 
 
 @dataclass(frozen=True)
@@ -344,6 +327,11 @@ class Verdict:
         return self.evidence.p_supported
 
     @property
+    def others(self) -> list[Statistic]:
+        """The further numbers that could be computed."""
+        return [one for one in self.finding.others if one is not None]
+
+    @property
     def primary(self) -> bool:
         """Whether the claim is tested in the fixed order."""
         return self.claim.key in self.terms.order
@@ -364,14 +352,12 @@ class Verdict:
 
     def details(self) -> list[str]:
         """Rule, numbers and remarks, one a line."""
-        claim, least = self.claim, ""
-        if claim.compares:
-            least = f", least rotation of the update {self.terms.least_rotation:g}°"
+        claim = self.claim
+        least = f", least rotation of the update {self.terms.least_rotation:g}°" if claim.compares else ""
         margin = margin_text(self.terms.margin(claim.key, claim.margin), claim.scale)
         lines = [f"reason: {self.reason}", f"source: {claim.source}", f"rule: {claim.rule_text(self.terms)}"]
-        lines += [
-            f"level {100 * self.terms.level:g} %, margin {margin}{least}; n: {claim.unit}, at least {claim.minimal_n}"
-        ]
+        level = f"level {100 * self.terms.level:g} %, margin {margin}{least}"
+        lines.append(f"{level}; n: {claim.unit}, at least {claim.minimal_n}")
         if self.effect is not None:
             lines.append(f"effect: {self.effect.name}: {self.effect.line}")
             if self.effect.t is not None and self.effect.interval is not None:
@@ -380,8 +366,7 @@ class Verdict:
             why = "confirmatory" if self.confirmatory else "not confirmatory: a claim before it has another verdict"
             lines.append(f"primary; {why}")
         lines += [f"condition: {text}: {'met' if met else 'not met'}" for text, met in self.finding.conditions]
-        for other in self.finding.others:
-            lines.append(f"also: {other.name}: {other.line}{f' ({other.note})' if other.note else ''}")
+        lines += [f"also: {one.name}: {one.line}{f' ({one.note})' * bool(one.note)}" for one in self.others]
         lines += [f"note: {note}" for note in self.finding.notes]
         if self.finding.dose is not None:
             lines.append(f"note: {self.finding.dose.text}")
@@ -416,7 +401,7 @@ class Verdict:
         return {
             **_json(values),
             "effect": None if self.effect is None else self.effect.to_dict(),
-            "others": [estimate.to_dict() for estimate in finding.others],
+            "others": [estimate.to_dict() for estimate in self.others],
             "other": None if self.other is None else self.other.to_dict(),
         }
 
@@ -493,14 +478,6 @@ def pairing_notes(study: Study, pairing: Pairing) -> tuple[str, ...]:
     if pairing.left_out:
         notes.append(f"{pairing.left_out} pairs of other settings are not used")
     return tuple(notes)
-
-
-def unfinished(study: Study) -> tuple[str, ...]:
-    """A note that names the runs left out."""
-    if not study.unfinished:
-        return ()
-    names = ", ".join(study.unfinished[:5]) + (" …" if len(study.unfinished) > 5 else "")
-    return (f"{len(study.unfinished)} unfinished runs are left out: {names}",)
 
 
 def _json(value: Any) -> Any:

@@ -14,6 +14,7 @@ from sharpscope.analysis.claims.registry import CLAIMS
 from sharpscope.config import ClaimsSpec
 from sharpscope.errors import UserError
 from sharpscope.traces import Run, write_atomic
+from sharpscope.traces.files import now as clock
 
 
 def declared_rules(terms: ClaimsSpec, radius: float | None = None) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def declare(study: Path, rules: Mapping[str, Any], version: str, why: str = "", 
     changed = list(differences(states[-1]["rules"], rules)) if states else []
     if states and not why:
         raise UserError(f"{file}: declared on {states[-1]['declared']} with other rules ({_few(changed)}); give --why")
-    state = {"declared": now or _now(), "version": version, "hash": digest, "rules": dict(rules)}
+    state = {"declared": now or clock(), "version": version, "hash": digest, "rules": dict(rules)}
     states.append(state | ({"why": why, "changed": changed} if why else {}))
     write_atomic(file, json.dumps(states, indent=2, ensure_ascii=False) + "\n")
     return f"{'declared' if len(states) == 1 else 'changed'}; SHA-256 {digest}", changed
@@ -141,10 +142,6 @@ def _states(file: Path) -> list[dict[str, Any]]:
     if not intact:
         raise UserError(f"{file}: the rules do not fit their hash, so they were edited; restore the file")
     return list(states)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _seconds(text: str) -> float:

@@ -11,13 +11,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from sharpscope.analysis.claims import one_update
-from sharpscope.analysis.claims.base import (
-    ClaimData,
-    PairedClaim,
-    directional,
-    mean_estimate,
-    present,
-)
+from sharpscope.analysis.claims.base import ClaimData, declared, directional, mean_estimate
 from sharpscope.analysis.measures import by_step, dose_of, probe_rows
 from sharpscope.analysis.study import Study
 from sharpscope.analysis.tokens import Columns, Reducer
@@ -108,7 +102,7 @@ def measure(study: Study) -> ClaimData:
     ]
     by_seed = pd.DataFrame(found, columns=["seed", "r"]).groupby("seed")["r"].mean().to_numpy(dtype=float)
     own = _drifts(study, study.treatment)
-    others = present(
+    others = (
         mean_estimate("partial correlation of predicted and measured change", by_seed, "correlation"),
         mean_estimate(f"drift of entropy of {study.treatment}", own, DRIFT, "", "log"),
     )
@@ -126,7 +120,6 @@ def measure(study: Study) -> ClaimData:
         conditions=((f"the mean drift under {STABLE} is closer to 0 than under {study.baseline}", closer),),
         others=others,
         notes=(f"{len(frame)} changes of entropy in {frame['run'].nunique()} runs",),
-        frames={"prediction": frame},
         dose=dose_of(study.alike(STABLE).values(), STABLE),
     )
 
@@ -141,23 +134,4 @@ def _unmeasured(study: Study) -> str:
     return f"no run has {FEWEST} changes of entropy at fixed tokens with a prediction at every step between"
 
 
-C12 = PairedClaim(
-    name="C12",
-    title="polarity predicts entropy's change, and covariance-aware weights stabilize it",
-    source="arXiv 2605.11775 (polarity) and 2605.11538 (covariance)",
-    rule=f"at fixed tokens, solutions of the probe set; supported: entropy falls less under {STABLE} than under the baseline (sign-flip "
-    "test of the signed drift ln(end / start) over seeds), its mean drift being closer to 0, and predicted and measured changes of "
-    "entropy correlate within runs; refuted: the drift is shown to be higher by less than {margin}, or the correlation to be below "
-    f"{CORRELATION:g} (Bonferroni)",
-    measure=measure,
-    margin=0.1,
-    scale="log",
-    direction="higher",
-    effect=f"drift of entropy of {STABLE}",
-    effect_unit=DRIFT,
-    compares=True,
-    reducers=(REDUCER,),
-    version="between runs",
-    other=one_update.C12,
-    figures=(("scatter", "prediction", "predicted", "measured", "change of entropy at fixed tokens [nats]"),),
-)
+C12 = declared("C12", measure, REDUCER, other=one_update.C12)

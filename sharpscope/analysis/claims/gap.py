@@ -12,7 +12,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
-from sharpscope.analysis.claims.base import ClaimData, PairedClaim, Statistic, mean_estimate, present
+from sharpscope.analysis.claims.base import ClaimData, Statistic, declared, mean_estimate
 from sharpscope.analysis.measures import (
     FUNCTIONAL,
     answer_noise,
@@ -166,39 +166,24 @@ def measure(study: Study) -> ClaimData:
     noise = [gap_noise(study.finished[row["run"]], int(row["step"])) for _, row in frame.iterrows()]
     if any(value is None for value in noise):
         why = "the sampling noise of the gap is not known, so neither is its reliability: no training answers to count"
-        return ClaimData(missing=why, frames={"grid": frame})
+        return ClaimData(missing=why)
     known, gaps = np.array(noise, dtype=float), frame["gap"].to_numpy()
     reliable = reliability(gaps, known, list(frame[stratum].itertuples(index=False, name=None)))
     if reliable < FLOOR:
-        return ClaimData(missing=_unreliable(reliable, gaps, known) + why, frames={"grid": frame})
+        return ClaimData(missing=_unreliable(reliable, gaps, known) + why)
     whole = float(kendalltau(frame["asam"], gaps).statistic)
     common = "includes any common cause"
     return ClaimData(
         parts={"": main},
         conditions=tuple((f"{TAU} over {axis} alone is not negative", bool(main[axis].mean() >= 0)) for axis in axes),
-        others=present(
+        others=(
             mean_estimate(f"{TAU} of sam and gap", plain, TAU),
             *(mean_estimate(f"{TAU} over {axis} alone", main[axis].dropna(), TAU) for axis in axes),
             Statistic("plain Kendall τ over all runs", whole, TAU, n=len(frame), note=common),
             Statistic("reliability of the gap within strata", reliable, "1"),
         ),
         notes=(f"{main['pairs'].sum()} compared pairs of {len(frame)} runs; axes: {', '.join(axes)}{why}",),
-        frames={"grid": frame},
     )
 
 
-C6 = PairedClaim(
-    name="C6",
-    title="sharpness predicts the generalization gap",
-    source="flat minima; tested after arXiv 1912.02178",
-    rule="supported: the granulated Kendall coefficient of adaptive sharpness and gap at fixed learning rate is above 0 (sign-flip test "
-    "over strata: method, seed and learning rate) and no axis alone is negative; refuted: it is shown to be below {margin}; "
-    f"untestable where the gap's reliability is below {FLOOR:g}",
-    measure=measure,
-    margin=0.2,
-    direction="higher",
-    effect="granulated Kendall τ of adaptive sharpness and gap",
-    effect_unit=TAU,
-    unit="strata of the grid",
-    figures=(("scatter", "grid", "asam", "gap", "gap against adaptive sharpness"),),
-)
+C6 = declared("C6", measure)

@@ -9,14 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from sharpscope.analysis.claims.base import (
-    ClaimData,
-    PairedClaim,
-    log_margin,
-    mean_estimate,
-    pairing_notes,
-    present,
-)
+from sharpscope.analysis.claims.base import ClaimData, declared, log_margin, mean_estimate, pairing_notes
 from sharpscope.analysis.measures import log_ratios
 from sharpscope.analysis.statistics import sign_flip_p
 from sharpscope.analysis.study import Pairing, PairMeasure, Study
@@ -78,25 +71,12 @@ def smoothness(study: Study) -> ClaimData:
     return ClaimData(
         parts={"": rough},
         conditions=(("spikes are not shown to be more frequent", not more),),
-        others=present(mean_estimate("spike rate", spikes, "share of steps", "", "points")),
+        others=(mean_estimate("spike rate", spikes, "share of steps", "", "points"),),
         notes=pairing_notes(study, pairing),
     )
 
 
-C8 = PairedClaim(
-    name="C8",
-    title="{treatment}'s gradient-norm trajectory is smoother",
-    source="arXiv 2511.00066",
-    rule="supported: the median |ln g_{t+1} − ln g_t| is lower (sign-flip test of the log ratio over seeds), spikes not shown to "
-    "be more frequent; refuted: it is shown to be lower by less than {margin}",
-    measure=smoothness,
-    margin=0.1,
-    scale="log",
-    direction="lower",
-    effect="roughness",
-    effect_unit=LOG,
-    compares=True,
-)
+C8 = declared("C8", smoothness)
 
 
 def _shares(tokens: Columns, run: Run) -> dict[str, Any] | None:
@@ -159,24 +139,9 @@ def lucky_spikes(study: Study) -> ClaimData:
     return ClaimData(
         parts={"": lucky},
         conditions=((f"confident tokens are shown to lose less than {margin:.0%} of their share", bool(kept)),),
-        others=present(mean_estimate("confident tokens' gradient share", sure, LOG, "", "log")),
+        others=(mean_estimate("confident tokens' gradient share", sure, LOG, "", "log"),),
         notes=(f"lucky: π < {LOW:g} and A > 0; confident: π > {HIGH:g}", *pairing_notes(study, pairing)),
     )
 
 
-C13 = PairedClaim(
-    name="C13",
-    title="{treatment} damps lucky spikes while keeping confident tokens",
-    source="arXiv 2511.00066",
-    rule=f"supported: the share of Σ|c|·norm held by tokens with π < {LOW:g} and A > 0 is lower than in the baseline's run of the same "
-    f"seed (sign-flip test over seeds) and that of tokens with π > {HIGH:g} is shown to fall by less than {{margin}}; refuted: it "
-    "is shown to be lower by less than {margin}",
-    measure=lucky_spikes,
-    margin=0.05,
-    scale="log",
-    direction="lower",
-    effect="lucky tokens' gradient share",
-    effect_unit=LOG,
-    compares=True,
-    reducers=(SHARES,),
-)
+C13 = declared("C13", lucky_spikes, SHARES)

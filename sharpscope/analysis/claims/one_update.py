@@ -6,15 +6,13 @@ matched KL. These versions are reported with those between runs and never change
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.claims.base import ClaimData, PairedClaim
-from sharpscope.analysis.forks import NAMES
+from sharpscope.analysis.claims.base import ClaimData, declared
 from sharpscope.analysis.measures import Dose
 from sharpscope.analysis.study import Study
 from sharpscope.config import control_label
@@ -55,9 +53,8 @@ def paired(study: Study, arm: str, rival: str, outcome: str) -> pd.DataFrame:
     rows = rows.assign(change=rows["value"] - rows["start"])
     mine, other = (rows[rows["arm"] == name].set_index(KEY)[["value", "change"]] for name in (arm, rival))
     both = mine.join(other.rename(columns={"value": "rival", "change": "rival_change"}), how="inner").reset_index()
-    return both.assign(
-        gain=abs(float(rows.loc[rows["arm"] == rows["reference"], "change"].mean())) if len(rows) else np.nan
-    )
+    gain = rows.loc[rows["arm"] == rows["reference"], "change"].mean()
+    return both.assign(gain=abs(float(gain)) if len(rows) else np.nan)
 
 
 def clusters(frame: pd.DataFrame, column: str) -> pd.DataFrame:
@@ -88,16 +85,16 @@ def _nothing(study: Study, outcome: str, arm: str, rival: str, arms: Sequence[st
     return ClaimData(missing=f"no counterfactual update measures {outcome} of {arm} and {rival} ({command})")
 
 
-def _changes(study: Study, pairs: Sequence[tuple[str, str]], outcome: str) -> ClaimData:
-    """Differences between arms of an outcome's change, as shares of the reference's change."""
+def _changes(study: Study, arm: str, *rivals: str, outcome: str = "heldout_failure") -> ClaimData:
+    """Differences between an arm's change of an outcome and those of its rivals, as shares of the reference's change."""
     parts = {}
-    for arm, rival in pairs:
+    for rival in rivals:
         frame = paired(study, arm, rival, outcome)
         frame = clusters(frame.assign(share=(frame["change"] - frame["rival_change"]) / frame["gain"]), "share")
         if not len(frame):
-            return _nothing(study, outcome, arm, rival, [name for pair in pairs for name in pair])
-        parts["" if len(pairs) == 1 else rival] = frame
-    return _finding(study, parts, pairs[0][0])
+            return _nothing(study, outcome, arm, rival, [name for one in rivals for name in (arm, one)])
+        parts["" if len(rivals) == 1 else rival] = frame
+    return _finding(study, parts, arm)
 
 
 def _sharpness(study: Study) -> ClaimData:
@@ -112,29 +109,19 @@ def _sharpness(study: Study) -> ClaimData:
     most = pd.concat(units, axis=1).astype(float).max(axis=1)
     fit = (most <= MAX_SATURATION) & (frame["value"] > 0) & (frame["rival"] > 0)
     if not fit.any():
-        why = (
-            f"sharpness is saturated: {most.median():.2f} of the largest possible rise, the limit is {MAX_SATURATION:g}"
-        )
-        return ClaimData(missing=f"{why}; fork with a smaller radius", dose=dose(study, arm))
+        why = f"sharpness is saturated: {most.median():.2f} of the largest possible rise"
+        why += f", the limit is {MAX_SATURATION:g}; fork with a smaller radius"
+        return ClaimData(missing=why, dose=dose(study, arm))
     parts = {"": clusters(frame.assign(ratio=np.log((units[0] / units[1])[fit].astype(float))), "ratio")}
     notes = [f"{(~fit).sum()} of {len(frame)} batches are saturated and left out"] if not fit.all() else []
     return _finding(study, parts, arm, notes)
 
 
-def _accuracy(study: Study) -> ClaimData:
-    return _changes(study, [(study.treatment, study.baseline)], "heldout_failure")
-
-
 def _alignment(study: Study) -> ClaimData:
-    rivals = [control_label(study.treatment, control) for control in ("reverse", "shuffled")]
-    return _changes(study, [(study.treatment, rival) for rival in rivals], "heldout_failure")
+    return _changes(study, study.treatment, *(control_label(study.treatment, c) for c in ("reverse", "shuffled")))
 
 
-def _entropy(study: Study) -> ClaimData:
-    return _changes(study, [("cov-grpo", study.baseline)], "entropy")
-
-
-def _unlikely(study: Study) -> ClaimData:
+def unlikely(study: Study) -> ClaimData:
     """Change of held-out failure by an update with the unlikely tokens alone, in units of the reference's change."""
     name = f"{study.baseline}+tokens.kind=probability"
     arms = sorted(outcomes(study, "heldout_failure")["arm"].unique())
@@ -152,66 +139,7 @@ def _unlikely(study: Study) -> ClaimData:
     return replace(_finding(study, parts, low, [f"arms {low} and {high}"]), dose=None)
 
 
-def _claim(name: str, title: str, rule: str, measure: Callable[[Study], ClaimData], **changes: Any) -> PairedClaim:
-    """A claim about one update at matched KL; by default about the change of held-out failure, as a share of the reference's."""
-    given: dict[str, Any] = {
-        "source": "this project: counterfactual updates",
-        "margin": 0.1,
-        "scale": "percent",
-        "direction": "lower",
-        "effect": f"change of {NAMES['heldout_failure']}",
-        "effect_unit": "share of the reference's change",
-        "unit": "batches of rollouts (states, from 6 states on)",
-        "compares": True,
-        "version": "one update",
-    }
-    return PairedClaim(name=name, title=title, rule=rule, measure=measure, **(given | changes))
-
-
-C4 = _claim(
-    "C4",
-    "one update with the weights of {treatment} lowers sharpness",
-    "supported: after one update at matched KL, SAM sharpness per unit of 1 − loss, not saturated, is lower than after the "
-    "baseline's from the same state and rollouts (sign-flip test of the log ratio); refuted: it is shown to be lower by less than "
-    "{margin}",
-    _sharpness,
-    margin=0.01,
-    scale="log",
-    effect="SAM sharpness per unit of 1 − loss",
-    effect_unit="ln(treatment / baseline)",
-)
-C7 = _claim(
-    "C7",
-    "one update with the weights of {treatment} generalizes better",
-    "supported: one update at matched KL lowers expected held-out failure at temperature 1 more than the baseline's from the same "
-    "state and rollouts; refuted: it is shown to gain less than {margin} of the baseline's gain",
-    _accuracy,
-)
-C10 = _claim(
-    "C10",
-    "one update depends on the alignment of the weights of {treatment}",
-    "supported: one update at matched KL lowers expected held-out failure at temperature 1 more than with the weights reversed and "
-    "than with the weights shuffled (the larger p); refuted: it is shown to gain less than {margin} of the baseline's gain over one "
-    "of them (Bonferroni)",
-    _alignment,
-)
-C12 = _claim(
-    "C12",
-    "one update with covariance-aware weights keeps entropy",
-    "supported: after one update at matched KL, entropy at fixed tokens is higher under cov-grpo than under the baseline; refuted: "
-    "it is shown to be higher by less than {margin} of the baseline's change",
-    _entropy,
-    direction="higher",
-    effect=f"change of {NAMES['entropy']}",
-)
-C9 = _claim(
-    "C9",
-    "low-probability tokens hurt held-out performance",
-    "supported: an update at matched KL with the unlikely tokens alone raises expected held-out failure, and raises it more than one "
-    "with the likely tokens alone (the larger p); refuted: it is shown to raise it by less than {margin} of the reference's change, or "
-    "by less than that more than the likely tokens (Bonferroni)",
-    _unlikely,
-    source="arXiv 2505.12929 and 2511.00066",
-    direction="higher",
-    compares=False,
-)
+C4 = declared("C4 (one update)", _sharpness)
+C7 = declared("C7 (one update)", lambda study: _changes(study, study.treatment, study.baseline))
+C10 = declared("C10 (one update)", _alignment)
+C12 = declared("C12 (one update)", lambda study: _changes(study, "cov-grpo", study.baseline, outcome="entropy"))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sharpscope.analysis.claims import accuracy, entropy, gap, gradients, sharpness, tokens
-from sharpscope.analysis.claims.base import Claim, Verdict, decide, unfinished
+from sharpscope.analysis.claims.base import Claim, Verdict, decide
 from sharpscope.analysis.claims.checks import CHECKS, Check
 from sharpscope.analysis.measures import dose_of
 from sharpscope.analysis.study import Study
@@ -38,38 +38,11 @@ REDUCERS = tuple(dict.fromkeys(_READ))
 """Everything that claims need of whole token tables, and that a reduced copy of a run keeps in their place."""
 
 
-def test_claims(
-    runs: Runs,
-    claims: Sequence[str] | None = None,
-    *,
-    baseline: str = "grpo",
-    treatment: str | None = None,
-    terms: ClaimsSpec | None = None,
-) -> list[Verdict]:
-    """A verdict for each claim.
-
-    The primary claims (C7, C4, C10) have a fixed order, and all of them are tested whichever are asked for, so that a verdict
-    does not depend on what else was asked.
-
-    Args:
-        runs: from `load_runs`; unfinished ones are left out and named.
-        claims: names, e.g. ["C7"]; None: all.
-        baseline, treatment: names of the two methods compared, as in run.json; None: see `study_of`.
-        terms: margins, level, order and least dose; None: those of the rules.
-
-    Raises:
-        UserError: an unknown claim, an unknown treatment, or a method compared with itself.
-    """
-    names = claim_names(claims)
-    return judge(study_of(runs, baseline, treatment, terms), names)[0]
-
-
-test_claims.__test__ = False  # type: ignore[attr-defined]  # not a test, whatever its name looks like
-
-
 def judge(study: Study, names: Sequence[str] | None = None) -> tuple[list[Verdict], list[Check]]:
     """The verdicts on the claims `names` (None: all) and the checks of these names; the token tables are read once.
 
+    The primary claims (C7, C4, C10) have a fixed order, and all of them are tested whichever are asked for, so that a verdict does
+    not depend on what else was asked.
     A primary verdict is confirmatory if every claim before it in the order has the same verdict: testing in a fixed order and
     stopping at the first claim that is not rejected keeps the chance of any wrong rejection at the level (Maurer, Hothorn and
     Lehmacher 1995), for `supported` and for `refuted` separately.
@@ -79,12 +52,14 @@ def judge(study: Study, names: Sequence[str] | None = None) -> tuple[list[Verdic
     checks = {name: check for name, check in CHECKS.items() if name in names}
     reducers = [reducer for claim in claims.values() for reducer in claim.reducers] + [r for _, r in checks.values()]
     study.read_tokens(list(dict.fromkeys(reducers)))
+    left, listed = len(study.unfinished), ", ".join(study.unfinished[:5]) + " …" * (len(study.unfinished) > 5)
+    unfinished = (f"{left} unfinished runs are left out: {listed}",) * bool(left)
 
     def verdict(claim: Claim) -> Verdict:
         found = claim.measure(study)
         if claim.compares and found.dose is None:
             found = replace(found, dose=dose_of(study.alike(study.treatment).values(), study.treatment))
-        return decide(claim, replace(found, notes=(*found.notes, *unfinished(study))), study.terms)
+        return decide(claim, replace(found, notes=(*found.notes, *unfinished)), study.terms)
 
     result = {
         name: replace(verdict(claim), other=None if claim.other is None else verdict(claim.other))
@@ -110,8 +85,10 @@ def study_of(
     """The runs laid out for comparing two methods.
 
     Args:
-        runs, baseline, terms: see `test_claims`.
-        treatment: None: grpo-sg where it was run, or else the other method with the most finished runs.
+        runs: from `load_runs`; unfinished ones are left out and named.
+        baseline, treatment: names of the two methods compared, as in run.json. Treatment None: grpo-sg where it was run, or else the
+            other method with the most finished runs.
+        terms: margins, level, order and least dose; None: those of the rules.
 
     Raises:
         UserError: a method compared with itself, or one that no finished run has; it lists those that are there.

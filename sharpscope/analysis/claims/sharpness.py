@@ -13,21 +13,8 @@ import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.claims import one_update
-from sharpscope.analysis.claims.base import (
-    ClaimData,
-    PairedClaim,
-    mean_estimate,
-    pairing_notes,
-    present,
-)
-from sharpscope.analysis.measures import (
-    FUNCTIONAL,
-    SMOOTHING,
-    by_step,
-    log_ratios,
-    probe_rows,
-    shared_sharpness,
-)
+from sharpscope.analysis.claims.base import ClaimData, declared, mean_estimate, pairing_notes
+from sharpscope.analysis.measures import FUNCTIONAL, SMOOTHING, by_step, log_ratios, probe_rows, shared_sharpness
 from sharpscope.analysis.statistics import sign_flip_p
 from sharpscope.analysis.study import Pair, Study
 from sharpscope.traces import MAX_SATURATION
@@ -113,9 +100,8 @@ def measure(study: Study) -> ClaimData:
         if name == "step":
             others.append(mean_estimate(f"{text}, the rise itself", ratios(rows, "rise"), UNIT, "", "log"))
     units = frame[["unit_baseline", "unit_treatment"]].to_numpy(dtype=float)
-    most = (
-        f"{np.nanmedian(units):.2f} of the largest possible rise" if np.isfinite(units).any() else "of unknown ceiling"
-    )
+    known = np.isfinite(units).any()
+    most = f"{np.nanmedian(units):.2f} of the largest possible rise" if known else "of unknown ceiling"
     estimated = " (ceiling: training accuracy at that step)" if frame.filter(like="estimated").any(axis=None) else ""
     left_out = len(frame) - len(main)
     notes = [f"radius {radius:g}, shared by all runs; sharpness is {most}{estimated}"]
@@ -133,26 +119,9 @@ def measure(study: Study) -> ClaimData:
         parts={"": main},
         missing=missing,
         conditions=tuple(conditions),
-        others=present(*others),
+        others=tuple(others),
         notes=(*notes, *pairing_notes(study, pairing)),
     )
 
 
-C4 = PairedClaim(
-    name="C4",
-    title="{treatment} lowers sharpness",
-    source="arXiv 2511.00066",
-    rule=f"supported: SAM sharpness of {FUNCTIONAL} per unit of 1 − loss, at one radius at which its rise is at most "
-    f"{MAX_SATURATION:g} of the largest possible, is lower at the last step probed in both runs (sign-flip test of the log ratio over "
-    "seeds), adaptive sharpness and sharpness at matched reward not shown to be higher; refuted: it is shown to be lower by less "
-    "than {margin}",
-    measure=measure,
-    margin=0.1,
-    scale="log",
-    direction="lower",
-    effect="SAM sharpness per unit of 1 − loss",
-    effect_unit=UNIT,
-    compares=True,
-    version="between runs",
-    other=one_update.C4,
-)
+C4 = declared("C4", measure, other=one_update.C4)

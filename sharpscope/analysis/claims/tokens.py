@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,29 +11,14 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from sharpscope.analysis.claims import one_update
-from sharpscope.analysis.claims.base import (
-    Claim,
-    ClaimData,
-    Evidence,
-    PairedClaim,
-    Statistic,
-    margin_text,
-    mean_estimate,
-    present,
-)
-from sharpscope.analysis.statistics import (
-    ClusterSlope,
-    cluster_moments,
-    sign_flip_p,
-    weighted_ranks,
-)
+from sharpscope.analysis.claims.base import ClaimData, Evidence, Statistic, declared, margin_text, mean_estimate
+from sharpscope.analysis.statistics import ClusterSlope, cluster_moments, sign_flip_p, weighted_ranks
 from sharpscope.analysis.study import Study
-from sharpscope.analysis.tokens import DECILES, INCLUSION, Columns, Reduced, Reducer, deciles, inverse_inclusion
+from sharpscope.analysis.tokens import INCLUSION, Columns, Reduced, Reducer, deciles, inverse_inclusion
 
 if TYPE_CHECKING:
     from sharpscope.traces import Run
 
-CLUSTERS = "clusters (steps × seeds)"
 
 # C2: the full score norm grows as 1 − π.
 
@@ -43,10 +27,6 @@ LOWEST = 1e-6
 """1 − π below this is float32's rounding [1]."""
 FEWEST_SLOPE, FEWEST_CURVE, FEWEST_INFLUENCE = 8, 50, 100
 """Tokens that a step must have for its slope, its Lorenz curve and its influence to be counted [tokens]."""
-
-
-SAMPLED = 16
-"""Tokens of a step that the figure of C2 shows."""
 
 
 def _design(tokens: Columns, norm: NDArray[Any], weight: NDArray[Any], *, full: bool = False) -> dict[str, Any] | None:
@@ -66,7 +46,6 @@ def _design(tokens: Columns, norm: NDArray[Any], weight: NDArray[Any], *, full: 
     if full:
         ranks = [weighted_ranks(column, w) for column in columns]
         values["ranks"] = cluster_moments(ranks[-1], ranks[0], ranks[1:-1], w)
-        values["sample"] = np.column_stack([rest[good], norm[good], w])[:SAMPLED]
     return values
 
 
@@ -117,7 +96,6 @@ def score_norm(study: Study) -> ClaimData:
     interval = slope.interval()
     positive = ranks.value > 0 and ranks.p(0.0) <= study.terms.level
     holds = interval is None or interval.low <= 1 <= interval.high
-    sample = np.concatenate([r.values["sample"] for r in results])
     return ClaimData(
         effect=Statistic("slope of ln ‖∇ log π‖ on ln(1 − π)", slope.value, "1", interval),
         n=slope.clusters,
@@ -142,22 +120,10 @@ def score_norm(study: Study) -> ClaimData:
             f"{sum(r.values['tokens'] for r in results)} tokens in {slope.clusters} steps of {seeds.clusters} seeds",
             *study.elsewhere(study.baseline, study.treatment),
         ),
-        frames={"sample": pd.DataFrame(sample, columns=["one_minus_pi", "score_norm", "sampling_weight"])},
     )
 
 
-C2 = Claim(
-    name="C2",
-    title="the full score norm grows as 1 − π",
-    source="arXiv 2511.00066: a token's gradient norm lies between constants times (1 − π)",
-    rule="supported: the slope of ln norm on ln(1 − π) is shown to lie within 1 ± {margin} (two one-sided tests), its interval holds "
-    "1, and the partial rank correlation is positive; refuted: the slope is shown to lie outside",
-    measure=score_norm,
-    margin=0.5,
-    unit=CLUSTERS,
-    reducers=(FULL, LOCAL),
-    figures=(("binned", "sample", "one_minus_pi", "score_norm", "exact norm against 1 − π"),),
-)
+C2 = declared("C2", score_norm, FULL, LOCAL)
 
 # C3: few tokens dominate the gradient, more than if the norm were 1 − π.
 
@@ -226,7 +192,7 @@ def dominance(study: Study) -> ClaimData:
         mean_estimate(name, means[column].to_numpy(), GRADIENT, scale="percent")
         for name, column in (("share of the top hundredth", "treatment"), ("the null's share", "baseline"))
     ]
-    others = tuple(replace(share, p_value=None) for share in present(*shares))
+    others = tuple(replace(share, p_value=None) for share in shares if share is not None)
     if room < margin:
         missing = (
             f"the null's top hundredth holds {1 - room:.1%}, which leaves no room for {margin_text(margin, 'points')} more: whatever "
@@ -242,21 +208,7 @@ def dominance(study: Study) -> ClaimData:
     )
 
 
-C3 = PairedClaim(
-    name="C3",
-    title="few tokens dominate the gradient",
-    source="arXiv 2505.12929 and 2511.00066: low-probability tokens dominate the update",
-    rule="supported: the top hundredth of the tokens holds more of Σ|c|·norm than where norm = 1 − π, and more than half; "
-    "refuted: it is shown to hold less than {margin} more than that null's; untestable where the null leaves less room than that",
-    measure=dominance,
-    margin=0.05,
-    scale="points",
-    direction="higher",
-    effect="share of the top hundredth beyond the null's",
-    effect_unit=GRADIENT,
-    unit=CLUSTERS,
-    reducers=(CURVES,),
-)
+C3 = declared("C3", dominance, CURVES)
 
 # C9: low-probability tokens hurt held-out performance.
 
@@ -273,16 +225,9 @@ def _by_decile(tokens: Columns, run: Run) -> dict[str, Any] | None:
     scale = np.average(np.abs(influence[used]), weights=weight) if used.sum() >= FEWEST_INFLUENCE else 0.0
     if not scale > 0:
         return None
-    positive, decile = advantage[used] > 0, deciles(tokens["logp"][used]) - 1
-    low = decile == 0
-    mean = functools.partial(_mean_where, influence[used] / scale, weight)
-    cells = [
-        {"advantage": sign, "decile": d + 1, "influence": mean(chosen & (decile == d))}
-        for sign, chosen in (("positive", positive), ("negative", ~positive))
-        for d in range(DECILES)
-    ]
+    positive, low = advantage[used] > 0, deciles(tokens["logp"][used]) == 1
     parts = {"low": low, "rest": ~low, "low_positive": low & positive, "low_negative": low & ~positive}
-    return {name: mean(chosen) for name, chosen in parts.items()} | {"cells": cells}
+    return {name: _mean_where(influence[used] / scale, weight, chosen) for name, chosen in parts.items()}
 
 
 INFLUENCE = Reducer("C9", ("logp", "advantage", "heldout_influence", INCLUSION), _by_decile, needs="heldout_influence")
@@ -298,11 +243,10 @@ def influence(study: Study) -> ClaimData:
     frame = pd.DataFrame([{"seed": r.seed, "step": r.step, **{k: r.values[k] for k in names}} for r in results])
     means = frame.groupby(["seed", "step"], as_index=False).mean()
     worse = sign_flip_p((means["low"] - means["rest"]).to_numpy(), "less") <= study.terms.level
-    cells = pd.concat([pd.DataFrame(r.values["cells"]).assign(seed=r.seed, step=r.step) for r in results])
     return ClaimData(
         parts={"": means.assign(difference=means["low"])},
         conditions=(("the lowest tenth is shown to do worse than the other tokens", worse),),
-        others=present(
+        others=(
             mean_estimate("lowest tenth, positive advantage", means["low_positive"].dropna(), HURTS),
             mean_estimate("lowest tenth, negative advantage", means["low_negative"].dropna(), HURTS),
             mean_estimate("all other tokens", means["rest"], HURTS),
@@ -311,26 +255,8 @@ def influence(study: Study) -> ClaimData:
             f"{frame['seed'].nunique()} seeds, {frame['step'].nunique()} recorded steps",
             *study.elsewhere(study.baseline),
         ),
-        frames={"influence": cells.reset_index(drop=True)},
     )
 
 
-C9 = replace(
-    one_update.C9,
-    other=PairedClaim(
-        name="C9",
-        title=one_update.C9.title,
-        source=one_update.C9.source,
-        rule="supported: the mean first-order influence of the lowest tenth by probability is below 0 and below that of the "
-        "other tokens; refuted: it is shown to be above −{margin} mean |influence|",
-        measure=influence,
-        margin=0.1,
-        direction="lower",
-        effect="mean influence of the lowest tenth by probability",
-        effect_unit=HURTS,
-        unit=CLUSTERS,
-        version="influence of recorded tokens",
-        figures=(("curve", "influence", "decile", "influence", "influence by decile of probability"),),
-    ),
-    reducers=(INFLUENCE,),
-)
+_RECORDED = declared("C9 (influence of recorded tokens)", influence)
+C9 = declared("C9", one_update.unlikely, INFLUENCE, other=_RECORDED)

@@ -12,7 +12,6 @@ import pandas as pd
 from sharpscope.analysis.claims.base import Verdict
 from sharpscope.analysis.claims.checks import Check
 from sharpscope.analysis.claims.registry import judge, study_of
-from sharpscope.analysis.power import NOTE, power_table, powers_of
 from sharpscope.analysis.sections import Section
 from sharpscope.analysis.text import escape_markdown, number
 from sharpscope.traces import output_folder, write_atomic
@@ -89,7 +88,10 @@ def write_claims(
 
 def claim_sections(runs: Runs) -> list[Section]:
     """The verdicts on all claims with their figures, the checks of the recording, and what the tests can decide."""
-    from sharpscope.analysis.claims.figures import figures_of
+    from sharpscope.analysis import power  # imports the claims itself
+    from sharpscope.analysis.claims.figures import (
+        paired_dots,
+    )  # draws with matplotlib, which `study claims` does not need
 
     verdicts, checked = judge(study_of(runs))
     sections = [Section("Claims", verdict_table(verdicts), f"{LIMITS} {UNDECLARED}", "Claims", "claims")]
@@ -97,8 +99,11 @@ def claim_sections(runs: Runs) -> list[Section]:
     sections.append(Section("Checks of the recording", checks, "", "Claims"))
     for verdict in (v for one in verdicts for v in one.versions):
         sections.append(Section(f"{verdict.name}: {verdict.verdict}", "\n".join(verdict.details()), "", "Claims"))
-        sections += [Section("", figure, caption, "Claims", name) for name, figure, caption in figures_of(verdict)]
-    powers = power_table(powers_of(verdicts))
-    if len(powers):
-        sections.append(Section("Power", powers, NOTE, "Claims", "power"))
+        if verdict.claim.direction is not None and verdict.finding.parts and not verdict.finding.missing:
+            name = f"{verdict.claim.name.lower()}{'' if verdict.claim.key == verdict.claim.name else '_2'}"
+            caption = f"{verdict.title}: {verdict.verdict}. A dot for each of {verdict.n} {verdict.claim.unit}; dashed: the margin."
+            sections.append(Section("", paired_dots(verdict), caption, "Claims", name))
+    if powers := power.powers_of(verdicts):
+        table = pd.DataFrame([one.row() for one in powers])
+        sections.append(Section("Power", table, power.NOTE, "Claims", "power"))
     return sections

@@ -14,30 +14,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from sharpscope.analysis.curves import chart_of, study_charts
-from sharpscope.analysis.figures.style import (
-    BLACK,
-    BLUE,
-    COLORS,
-    GRAY,
-    Lines,
-    finish,
-    lines,
-    panels,
-    plain,
-    setting_text,
-    styled,
-)
+from sharpscope.analysis.curves import study_charts
+from sharpscope.analysis.figures.style import BLUE, COLORS, GRAY, finish, lines, panels, plain, setting_text, styled
 from sharpscope.analysis.forks import COMPARISONS, NAMES, UNITS, fork_differences
-from sharpscope.analysis.frames import SHARPNESS, split_of
 from sharpscope.analysis.report import laid_out, main_differences
-from sharpscope.analysis.study import Study
-from sharpscope.analysis.tokens import INCLUSION, SAMPLE, complement, inverse_inclusion, sample_tokens
 from sharpscope.traces import Runs
 
-PULL = ["logp", "weight", "loss_coef", "score_norm_local", INCLUSION]
-REST = "1 − π of the token"
-SMALLEST = 1e-8  # where 1 − π is 0 in float32, it is drawn here
 FEW = 30
 """Points up to which intervals are bars and not a band."""
 
@@ -100,18 +82,15 @@ def fork_effects(table: pd.DataFrame) -> Figure | None:
 
     `table`: of one fork, from `sharpscope.analysis.fork_differences`.
     """
-    shown = table[
-        (table["arm"] != table["reference"]) & table["difference"].notna() & table["outcome"].isin(list(NAMES))
-    ]
+    compared = (table["arm"] != table["reference"]) & table["difference"].notna()
+    shown = table[compared & table["outcome"].isin(list(NAMES))]
     if shown.empty:
         return None
     several = shown["state"].nunique() > 1
     matched = shown["comparison"].map({name: ", matched KL" * (name == "kl") for name in COMPARISONS})
     contrast = shown["arm"] + (", " + shown["state"] if several else "") + matched
     units = [UNITS.get(outcome, ("", 1.0)) for outcome in shown["outcome"]]
-    names = [
-        NAMES[outcome] + f" [{unit}]" * bool(unit) for outcome, (unit, _) in zip(shown["outcome"], units, strict=True)
-    ]
+    names = [NAMES[name] + f" [{unit}]" * bool(unit) for name, (unit, _) in zip(shown["outcome"], units, strict=True)]
     ends = shown[["difference", "low", "high"]].astype(float).mul([factor for _, factor in units], axis=0)
     rank = shown["outcome"].map(list(NAMES).index).to_numpy().argsort(kind="stable")
     return differences(ends.assign(quantity=names, contrast=contrast).iloc[rank])
@@ -145,47 +124,10 @@ def quantiles(axis: Axes, x: pd.Series, y: pd.Series, bins: pd.Series, label: st
     """Median of y and its 10 to 90 % band over the median x of each of the `bins`; of fewer than 5 points none is drawn."""
     grouped = pd.DataFrame({"x": x, "y": y}).groupby(bins, observed=True)
     enough = grouped.size() >= 5
-    at, middle, low, high = (
-        part[enough] for part in (grouped["x"].median(), *(grouped["y"].quantile(q) for q in (0.5, 0.1, 0.9)))
-    )
+    at, *levels = grouped["x"].median(), *(grouped["y"].quantile(q) for q in (0.5, 0.1, 0.9))
+    at, middle, low, high = (part[enough] for part in (at, *levels))
     axis.plot(at, middle, label=setting_text(label), marker="o" if len(at) <= 12 else "", **line)
     axis.fill_between(at, low, high, color=line["color"], linewidth=0, alpha=0.16)
-
-
-def _over_rest(axis: Axes, logp: pd.Series, y: pd.Series, label: str, line: Mapping[str, Any]) -> None:
-    """Quantiles of y in 24 equal bins of ln(1 − π)."""
-    rest = pd.Series(np.maximum(complement(logp.to_numpy()), SMALLEST))
-    bins = pd.cut(np.log(rest), 24, labels=False) if len(rest) else rest
-    quantiles(axis, rest, y.astype(float).reset_index(drop=True), bins, label, line)  # type: ignore[arg-type]
-
-
-def weights(samples: Mapping[str, pd.DataFrame], pulled: pd.DataFrame, styles: Lines) -> Figure:
-    """Token weights as observed against 1 − π, and where along it the gradient is that they multiply.
-
-    Args:
-        samples: setting → tokens with logp and weight.
-        pulled: tokens of all settings with logp, weight, loss_coef, score_norm_local and inclusion_probability; may be empty.
-        styles: of the settings.
-    """
-    pulled = pulled[(pulled["loss_coef"] != 0) & (pulled["weight"] > 0)]
-    with styled():
-        figure, axes = panels(1 + (len(pulled) > 0), height=2.1)
-        for label, tokens in samples.items():
-            _over_rest(axes[0], tokens["logp"], tokens["weight"], label, styles[label])
-        axes[0].set(ylabel="token weight", title="median and 10 to 90 % of the tokens")
-        for axis in axes[1:]:
-            rest = np.maximum(complement(pulled["logp"].to_numpy()), SMALLEST)
-            count, order = inverse_inclusion(pulled), np.argsort(-rest, kind="stable")
-            pull = count * pulled["loss_coef"].abs() * pulled["score_norm_local"] / pulled["weight"]
-            for amount, label, dash in ((pull, "gradient without weights", "-"), (count, "tokens", "--")):
-                share = np.cumsum(np.asarray(amount, dtype=float)[order])
-                axis.plot(rest[order], 100 * share / share[-1], color=BLACK, linestyle=dash, label=label)
-            axis.set(ylabel="share at this 1 − π or above [%]", title="where the gradient is")
-        for axis in axes:
-            axis.set(xscale="log", xlabel=REST)
-            axis.invert_xaxis()
-        finish(figure, axes)
-    return figure
 
 
 def weight_functions(functions: pd.DataFrame, on_tokens: pd.DataFrame | None = None) -> Figure:
@@ -211,40 +153,8 @@ def weight_functions(functions: pd.DataFrame, on_tokens: pd.DataFrame | None = N
     return figure
 
 
-def score_norms(tokens: pd.DataFrame) -> Figure:
-    """Norm of ∇ ln π over all parameters against 1 − π: median and 10 to 90 %, with the law ∝ (1 − π) through the median ratio.
-
-    `tokens`: logp and score_norm_local.
-    """
-    tokens = tokens[tokens["score_norm_local"] > 0]
-    with styled():
-        figure, (axis,) = panels(1, height=2.4)
-        _over_rest(axis, tokens["logp"], tokens["score_norm_local"], "tokens", {"color": BLUE})
-        if len(tokens):
-            rest = np.maximum(complement(tokens["logp"].to_numpy()), SMALLEST)
-            ends = np.array([rest.min(), rest.max()])
-            law = np.median(tokens["score_norm_local"].to_numpy(dtype=float) / rest) * ends
-            axis.plot(ends, law, ":", color=GRAY, label="∝ (1 − π)")
-        axis.set(xscale="log", yscale="log", xlabel=REST, ylabel="norm of the gradient of ln π")
-        finish(figure, [axis])
-    return figure
-
-
-def probe_pictures(estimates: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
-    """Name and figure of one model's probes table: sharpness by step."""
-    whole = estimates[(estimates["parameters"] == "all") & ~estimates["converged"].isin([False])]
-    along = whole[whole["quantity"].isin(list(SHARPNESS)) & whole["value"].notna()]
-    if along["step"].nunique() > 1:
-        names = (
-            along["quantity"].map(SHARPNESS) + " of " + along["functional"] + ", " + along["probe_set"].map(split_of)
-        )
-        frame = along.assign(quantity=names, setting="model", seed=0)
-        charts = [chart_of(own, ["model"]) for _, own in frame.groupby("quantity", sort=False)]
-        yield "sharpness", curves(charts, ["model"])
-
-
 def run_pictures(runs: Runs) -> Iterator[tuple[str, Figure]]:
-    """Names and figures of each study among `runs`: its charts, token weights and differences; and those of forks."""
+    """Names and figures of each study among `runs`: its charts and differences; and those of forks."""
     for study, settings in laid_out(runs):
         made = study_charts(study, settings, runs)
         labels = [setting["label"] for setting in made["settings"]]
@@ -252,10 +162,6 @@ def run_pictures(runs: Runs) -> Iterator[tuple[str, Figure]]:
             name = re.sub(r"\W+", "_", chart["title"].partition(" [")[0]).strip("_").lower()
             yield f"{study.slug}{name}", curves([chart], labels)
         shown = study.only([setting.label for setting in settings])
-        samples = {k: v for k, v in _samples(shown, ["logp", "weight"]).items() if v["weight"].nunique() > 1}
-        if samples:
-            pulled = pd.concat([pd.DataFrame(columns=PULL, dtype=float), *_samples(shown, PULL).values()])
-            yield f"{study.slug}weights", weights(samples, pulled, lines(shown.labels))
         table = main_differences(study, shown.labels)
         if len(table) > 1:
             share = (table["unit"] == "share").to_numpy()
@@ -266,14 +172,3 @@ def run_pictures(runs: Runs) -> Iterator[tuple[str, Figure]]:
     for name, own in forked.groupby("fork", sort=False):  # type: ignore[assignment]
         if (figure := fork_effects(own)) is not None:
             yield f"fork_{name}" if forked["fork"].nunique() > 1 else "forks", figure
-
-
-def _samples(study: Study, columns: Sequence[str]) -> dict[str, pd.DataFrame]:
-    """Setting's label → a sample of its runs' tokens that have all `columns`; settings without any are left out."""
-    samples = {}
-    for setting in study.settings:
-        share = max(1, SAMPLE // max(1, len(setting.runs)))
-        parts = [part for run in setting.runs.values() if len(part := sample_tokens(run, columns, share))]
-        if parts:
-            samples[setting.label] = pd.concat(parts, ignore_index=True)
-    return samples

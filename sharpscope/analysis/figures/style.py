@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from io import BytesIO
 from pathlib import Path
@@ -19,7 +19,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarForm
 from sharpscope.analysis.curves import COLORS, in_order
 from sharpscope.analysis.text import printable
 
-BLUE, VERMILLION, BLACK, GRAY = COLORS[0], COLORS[3], "#000000", "#777777"
+BLUE, GRAY = COLORS[0], "#777777"
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)))
 WIDTH, ONE_COLUMN = 5.5, 3.5
 """Width of a figure [inches]: the text column of an ICLR or NeurIPS paper; with a single panel, that of a two-column paper."""
@@ -35,12 +35,12 @@ _RC: Any = {
 }
 _SECTION = re.compile(r"\b(?:\w+\.)+(?=\w+=)")
 
-Lines = Mapping[str, Mapping[str, Any]]
-"""Setting's label → color and linestyle, as keyword arguments of `Axes.plot`."""
 
+def lines(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Label → color and linestyle, as keyword arguments of `Axes.plot`; the same in every figure of a study.
 
-def lines(labels: Iterable[str]) -> Lines:
-    """One line per label, the same in every figure of a study: grpo first, then by name; colors repeat with another dash."""
+    grpo comes first, then by name; colors repeat with another dash.
+    """
     count = len(COLORS)
     return {
         label: {"color": COLORS[n % count], "linestyle": DASHES[n // count % len(DASHES)]}

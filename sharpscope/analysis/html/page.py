@@ -17,7 +17,7 @@ from markupsafe import Markup
 from sharpscope import __version__
 from sharpscope.analysis.html.tokens import token_view
 from sharpscope.analysis.report import Page, not_kept
-from sharpscope.analysis.sections import Code, Marked, Section, cell_text, is_text
+from sharpscope.analysis.sections import Code, Marked, cell_text, is_text
 from sharpscope.analysis.text import shown
 
 PARTS = (
@@ -25,6 +25,7 @@ PARTS = (
     *("Counterfactual updates", "Events and cost", "Claims", "Make it again"),
 )
 """The parts of the page in order."""
+_SVG = "data:image/svg+xml;base64,"
 
 
 def report_html(page: Page, pictures: Mapping[str, str]) -> str:
@@ -63,8 +64,9 @@ def report_html(page: Page, pictures: Mapping[str, str]) -> str:
         scripts=list(map(Markup, scripts)),
         data=data,
         parts=held,
-        kind=_kind,
-        picture=lambda section: _picture(pictures[section.name]),
+        kind=lambda section: {str: "text", pd.DataFrame: "table"}.get(type(section.content), "figure"),
+        # the address of an SVG file inside the page, in which nothing can run
+        picture=lambda section: Markup(_SVG + base64.b64encode(pictures[section.name].encode()).decode()),
         link=link,
         is_code=lambda cell: isinstance(cell, Code),
         is_marked=lambda cell: isinstance(cell, Marked),
@@ -97,17 +99,6 @@ def script_json(value: Any) -> str:
 def _source_hash(text: str) -> str:
     """The source expression of the policy that allows exactly this inline script or style."""
     return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
-
-
-def _kind(section: Section) -> str:
-    if isinstance(section.content, str):
-        return "text"
-    return "table" if isinstance(section.content, pd.DataFrame) else "figure"
-
-
-def _picture(svg: str) -> Markup:
-    """Address of an SVG file inside the page, in which nothing can run."""
-    return Markup("data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode())
 
 
 @cache

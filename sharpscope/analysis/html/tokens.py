@@ -68,7 +68,7 @@ def token_view(
         maker = piece_maker(choice.run)
         if not choice.run.rows("tokens"):
             notes.append(
-                f"{name}: no token rows were recorded (recording.tokens_every); its completions are plain text."
+                f"{name}: no token rows were recorded (recording.tokens_every), so completions are plain text."
             )
         elif maker is None:
             notes.append(f"{name}: the run saved no readable tokenizer, so tokens stand as their numbers.")
@@ -77,10 +77,8 @@ def token_view(
             notes.append(f"{name}: {len(taken)} of {len(choice.wanted)} chosen completions fit into the file.")
         completions += taken
     for name, run in ((name, run) for name, run in runs.items() if name not in choices):
-        dropped = "its completions were not kept when it was reduced."
-        notes.append(
-            f"{name}: {dropped if completions_dropped(run) else 'no completions were recorded (recording.rollouts_every).'}"
-        )
+        dropped, none = "its completions were not kept when it was reduced.", "no completions were recorded"
+        notes.append(f"{name}: {dropped if completions_dropped(run) else f'{none} (recording.rollouts_every).'}")
     return {
         "runs": [shown(name) for name in choices],
         "methods": [shown(c.run.method) for c in choices.values()],
@@ -120,14 +118,11 @@ def _completions(
 
 def _head(row: Any, number: int, step: int, rollout: int, why: str) -> dict[str, Any]:
     """What the page says about a completion as a whole."""
+    names = {"g": "group", "reward": "reward", "adv": "advantage", "len": "length"}
     return {
         **{"r": number, "s": step, "n": rollout, "why": shown(why), "parts": shown(row["reward_parts"])[:300]},
-        **{
-            "g": short(row["group"], DIGITS),
-            "reward": short(row["reward"], DIGITS),
-            "adv": short(row["advantage"], DIGITS),
-        },
-        **{"len": short(row["length"], DIGITS), "ok": None if pd.isna(row["correct"]) else bool(row["correct"])},
+        **{name: short(row[column], DIGITS) for name, column in names.items()},
+        "ok": None if pd.isna(row["correct"]) else bool(row["correct"]),
         "cut": not pd.isna(row["truncated"]) and bool(row["truncated"]),
     }
 
@@ -140,9 +135,8 @@ def _body(row: Any, tokens: pd.DataFrame, maker: Pieces | None) -> tuple[dict[st
     texts = [f"⟨{token}⟩" for token in ids] if maker is None else maker(ids)
     kept = tokens.head(MOST_TOKENS)
     told = {name: column for name, column in COLUMNS.items() if _tells(name, kept)}
-    body: dict[str, Any] = {
-        "c": {name: [short(value, DIGITS) for value in kept[column]] for name, column in told.items()}
-    }
+    numbers = {name: [short(value, DIGITS) for value in kept[column]] for name, column in told.items()}
+    body: dict[str, Any] = {"c": numbers}
     positions = [int(position) for position in kept["position"]]
     if positions != list(range(len(positions))):
         body["at"] = positions

@@ -208,8 +208,12 @@ SEEDS = {"C2": 2, "C3": 2, "C9": 3, "C6": 2, "C7": 10, "C10": 10}
 NOT_SUPPORTED = ("refuted", "inconclusive")
 
 
+def verdicts(runs: Any, names: list[str] | None = None, **options: Any) -> list[claims.Verdict]:
+    return claims.judge(claims.study_of(runs, **options), names)[0]
+
+
 def verdict(runs: Any, claim: str, **options: Any) -> claims.Verdict:
-    (result,) = claims.test_claims(runs, [claim], **options)
+    (result,) = verdicts(runs, [claim], **options)
     return result
 
 

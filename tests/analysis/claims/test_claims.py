@@ -13,7 +13,7 @@ from sharpscope.analysis.claims.base import ClaimData, decide
 from sharpscope.config import ClaimsSpec
 from sharpscope.errors import UserError
 from tests.analysis.claims.frames import frame_run, paired_study, study, tokens_frame
-from tests.analysis.claims.planted import MAKERS, NOT_SUPPORTED, made, verdict
+from tests.analysis.claims.planted import MAKERS, NOT_SUPPORTED, made, verdict, verdicts
 
 
 @pytest.mark.parametrize("claim", MAKERS)
@@ -58,11 +58,6 @@ def test_tokens_that_share_a_shift_in_each_step_mislead_nobody(claim, truth, the
     assert (found.verdict == "supported") is there
 
 
-@pytest.mark.parametrize("claim", ["C4", "C7", "C8", "C10", "C12", "C13", "C14"])
-def test_two_seeds_are_untestable_however_large_the_effect(claim):
-    assert verdict(made(claim, "effect", seeds=2), claim).verdict == "untestable"
-
-
 @pytest.mark.parametrize("claim", ["C4", "C7", "C8"])
 def test_a_learning_rate_that_differs_between_the_methods_is_refused_by_name(claim):
     measure = {"C4": {"measure": "sharpness", "base": 0.1, "noise": 0.005}}.get(claim, {})
@@ -77,16 +72,16 @@ def test_methods_are_named_found_and_refused():
     assert result.verdict == "supported" and result.terms.treatment == "gspo" and "gspo generalizes" in result.title
     assert verdict(runs, "C7").terms.treatment == "gspo"  # there is no grpo-sg: the method that was run
     with pytest.raises(UserError, match=r"treatment grpo-sg: no finished run .* there are runs of grpo \(12\), gspo"):
-        claims.test_claims(runs, treatment="grpo-sg")
+        verdicts(runs, treatment="grpo-sg")
     with pytest.raises(UserError, match="treatment grpo"):
-        claims.test_claims(runs, treatment="grpo")
+        verdicts(runs, treatment="grpo")
     with pytest.raises(UserError, match="no such claim; did you mean 'C"):
-        claims.test_claims(runs, ["C15"])
+        verdicts(runs, ["C15"])
 
 
 def test_a_verdict_on_a_primary_claim_does_not_depend_on_what_else_was_asked():
     runs = made("C7", "effect")
-    alone, among = verdict(runs, "C7"), {v.claim.name: v for v in claims.test_claims(runs)}["C7"]
+    alone, among = verdict(runs, "C7"), {v.claim.name: v for v in verdicts(runs)}["C7"]
     assert alone.to_dict() == among.to_dict()
     assert alone.p_adjusted == alone.p_value  # C7 is the first in the order
 
@@ -135,18 +130,7 @@ def test_a_sample_that_can_give_only_one_verdict_gives_none():
 def test_the_fixed_order_marks_what_is_confirmatory():
     """C7 and C10 are refuted, C4 between them is not: only C7 is confirmatory."""
     runs = made("C10", "wrong")
-    found = {v.claim.name: v for v in claims.test_claims(runs, ["C4", "C7", "C10"])}
+    found = {v.claim.name: v for v in verdicts(runs, ["C4", "C7", "C10"])}
     assert [found[name].verdict for name in ("C7", "C4", "C10")] == ["refuted", "untestable", "refuted"]
     assert [found[name].confirmatory for name in ("C7", "C4", "C10")] == [True, False, False]
     assert found["C10"].p_adjusted == 1.0 and found["C7"].p_adjusted == found["C7"].p_value
-
-
-def test_numbers_are_shown_in_points_and_per_cent_with_median_and_worst_pair():
-    found = verdict(made("C7", "effect"), "C7")
-    values = found.finding.parts[""]["difference"]
-    assert found.effect.text == f"{100 * values.mean():+.3g} points"
-    assert (
-        f"median {100 * values.median():+.3g}, worst {100 * values.min():+.3g} (seed {values.argmin()})" in found.line()
-    )
-    sharp = verdict(made("C4", "effect"), "C4").effect
-    assert sharp.text == f"{100 * np.expm1(sharp.value):+.3g} %" and -50 < 100 * np.expm1(sharp.value) < -30

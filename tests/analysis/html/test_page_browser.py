@@ -112,12 +112,6 @@ def test_colors_follow_the_numbers(page, made):
         assert page.locator("#legend").text_content().startswith(label)
 
 
-def test_what_was_not_recorded_is_not_offered(page, made):
-    held = {name for c in made.data("tokens")["completions"] for name in c["c"]}
-    offered = set(page.locator("#color option").evaluate_all("all => all.map((e) => e.value)"))
-    assert "kl" not in held and "kl" not in offered and {"direction", "influence"} <= offered
-
-
 def test_blanks_around_a_token_are_not_colored(page):
     texts = page.locator("#completions .token").all_text_contents()
     assert "no" in texts and not any(text != text.strip(" ") for text in texts if text.strip())
@@ -155,18 +149,6 @@ def test_a_prompts_completions_stand_together_and_keys_move_among_them(page, mad
     page.locator("#search").focus()
     page.keyboard.type("nNjkbw")  # letters in a field are text
     assert page.locator("#search").input_value() == "nNjkbw"
-
-
-def test_the_cards_edge_is_the_reward(page, made):
-    data = made.data("tokens")
-    _as_list(page)
-    rewards = [c["reward"] for c in data["completions"]]
-    edges = {}
-    for card in page.locator("#completions .completion").all():
-        reward = data["completions"][int(card.get_attribute("data-number"))]["reward"]
-        edges.setdefault(reward, card.evaluate("(e) => e.style.borderLeftColor"))
-    assert "--up)) 100%" in edges[max(rewards)] and "--down)) 100%" in edges[min(rewards)]
-    assert len(set(edges.values())) == len(set(rewards))
 
 
 def test_keyboard_and_pointer_show_a_tokens_numbers(page, made):
@@ -315,19 +297,6 @@ def test_curves_zoom_smooth_and_hide_and_obey_the_keyboard(page, made):
         page.keyboard.press("ArrowRight")
     page.keyboard.press("Enter")
     assert page.evaluate("location.hash") == f"#step-{SPIKE}"
-
-
-def test_a_command_is_copied(page):
-    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page.locator("button.copy").first.click()
-    page.wait_for_function("document.querySelector('button.copy').textContent === 'Copied'")
-    assert page.evaluate("navigator.clipboard.readText()") == page.locator("td code").first.text_content()
-
-
-def test_on_paper_everything_is_open_and_controls_are_gone(page):
-    page.emulate_media(media="print")
-    assert page.locator("#curves canvas").first.is_visible()
-    assert not page.locator("#controls").is_visible() and not page.locator("nav").is_visible()
 
 
 def _violations(page, options):

@@ -1,4 +1,4 @@
-"""The documentation's page of symptoms, made from the table of rules: `python -m sharpscope.diagnose.page > docs/symptoms.md`."""
+"""The documentation's page of symptoms, made from the table of rules: `python -m experiments.diagnosis.symptoms > docs/symptoms.md`."""
 
 from __future__ import annotations
 
