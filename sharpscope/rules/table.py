@@ -88,9 +88,13 @@ def _rule(name: str, entry: Mapping[str, Any]) -> Rule:
     return Rule(name, **values | {"measure": _measure(entry["measure"])})
 
 
-_TEXT = resources.files("sharpscope.rules").joinpath("table.yaml").read_text("utf-8")
-_ENTRIES = yaml.load(_TEXT, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-RULES: Mapping[str, Rule] = {name: _rule(name, entry) for name, entry in _ENTRIES.items()}
+def _read(file: str) -> Any:
+    """The content of a YAML file of this package."""
+    text = resources.files("sharpscope.rules").joinpath(file).read_text("utf-8")
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+RULES: Mapping[str, Rule] = {name: _rule(name, entry) for name, entry in _read("table.yaml").items()}
 
 OF_ROLLOUTS = (
     *("reward_collapse", "reward_constant", "entropy_collapse", "entropy_rise", "near_uniform", "drift"),
@@ -98,30 +102,5 @@ OF_ROLLOUTS = (
 )
 """Rules that judge completions a policy drew and their rewards, which supervised training has not."""
 
-_WORDS = ["lr", "max_new_tokens", "temperature", "group_size", "max_grad_norm", "microbatch", "correction", "kl"]
-_VERL = "actor_rollout_ref.actor."
-
-
-def _fields(*names: str) -> dict[str, str]:
-    return dict(zip(_WORDS, names, strict=True))
-
-
-FIELDS: Mapping[str, Mapping[str, str]] = {
-    "sharpscope": _fields(
-        "optimizer.lr", "rollout.max_new_tokens", "rollout.temperature", "rollout.group_size", "optimizer.max_grad_norm",
-        "update.microbatch_tokens", "method.correction", "method.kl.coef",
-    ),
-    "trl": _fields(
-        "learning_rate", "max_completion_length", "temperature", "num_generations", "max_grad_norm",
-        "per_device_train_batch_size", "vllm_importance_sampling_correction", "beta",
-    ),
-    "verl": _fields(
-        f"{_VERL}optim.lr", "data.max_response_length", "actor_rollout_ref.rollout.temperature", "actor_rollout_ref.rollout.n",
-        f"{_VERL}grad_clip", f"{_VERL}ppo_max_token_len_per_gpu", "algorithm.rollout_correction", f"{_VERL}kl_loss_coef",
-    ),
-    "": _fields(
-        "the learning rate", "the length limit", "the temperature", "the group size", "the bound of the gradient norm",
-        "the batch of a forward pass", "truncated importance sampling", "the KL coefficient",
-    ),
-}  # fmt: skip
+FIELDS: Mapping[str, Mapping[str, str]] = _read("fields.yaml")
 """What trainers call the settings that advice names; "": in words."""

@@ -76,13 +76,7 @@ def _state(rows: Rows, folder: Path) -> Path:
     last = rows[-1]["step"]
     history.insert(20, {"epoch": 0.2, "eval_loss": 0.1, "eval_runtime": 3.2, "step": rows[19]["step"]})
     history.append({"epoch": 1.2, "step": last, "total_flos": 0.0, "train_loss": 0.01, "train_runtime": 640.0})
-    state = {
-        "best_metric": None,
-        "epoch": 1.2,
-        "global_step": last,
-        "is_world_process_zero": True,
-        "log_history": history,
-    }
+    state = {"best_metric": None, "epoch": 1.2, "global_step": last, "log_history": history}
     file = folder / "trainer_state.json"
     file.write_text(json.dumps(state, indent=2))
     return file

@@ -72,29 +72,16 @@ PROBE_COLUMNS = ["step", "probe_set", "functional", "parameters", "quantity", "v
 
 
 def probe_frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    base = {
-        "probe_set": "train-0",
-        "functional": "expected_failure",
-        "parameters": "all",
-        "rho": np.nan,
-        "converged": None,
-    }
+    base = {"probe_set": "train-0", "functional": "expected_failure", "parameters": "all"}
+    base |= {"rho": np.nan, "converged": None}
     return pd.DataFrame([base | row for row in rows], columns=PROBE_COLUMNS)
 
 
 def steps_frame(rng: np.random.Generator, count: int, **columns: Any) -> pd.DataFrame:
     t = np.arange(1, count + 1)
-    base = {
-        "step": t,
-        "updates": 1,
-        "reward_mean": 1 - 2 * np.exp(-t / (count / 4)) + rng.normal(0, 0.05, count),
-        "accuracy": 0.6,
-        "entropy_mean": 1.0 + rng.normal(0, 0.01, count),
-        "grad_norm": np.exp(rng.normal(0, 0.3, count)),
-        "update_norm": 0.01,
-        "zero_std_groups": 4,
-        "lr": 1e-4,
-    }
+    reward = 1 - 2 * np.exp(-t / (count / 4)) + rng.normal(0, 0.05, count)
+    base = {"step": t, "updates": 1, "reward_mean": reward, "accuracy": 0.6, "update_norm": 0.01, "lr": 1e-4}
+    base |= {"entropy_mean": 1.0 + rng.normal(0, 0.01, count), "grad_norm": np.exp(rng.normal(0, 0.3, count))}
     return pd.DataFrame(base | columns)
 
 
@@ -192,28 +179,13 @@ def tokens_frame(
         exact[rng.choice(order[8:], 16, replace=False)] = True
         chance = np.full(count, 16 / (count - 8))
         chance[order[:8]] = 1.0
-        parts.append(
-            pd.DataFrame(
-                {
-                    "step": step,
-                    "position": np.arange(count) % 40,
-                    "logp": logp,
-                    "logit": 10.0,
-                    "collision": (1 - rest) ** 2 + rest**2 * rng.uniform(0.1, 0.8, count),
-                    "polarity": rng.normal(size=count),
-                    "advantage": advantage,
-                    "weight": weight,
-                    "loss_coef": -advantage * weight / count,
-                    "logit_grad_norm": logit_norm,
-                    "head_grad_norm": logit_norm * hidden,
-                    "score_norm_local": local,
-                    "draw_probability": np.where(exact, chance, np.nan),
-                    "score_norm": np.where(exact, norm, np.nan),
-                    "score_norm_std_error": np.where(exact, 0.0, np.nan),
-                    "heldout_influence": influence,
-                }
-            )
-        )
+        table = {"step": step, "position": np.arange(count) % 40, "logp": logp, "logit": 10.0}
+        table |= {"collision": (1 - rest) ** 2 + rest**2 * rng.uniform(0.1, 0.8, count)}
+        table |= {"polarity": rng.normal(size=count), "advantage": advantage, "weight": weight}
+        table |= {"loss_coef": -advantage * weight / count, "heldout_influence": influence, "score_norm_local": local}
+        table |= {"logit_grad_norm": logit_norm, "head_grad_norm": logit_norm * hidden}
+        measured = {"draw_probability": chance, "score_norm": norm, "score_norm_std_error": 0.0}
+        parts.append(pd.DataFrame(table | {name: np.where(exact, v, np.nan) for name, v in measured.items()}))
     return pd.concat(parts, ignore_index=True)
 
 

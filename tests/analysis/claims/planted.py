@@ -54,23 +54,11 @@ def grid(truth: str, rng: Rng, seeds: int, tails: str, hidden: bool = True) -> A
                     own = rng.normal()
                     value = float(np.exp(common + own))
                     gap = 0.1 + 0.05 * common + 0.03 * SIGN[truth] * own + draw(rng, tails, 1, 0.01)[0]
-                    config = {
-                        "optimizer": {"lr": lr, "weight_decay": decay},
-                        "rollout": {"group_size": size, "prompts_per_step": 24},
-                    }
-                    tag = f"-{lr:g}-{size}-{decay:g}"
-                    runs.append(
-                        frame_run(
-                            seed=seed,
-                            config=config,
-                            heldout=0.7 - gap,
-                            train=0.7,
-                            sharpness=value,
-                            tag=tag,
-                            answers=40_000,
-                            columns={"lr": lr, "updates": 30},
-                        )
-                    )
+                    config = {"optimizer": {"lr": lr, "weight_decay": decay}}
+                    config |= {"rollout": {"group_size": size, "prompts_per_step": 24}}
+                    options = {"answers": 40_000, "columns": {"lr": lr, "updates": 30}, "config": config}
+                    options |= {"heldout": 0.7 - gap, "train": 0.7, "sharpness": value}
+                    runs.append(frame_run(seed=seed, tag=f"-{lr:g}-{size}-{decay:g}", **options))
     return study(*runs)
 
 
@@ -170,22 +158,16 @@ def fork_frame(
             rows.append(base | {"comparison": "kl", "outcome": outcome, "value": value, "start": 0.5 + shared})
             if outcome == "sam_sharpness":
                 rows.append(base | {"comparison": "kl", "outcome": "train_failure", "value": 0.5, "start": 0.5})
-            turned = {
-                "comparison": "step",
-                "outcome": "update_rotation",
-                "value": 0.0 if arm == "grpo" else 12.0,
-                "start": None,
-            }
-            rows.append(base | turned)
+            turned = {"comparison": "step", "outcome": "update_rotation", "start": None}
+            rows.append(base | turned | {"value": 0.0 if arm == "grpo" else 12.0})
     return pd.DataFrame(rows)
 
 
 def unlikely(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
     """An update with the unlikely tokens alone raises the failure, leaves it, or lowers it; the likely ones always lower it."""
     low = {"effect": -1.5, "none": -1.0, "wrong": 0.0}[truth]
-    forks = fork_frame(rng, {"low": low, "high": 0.0}, "heldout_failure", tails=tails)
     run = frame_run(seed=0)
-    run.forks = forks
+    run.forks = fork_frame(rng, {"low": low, "high": 0.0}, "heldout_failure", tails=tails)
     return study(run)
 
 
