@@ -59,14 +59,6 @@ def test_no_run_says_what_to_do_and_writes_nothing(tmp_path: Path):
     assert not (tmp_path / "out").exists() and not (tmp_path / "runs/report").exists()
 
 
-def test_different_tasks_share_no_figure_and_no_table(tmp_path: Path, quick):
-    write_tiny(tmp_path / "runs/a")
-    write_tiny(tmp_path / "runs/b", task="math")
-    result = analyze(tmp_path / "runs", tmp_path / "out", figures=True)
-    assert {"1-knights-knaves_reward", "2-math_reward"} <= set(result.figures)
-    assert "differences" not in " ".join(result.figures) and "comparison" not in " ".join(result.tables)
-
-
 def test_runs_that_cannot_be_read_are_named_and_left_out(tmp_path: Path, quick):
     write_tiny(tmp_path / "runs/good")
     update_run_info(write_tiny(tmp_path / "runs/old", seed=1), schema_version=SCHEMA_VERSION + 1)

@@ -14,7 +14,7 @@ from sharpscope.analysis.headline import moved_section, moved_sections, moved_to
 from sharpscope.errors import UserError
 from sharpscope.traces import RunLock, TraceWriter, load_run, update_run_info
 from tests.analysis.drawn import printed
-from tests.analysis.html.runs import SPIKE, STEPS, WORDS, ids_of, write_report_run
+from tests.analysis.html.runs import SPIKE, WORDS, ids_of, write_report_run
 from tests.analysis.small import write_small
 from tests.traces.rows import new_run, rows
 
@@ -93,14 +93,6 @@ def test_the_default_step_of_tokens_has_the_largest_gradient_norm_among_the_reco
         token_sections(loaded, 2)
     with pytest.raises(UserError, match="steps 1 to 3"):
         token_sections(loaded, 7)
-
-
-def test_tokens_by_a_column_are_the_largest_in_their_sentences(tmp_path: Path):
-    run = load_run(write_report_run(tmp_path / "a"))
-    table = token_sections(run, STEPS, "weight", 5)[0].content
-    tokens = run.tokens(steps=[STEPS])
-    np.testing.assert_allclose(table["weight"], tokens["weight"].nlargest(5))
-    np.testing.assert_allclose(table["π"], np.exp(tokens.loc[tokens["weight"].nlargest(5).index, "logp"]))
 
 
 # -- The headline: its tokens and shares are those of a plain loop over the tables, and it says what is not known
