@@ -30,7 +30,6 @@ from sharpscope.integrations.price import Work, places
 from sharpscope.integrations.steps import (
     Batch,
     Step,
-    generated_lengths,
     own_statistics,
     prompt_texts,
     same_prompts,
@@ -68,6 +67,8 @@ FLUSH_S = 2.0
 """Rows are written to the folder after a step when this long has passed since the last time [s], and before the trainer saves."""
 KL_ROWS = 4
 """Completions on which the divergence over a whole step is measured."""
+_CONFIG: Any = dict.fromkeys(("seed", "steps", "recording", "health"), True)
+_CONFIG |= {"rollout": {"temperature"}, "optimizer": {"lr"}}  # what readers use of a configuration
 _CLIPS = ("clip_fraction_low", "clip_fraction_high")
 _ABSENT: dict[str, dict[str, tuple[str, ...]]] = {
     "rewards": {"steps": ("reward_mean", "reward_std", "zero_std_groups"), "rollouts": ("reward",)},
@@ -152,16 +153,14 @@ class Recorder(Guard):
         self.optimizer: Any = None
         self._opened, self._started, self._flushed = False, time.perf_counter(), -math.inf
         self.writer: TraceWriter | NoWriter = NoWriter()
-        _check_writable(self.out)
+        parent = next(p for p in [self.out, *self.out.absolute().parents] if p.exists())
+        if not os.access(parent, os.W_OK) or (parent != self.out and not parent.is_dir()):
+            raise UserError(f"record: out = {out} cannot be written; choose another folder")
 
     # -- what a trainer says --------------------------------------------------------------------------------------------
 
     def settings(self, steps: int) -> RunConfig:
-        """The part of a run's configuration that recording uses, for so many steps.
-
-        Raises:
-            UserError: an option is wrong or not available for the run of another trainer.
-        """
+        """The part of a run's configuration that recording uses, for so many steps."""
         every = int(self._every)  # True: 1, at the places that the price allows
         data = {
             "seed": self._seed,
@@ -219,16 +218,9 @@ class Recorder(Guard):
         _say(f"recording to {self.run_dir} (see it with: sharpscope show {self.run_dir})")
         self.writer = trace_writer(self.run_dir)
         self._stack.enter_context(self.writer)
-        recorded = {
-            "seed": self._seed,
-            "steps": self.config.steps,
-            "policy": {"model": self.policy.source, "dtype": str(self.model.dtype).removeprefix("torch.")},
-            "rollout": {"temperature": self.temperature},
-            "optimizer": {"lr": self._lr},
-            "recording": self.config.recording.model_dump(mode="json"),
-            "health": self.config.health.model_dump(mode="json"),
-        }  # what readers use of a configuration
-        note(self.run_dir, status="running", config=recorded)
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        config = self.config.model_dump(mode="json", include=_CONFIG)
+        note(self.run_dir, status="running", config=config | {"policy": {"model": self.policy.source, "dtype": dtype}})
         self._started, self._step = time.perf_counter(), Step()
         self.observers = Observers(self.config, self.policy, self._view)
         self._choose_places(steps)
@@ -399,13 +391,13 @@ class Recorder(Guard):
         """The token weights of a batch under a method; the first batch calibrates their constants."""
         progress = min((self.step_number - 1) / max(self.config.steps - 1, 1), 1.0)
         tensors = step_tensors(batch.rollouts, batch.advantage, stats, stats.logp, progress, method)
+        weighted = method
         if method.weight.needs_gradient and not bool(tensors.mass.any()):
-            uniform = method.model_copy(update={"weight": UniformWeight()})  # they would multiply 0
-            return method, prepare(uniform, tensors, generator(self._seed, "plan", self._serial))
-        if method.weight.needs_calibration:
-            method = method.model_copy(update={"weight": calibrate(method.weight, tensors)})
+            weighted = method.model_copy(update={"weight": UniformWeight()})  # they would multiply 0
+        elif method.weight.needs_calibration:
+            weighted = method = method.model_copy(update={"weight": calibrate(method.weight, tensors)})
             note(self.run_dir, calibration=method.weight.model_dump(mode="json"))
-        return method, prepare(method, tensors, generator(self._seed, "plan", self._serial))
+        return method, prepare(weighted, tensors, generator(self._seed, "plan", self._serial))
 
     def _rotation(
         self, method: Method, batch: RolloutBatch, tokens: StepTokens, update: PendingUpdate
@@ -482,7 +474,8 @@ class Recorder(Guard):
         kl = self._kl_step(batch, tokens.stats.logp) if "generation" in self.given else None
         result = StepResult(step.updates, tokens, corrected=step.corrected, kl_step=kl)
         row = steps_row(number, batch, result, method, progress, self._lr)
-        lengths = generated_lengths(batch.rollouts)
+        counted = batch.rollouts.completion_mask.sum(1)  # 0 where the trainer leaves a completion out of the loss
+        lengths = torch.where(counted > 0, counted, batch.rollouts.lengths)
         row |= {"completion_length_mean": float(lengths.double().mean())}
         if self.correct is None:
             row |= {"accuracy": None, "accuracy_completed": None}
@@ -554,22 +547,18 @@ class Recorder(Guard):
         if "attribution" not in columns or bool((columns["inclusion_probability"] < 1).any()):
             return
         for index in range(len(self._step.updates)):
-            own = update == index
-            shares = columns["attribution"][own]
+            used = update == index
+            shares = columns["attribution"][used]
             total = float(shares.double().nansum())
             if index in again or bool(shares.isnan().all()) or abs(total - 1) <= SHARES_GAP:
                 continue
             terms = "terms that no token's log-probability has (a penalty, an auxiliary loss, noise on embeddings)"
             cause = dropout_of(self.model) or f"the loss has {terms}"
-            text = f"the tokens' shares of update {index} sum to {total:.3g}, not 1: {cause}"
-            if abs(total - 1) <= SHARES_WITHHELD:
-                self._event("attribution_sum", "warning", text, total, SHARES_GAP)
-                continue
-            columns["attribution"][own] = math.nan
-            text += "; they are left out"
-            self._events.append(
-                Event(self.step_number, "attribution_sum", "warning", total, SHARES_GAP, "left out", text)
-            )
+            text, action = f"the tokens' shares of update {index} sum to {total:.3g}, not 1: {cause}", "warn"
+            if abs(total - 1) > SHARES_WITHHELD:
+                columns["attribution"][used] = math.nan
+                text, action = f"{text}; they are left out", "left out"
+            self._events.append(Event(self.step_number, "attribution_sum", "warning", total, SHARES_GAP, action, text))
         if bool(columns["attribution"].isnan().all()):
             del columns["attribution"]
 
@@ -642,13 +631,6 @@ def dropout_of(model: nn.Module) -> str:
             if isinstance(share, float) and share > 0:
                 return f"dropout of {share:g} ({name})"
     return ""
-
-
-def _check_writable(out: Path) -> None:
-    """Raise UserError if the folder could not be created."""
-    parent = next(p for p in [out, *out.absolute().parents] if p.exists())
-    if not os.access(parent, os.W_OK) or (parent != out and not parent.is_dir()):
-        raise UserError(f"record: out = {out} cannot be written; choose another folder")
 
 
 def _say(text: str) -> None:

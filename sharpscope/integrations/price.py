@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MOST_PLACES, MOST_SHARE = 10, 0.12
 """Steps of a training at which norms, shares and critical sharpness are measured by default, spikes included; and the largest share of the
@@ -16,6 +17,15 @@ TRAINING, GENERATION = 3, 1
 NORMS, EXACT, CRITICAL, ROTATION = 8, 32, 12, 3
 """Passes of local norms and shares; of the exact norms, divided by the completions of an update; of a critical sharpness, at most,
 divided by the updates of an epoch; of a rotation."""
+
+
+class Places(NamedTuple):
+    """Steps of norms and shares, those of the critical sharpness, how many spikes may be measured besides, and why a set is empty."""
+
+    norms: frozenset[int]
+    critical: frozenset[int]
+    spikes: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -35,23 +45,6 @@ class Work:
     rows: int = 8
     generated: bool = False
     reference: bool = False
-
-
-@dataclass(frozen=True)
-class Places:
-    """Steps at which a training is measured.
-
-    Attributes:
-        norms: of norms and shares.
-        critical: of the critical sharpness.
-        spikes: how many spikes of the gradient norm may be measured besides.
-        reason: why one of them is empty.
-    """
-
-    norms: frozenset[int]
-    critical: frozenset[int]
-    spikes: int
-    reason: str
 
 
 def places(steps: int, work: Work, *, critical: bool, rotation: bool = False) -> Places:

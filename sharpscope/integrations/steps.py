@@ -278,15 +278,6 @@ def sequences_of(ids: Tensor, present: Tensor, counted: Tensor, tokenizer: Any, 
     return Sequences(rollouts, torch.nn.utils.rnn.pad_sequence(columns, batch_first=True), order)
 
 
-def generated_lengths(rollouts: Rollouts) -> Tensor:
-    """(N,) tokens that the policy generated, also of completions that the trainer excludes from the loss.
-
-    Of the latter it is not known which tokens came from a tool, so these are counted as well.
-    """
-    counted = rollouts.completion_mask.sum(1)
-    return torch.where(counted > 0, counted, rollouts.lengths)
-
-
 def unused_tokens(stats: TokenStats, advantage: Tensor, weight: Tensor | None = None) -> StepTokens:
     """StepTokens (N, T) that no update has used yet, with weights and advantages, (N,) or (N, T)."""
     shape, dtype = stats.logp.shape, stats.logp.dtype

@@ -138,26 +138,10 @@ class TrainerRecorder(Recorder):
         step.losses.append(loss.detach())
 
     def loss_again(self) -> float:
-        """The trainer's loss of the kept micro-batches at the present weights, without dropout, averaged over the processes."""
-        with self.evaluating():
-            own = sum(float(loss()) for loss in self._kept)
-        return distributed.sum_values(own) / distributed.world_size()
+        """The trainer's loss of the kept micro-batches at the present weights, without dropout, averaged over the processes.
 
-    def observe_update(self, observer: StepObserver) -> None:
-        """Measure the critical sharpness of a step's first update."""
-        if self._kept:
-            start, (loss, _, factor) = self.loss_again(), self._step.gradient
-            # With dropout the gradient is of another loss, so its slope is not that of the loss computed again.
-            clip = factor if self.work.generated or math.isclose(start, loss, rel_tol=1e-2) else None
-            observer.critical(self.model, self.optimizer, self.loss_again, start=start, clip_factor=clip)
-        self._kept = []
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Context that computes the trainer's loss again, without dropout and gradients; restores its metrics and counters.
-
-        The trainer exchanges nothing in it but, for top_entropy_quantile, entropies, so that no process waits for one whose loss
-        raises an error; with FSDP2 forward passes exchange weights.
+        The trainer's metrics and counters are restored. It exchanges nothing in it but, for top_entropy_quantile, entropies, so
+        that no process waits for one whose loss raises an error; with FSDP2 forward passes exchange weights.
         """
         trainer, model, accelerator = self.trainer, self.model, vars(self.trainer.accelerator)
         distributed.gather(None)
@@ -168,7 +152,7 @@ class TrainerRecorder(Recorder):
         try:
             with guarded(model, weights=False), own_forward(model), torch.no_grad():
                 model.training = True  # of the model alone: TRL's normalizers of training, dropout off
-                yield
+                total = sum(float(loss()) for loss in self._kept)
         finally:
             reshard(model)  # else the next update's forward pass would find weights from before this one
             for name in set(accelerator) - set(kept):
@@ -177,6 +161,16 @@ class TrainerRecorder(Recorder):
             vars(trainer).update(before)
             if metrics is not None:
                 trainer._metrics = metrics
+        return distributed.sum_values(total) / distributed.world_size()
+
+    def observe_update(self, observer: StepObserver) -> None:
+        """Measure the critical sharpness of a step's first update."""
+        if self._kept:
+            start, (loss, _, factor) = self.loss_again(), self._step.gradient
+            # With dropout the gradient is of another loss, so its slope is not that of the loss computed again.
+            clip = factor if self.work.generated or math.isclose(start, loss, rel_tol=1e-2) else None
+            observer.critical(self.model, self.optimizer, self.loss_again, start=start, clip_factor=clip)
+        self._kept = []
 
 
 def rows_of_update(args: Any) -> int:
