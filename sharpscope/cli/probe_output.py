@@ -62,11 +62,11 @@ def sentences(estimates: pd.DataFrame, recorded: pd.DataFrame | None = None) -> 
     lines = []
     sets = estimates["probe_set"].unique()
     chosen = next((name for name in sets if "/train@" in name), sets[0])
-    for (label, name), rows in estimates[estimates["probe_set"] == chosen].groupby(
-        ["checkpoint", "functional"], sort=False
-    ):
+    first = estimates[estimates["probe_set"] == chosen]
+    lines += [line for name, rows in first.groupby("functional", sort=False) for line in _compared(str(name), rows)]
+    for (label, name), rows in first.groupby(["checkpoint", "functional"], sort=False):
         values = {row["quantity"]: row for row in rows.to_dict("records")}
-        texts = [_sharpest(values), _stability(values), *_rises(values)]
+        texts = [_sharpest(values), _stability(values), *_rises(values), _radius(values)]
         lines += [f"{label}, {name}: {text}" for text in texts if text]
     if recorded is not None and len(recorded):
         for step in dict.fromkeys(estimates["step"]):
@@ -79,6 +79,22 @@ def _known(row: dict[str, Any] | None) -> bool:
     return row is not None and row["value"] is not None and math.isfinite(row["value"])
 
 
+def _compared(name: str, rows: pd.DataFrame) -> Iterator[str]:
+    """How many times as sharp as the first checkpoint each other one is, on the same prompts and at the same radius."""
+    from sharpscope.traces import MAX_SATURATION
+
+    for quantity, title in (("sam", "SAM sharpness"), ("largest", "sharpest direction")):
+        same = [row for row in rows[rows["quantity"] == quantity].to_dict("records") if _known(row)]
+        same = [row for row in same if not row["saturation"] > MAX_SATURATION]
+        for row in same[1:] if same and same[0]["value"] > 0 else ():
+            one, other = (f"{r['checkpoint']} {r['value']:.3g}{_error(r)}" for r in (row, same[0]))
+            yield f"{name}, {title}: {one}, {row['value'] / same[0]['value']:.3g} times that of {other}"
+
+
+def _error(row: dict[str, Any]) -> str:
+    return f" ± {row['prompt_std_error']:.2g}" if math.isfinite(row["prompt_std_error"]) else ""
+
+
 def _sharpest(values: dict[str, dict[str, Any]]) -> str:
     """The largest eigenvalue, with how sure it is."""
     row = values.get("largest")
@@ -86,8 +102,7 @@ def _sharpest(values: dict[str, dict[str, Any]]) -> str:
         return ""
     if not _known(row):
         return f"no curvature ({row['why']})"
-    error = row["prompt_std_error"]
-    sure = f" ± {error:.2g} over {row['prompts']:.0f} prompts" if math.isfinite(error) else ""
+    sure = f"{_error(row)} over {row['prompts']:.0f} prompts" if _error(row) else ""
     doubt = "" if row["converged"] else "; NOT converged"
     smallest = values.get("smallest")
     negative = f"; smallest {smallest['value']:.3g}" if smallest is not None and _known(smallest) else ""
@@ -107,24 +122,22 @@ def _stability(values: dict[str, dict[str, Any]]) -> str:
     return f"AdamW's step is BEYOND its stable range by a factor of {1 / factor:.3g} along the sharpest direction{sure}"
 
 
+def _radius(values: dict[str, dict[str, Any]]) -> str:
+    """The radius that was chosen for the model, or why none was."""
+    row = values.get("radius")
+    if row is None:
+        return ""
+    return f"radius {row['value']:.3g}, chosen from losses at {row['samples']:.0f} radii" if _known(row) else row["why"]
+
+
 def _rises(values: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Sharpness with its saturation."""
     from sharpscope.traces import MAX_SATURATION
 
-    radius = values.get("radius")
-    if radius is not None:
-        found = (
-            f"radius {radius['value']:.3g}, chosen in {radius['samples']:.0f} losses"
-            if _known(radius)
-            else radius["why"]
-        )
-        yield found
     for kind in ("sam", "asam"):
         row = values.get(kind)
         if row is None or not _known(row):
             continue
-        error = row["prompt_std_error"]
-        sure = f" ± {error:.2g}" if math.isfinite(error) else ""
         share = row["saturation"]
         if math.isnan(share):
             first = values.get(f"{kind}_first_order")
@@ -133,7 +146,7 @@ def _rises(values: dict[str, dict[str, Any]]) -> Iterator[str]:
             bound = f", SATURATED: {share:.0%} of the largest possible rise, so it measures accuracy; use a smaller rho"
         else:
             bound = f", {share:.1%} of the largest possible rise (its value per unit of 1 − loss)"
-        yield f"{kind.upper()} sharpness at radius {row['rho']:.3g}: {row['value']:.3g}{sure}{bound}"
+        yield f"{kind.upper()} sharpness at radius {row['rho']:.3g}: {row['value']:.3g}{_error(row)}{bound}"
 
 
 def _table(estimates: pd.DataFrame) -> pd.DataFrame:

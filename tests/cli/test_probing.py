@@ -110,6 +110,9 @@ def test_the_sentences_say_what_the_numbers_mean():
     assert "eigenvalue 100 ± 5 over 12 prompts" in found[0] and "below lr = 0.02" in found[0]
     assert "within its stable range by a factor of 2" in found[1]
     assert "SATURATED: 50%" in found[2] and "12.5% of the largest possible rise" in found[3]
+    both = [*rows, *(other | {"checkpoint": "n", "value": 3 * other["value"]} for other in rows)]
+    compared = probe_output.sentences(pd.DataFrame(both))  # the saturated SAM sharpness is not compared
+    assert compared[0] == "expected_failure, sharpest direction: n 300 ± 5, 3 times that of m 100 ± 5" != compared[1]
     rows[1]["value"] = 4000.0
     assert "BEYOND its stable range by a factor of 4" in probe_output.sentences(pd.DataFrame(rows))[1]
     recorded = pd.DataFrame(
