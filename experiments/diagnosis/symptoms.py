@@ -81,7 +81,7 @@ def _sentence(text: str) -> str:
 
 def _escaped(key: str) -> str:
     """A regular expression of keys as a reader may know it, safe in a table."""
-    return key.replace("(?:", "(").replace("[^/]+", "…").replace("|", "\\|")
+    return key.replace("(?:", "(").replace("[^/]+", "…").replace("|", ",")
 
 
 if __name__ == "__main__":
