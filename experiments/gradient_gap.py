@@ -44,7 +44,7 @@ def largest_eigenvalue(policy: Policy, rows: Rollouts) -> float:
     """Largest |eigenvalue| of the Hessian of ln π of one completion, by power iteration."""
     model = policy.model
     parameters = [p for p in model.parameters() if p.requires_grad]
-    with guarded(model, weights=False, attention="math"):
+    with guarded(model, attention="math"):
         logits = model(input_ids=rows.input_ids[:, rows.input_ids.shape[1] - int(rows.attention_mask.sum()) :]).logits
         start = int(rows.prompt_lengths[0])
         length = int(rows.lengths[0])

@@ -14,7 +14,7 @@ from sharpscope.traces import load_run
 from sharpscope.training import train
 
 PAPER = sorted((Path(__file__).resolve().parents[1] / "experiments" / "paper").glob("*.yaml"))
-LOOP = ("lopti", "holder", "dapo", "ppo-ewma", "lp-reg", "grpo-sam", "otb", "gdpo", "maxrl")
+LOOP = ("lopti", "holder", "dapo", "lp-reg", "grpo-sam", "otb", "gdpo", "maxrl")
 """Methods that ask something else of the training loop than plain GRPO."""
 
 

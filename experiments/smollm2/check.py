@@ -146,7 +146,9 @@ def tokens(table: Table, model: nn.Module, plain: nn.Module, batch: TokenBatch) 
     ids, mask = batch.input_ids, batch.scored
     present = (torch.arange(ids.shape[1]) < batch.lengths[:, None]).long()
     places = mask.nonzero().tolist()
-    coef = torch.where(mask, -batch.advantage / mask.sum(1, keepdim=True) / len(ids), 0.0)
+    reward = batch.reward.view(-1, SAMPLES)
+    advantage = (reward - reward.mean(1, keepdim=True)).reshape(-1, 1).float()
+    coef = torch.where(mask, -advantage / mask.sum(1, keepdim=True) / len(ids), 0.0)
 
     def loop() -> tuple[Tensor, Tensor]:
         """Exact norms, and the gradient's product with each token's gradient, by a backward pass for each token."""
@@ -165,17 +167,11 @@ def tokens(table: Table, model: nn.Module, plain: nn.Module, batch: TokenBatch) 
         "local": torch.tensor([local_norm(plain, ids[r : r + 1], c) for r, c in places]),
         "exact": exact,
     }
-    for method in ("head", "local", "exact", "sketch"):
+    for method in ("head", "local", "exact"):
         found, seconds, memory = table.measured(
             lambda method=method: score_norms(model, ids, mask, method, present, check="off")
         )
-        if method == "sketch":
-            z = (found.squared[mask].double() - exact.double() ** 2) / found.std_error[mask].double()
-            relative_error = (found.std_error[mask] / exact**2).median()
-            error = f"mean z {float(z.mean()):+.2f}, root mean square z {float(z.square().mean().sqrt()):.2f}; "
-            error += f"standard error {float(relative_error):.0%} of norm²"
-        else:
-            error = relative(found.values[mask], expected[method])
+        error = relative(found.values[mask], expected[method])
         table.add(f"score norms, {method}", error, seconds, memory)
     ratio = expected["local"] / exact
     print(f"|  local / exact | {ratio.min():.2f} to {ratio.max():.2f}, median {ratio.median():.2f} | | | |", flush=True)
@@ -285,9 +281,7 @@ def drawn(policy: Policy) -> TokenBatch:
     mean = reward.view(-1, SAMPLES).mean(1)
     mixed = ((mean > 0) & (mean < 1)).nonzero()[:PROMPTS, 0]
     rows = (mixed[:, None] * SAMPLES + torch.arange(SAMPLES)).reshape(-1)
-    kept = reward[rows]
-    advantage = (kept.view(-1, SAMPLES) - mean[mixed, None]).reshape(-1)
-    return rollout_batch(rollouts.rows(rows), reward=kept.double(), advantage=advantage)
+    return rollout_batch(rollouts.rows(rows), reward=reward[rows].double())
 
 
 def main() -> None:

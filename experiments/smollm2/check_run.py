@@ -25,9 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sharpscope
 from experiments.smollm2.check import flat_gradient, log_probabilities
-from sharpscope.config import ForkSpec
-from sharpscope.forks.start import SharedDraws, Start, resolve
-from sharpscope.tasks import make_task
+from sharpscope.forks.start import Start, resolve
 
 STEPS, ROWS = 3, 16
 ARM = "grpo-sg+weight.U=4"
@@ -142,8 +140,8 @@ def main() -> None:
     print(f"| weights and AdamW's moments of the resumed run | {same(again | again_moments, after | moments)} | |")
     config, began = resolve("fork", whole, None, None, None, ()), time.process_time()
     place = checkpoint(whole, STEPS - 1)
-    start = Start(config, ForkSpec(warm_up=0), {"grpo": config.method}, place, make_task(config.task))
-    start.update("grpo", 0, SharedDraws())
+    start = Start(config, {"grpo": config.method}, place)
+    start.update("grpo", 0)
     moved = dict(start.policy.model.named_parameters())
     text = same({name: value.detach() for name, value in moved.items()}, {n: v for n, v in after.items() if n in moved})
     print(f"| weights after `fork`'s update | {text} | {time.process_time() - began:.0f} |", flush=True)

@@ -14,9 +14,10 @@ from sharpscope.cli.options import Json, Threads, split
 from sharpscope.cli.probe_output import Found, report
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from sharpscope.config.probes import ProbesSpec
     from sharpscope.policy import Policy
-    from sharpscope.probes import DataRow
 
 PARTS = ("curvature", "perturbation", "tokens")
 WHOLE = 128  # prompts on which curvature is computed by default
@@ -39,7 +40,7 @@ def probe(
     steps: Annotated[str | None, Option(help="Steps of --tokens or --rollouts: 10,20. Default: all.")] = None,
     probes: Annotated[str | None, Option(help="curvature,perturbation,tokens (with --model). Default: all.")] = None,
     functional: Annotated[
-        list[str] | None, Option(help="nll, surrogate or expected_failure (these need rewards). Repeatable.")
+        list[str] | None, Option(help="nll or expected_failure, which needs rewards. Repeatable.")
     ] = None,
     all_checkpoints: Annotated[bool, Option("--all-checkpoints", help="Probe every checkpoint of the run.")] = False,
     backend: Annotated[str, Option(help="Eigenvalues and trace by lanczos, or by pyhessian.")] = "lanczos",
@@ -200,15 +201,13 @@ def _checkpoints(
     set_threads(config.threads if threads is None else threads, config.policy.model)
     task = make_task(config.task)
     probe_set = run_probe_set(config, task)
-    if not options["curvature"]:
-        spec = spec.model_copy(update={"gradient_samples": 0})
     radius, known = None, read_run_info(folder).get("probe_radius")
     if not fixed and (known or config.probes.rho != "auto"):
         radius = Radius(**known) if known else Radius(float(config.probes.rho))
     for checkpoint in saved if every else saved[-1:]:
         policy = load_policy(config.policy.model_copy(update={"model": str(checkpoint)}), base=config.policy.model)
         optimizer = build_optimizer(policy.model, config.optimizer)
-        load_checkpoint(checkpoint, policy.model, optimizer, None)
+        load_checkpoint(checkpoint, policy.model, optimizer)
         batches = probe_set_batches(
             probe_set,
             spec,
@@ -271,7 +270,7 @@ def _afterwards(
     typer.echo(f"Written: {out}/ (try: sharpscope tokens {out} --spikes)")
 
 
-def _write_tokens(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec, out: Path, name: str) -> None:
+def _write_tokens(policy: Policy, rows: pd.DataFrame, spec: ProbesSpec, out: Path, name: str) -> None:
     from sharpscope.probes import token_norms
 
     tokens = token_norms(policy, rows, spec)

@@ -235,9 +235,8 @@ class Kl(Part):
     """β·k per token in the loss; k estimates KL(π‖π_ref), with d = ln π − ln π_ref."""
 
     coef: float = Field(0.0, ge=0, description="β; 0 needs no reference model.")
-    estimator: Literal["k1", "k2", "k3", "k3_corrected"] = "k3"
-    """k1: d, whose gradient is zero on average at ratio 1; k2: d²/2; k3: exp(−d) − 1 + d; k3_corrected: r·k3 with
-    gradient r·d, unbiased off policy (arXiv 2512.02556; r as in `ratio`)."""
+    estimator: Literal["k1", "k3"] = "k3"
+    """k1: d, whose gradient is zero on average at ratio 1; k3: exp(−d) − 1 + d."""
     weighted: bool = Field(False, description="Whether to multiply the term by the token's weight (TR-GRPO).")
 
 
@@ -275,19 +274,6 @@ class LpRegPenalty(Part):
 
 
 Penalty = Annotated[KlCovPenalty | LpRegPenalty, Field(discriminator="kind")]
-
-
-class EwmaProximal(Part):
-    """Center the clip on an exponential moving average of past weights (PPO-EWMA, arXiv 2110.00641).
-
-    Objective (π_prox/π_behavior)·min(r·A, clip(r)·A) with r = π/π_prox. After n updates π_prox has the weights
-    Σ_i β^(n−i)·θ_i / Σ_i β^(n−i), i = 0…n: a bias-corrected average.
-    """
-
-    kind: Literal["ewma"] = "ewma"
-    decay: float = Field(0.889, ge=0, lt=1)
-    """β of the average, applied after every update; after many updates the mean age is β/(1 − β) updates, 8 by
-    default; ours."""
 
 
 class LoptiPasses(Part):
@@ -392,8 +378,6 @@ class Method(Part):
     )
     tokens: Tokens | None = Field(None, description="Loss tokens in the surrogate; null: all.")
     penalty: Penalty | None = Field(None, description="Additional loss term on selected tokens.")
-    proximal: EwmaProximal | None = None
-    """Policy on which the clip is centered; null: the behavior policy."""
     passes: LoptiPasses | None = Field(None, description="Optimizer passes over a mini-batch; null: one.")
     sharpness: Sharpness | None = Field(None, description="Sharpness-aware gradient of the optimizer step.")
     module_clip: ModuleClip | None = Field(None, description="Clip of the gradient by type of module; null: none.")
@@ -414,14 +398,8 @@ class Method(Part):
             raise ValueError(f"weight_on=ratio needs clip null, ppo or cispo, not {kind}; set weight_on=surrogate")
         if kind == "vespo" and self.correction is not None and self.correction.level != "token":
             raise ValueError("clip.kind=vespo needs correction.level=token: the factors enter its product of ratios")
-        if self.kl.coef > 0 and self.kl.estimator == "k3_corrected" and self.proximal is not None:
-            raise ValueError("kl.estimator=k3_corrected needs proximal=null: its ratio is π/π_old")
-        if getattr(ratio, "to", "old") == "sampler" and (self.correction is not None or self.proximal is not None):
-            raise ValueError(
-                "ratio.to=sampler needs correction=null and proximal=null: its ratio is already to the sampler"
-            )
-        if self.proximal is not None and not (plain or isinstance(clip, DualClip)):
-            raise ValueError(f"proximal.kind=ewma needs clip null, ppo, cispo or dual, not {kind}")
+        if getattr(ratio, "to", "old") == "sampler" and self.correction is not None:
+            raise ValueError("ratio.to=sampler needs correction=null: its ratio is already to the sampler")
         if self.at(0.0) is not self:
             self.at(1.0)  # schedules are monotone, so valid endpoints make all values valid
         return self

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from sharpscope.config.base import Spec
 
-ObjectiveName = Literal["nll", "surrogate", "expected_failure"]
+ObjectiveName = Literal["nll", "expected_failure"]
 SharpnessKind = Literal["sam", "asam"]
 Backend = Literal["lanczos", "pyhessian"]
 Preset = Literal["off", "light", "standard", "full"]
@@ -28,12 +28,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "heldout_prompts": 128,
         "splits": ("train", "heldout"),
         "curvature_prompts": 12,
-        "gradient_samples": 8,
     },
     "full": {
         "every": 25,
         "kinds": ("sam", "asam"),
-        "functionals": ("nll", "surrogate", "expected_failure"),
+        "functionals": ("nll", "expected_failure"),
         "prompts": 64,
         "heldout_prompts": 64,
         "splits": ("train", "heldout"),
@@ -41,7 +40,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "top": 5,
         "max_products": 300,
         "trace_probes": 32,
-        "gradient_samples": 16,
     },
 }
 
@@ -67,8 +65,8 @@ class ProbesSpec(Spec):
     splits: tuple[Split, ...] = Field(("train",), min_length=1)
     """Parts of the probe set whose loss surface is probed."""
     functionals: tuple[ObjectiveName, ...] = ("nll",)
-    """Objectives to probe: nll of stored solutions; surrogate and expected_failure on new rollouts."""
-    samples: int = Field(8, ge=1, description="Completions per probe prompt for surrogate and expected_failure.")
+    """Objectives to probe: nll of stored solutions; expected_failure on new rollouts."""
+    samples: int = Field(8, ge=1, description="Completions per probe prompt for expected_failure.")
     rho: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Radius of perturbations [parameters' L2 norm]; auto: chosen at the first probe of a run such that SAM sharpness
     of the expected failure is between 5 and 30 % of the largest possible rise. Give the same number to all runs of a
@@ -84,8 +82,6 @@ class ProbesSpec(Spec):
     max_products: int = Field(60, ge=4)
     """Maximum number of Hessian-vector products for the eigenpairs; if reached, converged = false."""
     trace_probes: int = Field(4, ge=0, description="Random vectors for the trace; 0: no trace.")
-    gradient_samples: int = Field(0, ge=0)
-    """Completions per training prompt for the unbiased squared gradient norm: even, at least 4; 0: none."""
     microbatch_tokens: int = Field(4096, ge=64)
     """Maximum size of a probe's forward pass, including padding [tokens]."""
     memory_mb: float = Field(2048.0, gt=0)
@@ -111,13 +107,6 @@ class ProbesSpec(Spec):
     def _trace_probes(cls, value: int) -> int:
         if value == 1:
             raise ValueError("must be at least 2 (for a standard error), or 0 for no trace")
-        return value
-
-    @field_validator("gradient_samples")
-    @classmethod
-    def _gradient_samples(cls, value: int) -> int:
-        if value and (value < 4 or value % 2):
-            raise ValueError("must be even and at least 4 (two halves of at least two completions), or 0 for none")
         return value
 
     def interval(self, steps: int) -> int:

@@ -55,8 +55,7 @@ def same_at_one_update(method: Method) -> str | None:
     """Name of a simpler method that has the same gradient where a step makes a single update; None if there is none.
 
     There π is π_old, so every ratio is 1: no clip acts, a sequence's ratio has the gradient of its tokens' mean ln π, and
-    KL-Cov's divergence has none. What is left of the method is compared with the named methods, with its own KL term. With
-    `proximal.kind=ewma` this holds of the tokens that the clip around the average policy does not stop.
+    KL-Cov's divergence has none. What is left of the method is compared with the named methods, with its own KL term.
     """
     method = method.unlabeled
     plain = _at_ratio_one(method)
@@ -77,18 +76,12 @@ def _at_ratio_one(method: Method) -> Method:
     # A sequence's ratio gives each of its tokens the mean of all their terms, which differ by weight, mask and advantage.
     alike = uniform and method.tokens is None
     alike = alike and not isinstance(method.advantage, TokenBaselineAdvantage | WhitenedAdvantage)
-    alike = alike and not (method.kl.coef > 0 and method.kl.estimator == "k3_corrected")  # r·k3
     gated = isinstance(method.clip, DelightGate) or getattr(method.ratio, "to", "old") == "sampler"
     if in_ratio or corrected or gated or not (alike or by_token):
         return method
     changed: dict[str, Any] = {"ratio": TokenRatio(), "clip": PpoClip(), "weight_on": "surrogate"}
-    if method.proximal is None:
-        if not isinstance(method.penalty, LpRegPenalty):  # its divergence is from another policy than π_old
-            changed["penalty"] = None
-    elif by_token and method.penalty is None:
-        changed["proximal"] = None
-    else:
-        return method
+    if not isinstance(method.penalty, LpRegPenalty):  # its divergence is from another policy than π_old
+        changed["penalty"] = None
     return method.model_copy(update=changed)
 
 

@@ -6,33 +6,39 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from sharpscope import distributed
-from sharpscope.config import (
-    ForkSpec,
-    Method,
-    RunConfig,
-    method_label,
-    validate,
-)
+from sharpscope.config import ForkSpec, Method, RunConfig, method_label, validate
 from sharpscope.config.policy import EMBEDDED_PREFIX
 from sharpscope.errors import UserError, nearest
-from sharpscope.forks.outcomes import Reading, inner, matching_scale, outcome_rows, sam_reading
-from sharpscope.forks.start import ArmUpdate, SharedDraws, Start, arms_of, resolve, saved_states
+from sharpscope.forks.outcomes import (
+    FixedRollouts,
+    Reading,
+    heldout_order,
+    matching_scale,
+    outcome_rows,
+    run_radius,
+)
+from sharpscope.forks.start import Start, Tell, arms_of, resolve, saved_states
 from sharpscope.policy import TokenStats
-from sharpscope.probes import rotation
+from sharpscope.probes import find_radius, limited_surface, rotation, sharpness
+from sharpscope.probes.directions import inner
+from sharpscope.probes.surface import Surface
 from sharpscope.recording import run_folder
 from sharpscope.recording.environment import set_threads
-from sharpscope.tasks import make_task
+from sharpscope.recording.probe_sets import Drawer
+from sharpscope.seeds import derive
 from sharpscope.traces import Run, RunLock, TraceWriter, create_run_dir, load_run, read_run_info, update_run_info
 from sharpscope.traces.files import RUN_FILE
 from sharpscope.training.checkpoint import step_of
 
-Tell = Callable[[str], None]
 SPLITS = ("heldout", "train")
 EFFECTIVE_SHARE = 0.5
 """Smallest valid effective sample size of importance weights, as a share of the samples."""
@@ -97,49 +103,34 @@ def fork(
     config = resolve("fork", run, model, task, None, overrides)
     arms = arms_of(spec.methods, token_weights, config)
     states = saved_states(run, checkpoint)
-    folder = _folder(run, model, out)
+    source = str(model).removeprefix(EMBEDDED_PREFIX) if run is None else str(Path(run).resolve())
+    folder = Path(out or run or Path("forks") / (Path(source).name or "model"))
     used_threads = set_threads(config.threads if threads is None else threads, config.policy.model)
-    made = make_task(config.task)
+
+    def measure(state: Path | None) -> Measure:
+        """A state with what is measured of its arms."""
+        start = Start(config, arms, state, warm_up=spec.warm_up, calibrating=spec.batches)
+        return Measure(start, spec, spec.rho or run_radius(config, None if state is None else run))
+
     name = _identity(config, spec, arms)
-    first: Start | None = None
+    first: Measure | None = None
     if not (folder / RUN_FILE).exists():
-        first = Start(config, spec, arms, states[0], made)
-        _begin(folder, config, first, used_threads)
+        first = measure(states[0])
+        _begin(folder, config, first.start, used_threads)
     with RunLock(folder):
-        _describe(folder, name, config, spec, run, model)
-        done = _done(folder, name)
+        _describe(folder, name, config, spec, str(model) if run is None else Path(source).name)
+        rows = load_run(folder).forks
+        done = set(rows[rows["fork"] == name][["step", "batch"]].itertuples(index=False, name=None))
         with TraceWriter(folder) as writer:
-            for checkpoint_folder in states:
-                step = 0 if checkpoint_folder is None else step_of(checkpoint_folder)
+            for state in states:
+                step = 0 if state is None else step_of(state)
                 missing = [batch for batch in range(spec.batches) if (step, batch) not in done]
                 if not missing:
                     tell(f"step {step}: all {spec.batches} batches are there")
                     continue
-                _state_rows(
-                    first or Start(config, spec, arms, checkpoint_folder, made), folder, name, missing, writer, tell
-                )
+                _write_state(first or measure(state), folder, name, missing, writer, tell)
                 first = None
     return load_run(folder)
-
-
-def _state_rows(start: Start, folder: Path, name: str, missing: Sequence[int], writer: TraceWriter, tell: Tell) -> None:
-    """Write the rows of the `missing` batches of one state, batch by batch."""
-    if start.warmed:
-        tell(
-            f"step {start.step}: no optimizer state is stored; AdamW's moments are those of {start.warmed} steps of "
-            f"{next(iter(start.methods))} at these weights (fork.warm_up=0: empty)"
-        )
-    _note_methods(folder, name, start)
-    began = time.perf_counter()
-    for count, batch in enumerate(missing, 1):
-        # One append, so that an interruption never leaves a part of a batch.
-        rows = list(_batch_rows(start, name, batch))
-        writer.append("forks", {column: [row[column] for row in rows] for column in rows[0]})
-        writer.flush()
-        left = (time.perf_counter() - began) / count * (len(missing) - count) / 60
-        arms = len(start.methods)
-        tell(f"step {start.step}: batch {batch + 1} of {start.spec.batches}, {arms} arms; {left:.1f} min left")
-    start.snapshot.restore()
 
 
 def _spec(settings: Mapping[str, Any]) -> ForkSpec:
@@ -151,6 +142,33 @@ def _spec(settings: Mapping[str, Any]) -> ForkSpec:
         ForkSpec, {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
     )
     return spec
+
+
+def _write_state(
+    measure: Measure, folder: Path, name: str, missing: Sequence[int], writer: TraceWriter, tell: Tell
+) -> None:
+    """Write the rows of the `missing` batches of one state, batch by batch, and the calibrated methods into run.json."""
+    start = measure.start
+    if start.warmed:
+        tell(
+            f"step {start.step}: no optimizer state is stored; AdamW's moments are those of {start.warmed} steps of "
+            f"{next(iter(start.methods))} at these weights (fork.warm_up=0: empty)"
+        )
+    forks = dict(read_run_info(folder)["forks"])
+    arms = {arm: method.model_dump(mode="json") for arm, method in start.methods.items()}
+    noted = {"arms": forks[name].get("arms", {}) | {str(start.step): arms}}
+    began = time.perf_counter()
+    for count, batch in enumerate(missing, 1):
+        # One append, so that an interruption never leaves a part of a batch.
+        rows = list(measure.batch_rows(name, batch))
+        if count == 1:
+            noted |= {} if measure.rho is None else {"rho": measure.rho}
+            update_run_info(folder, forks=forks | {name: forks[name] | noted})
+        writer.append("forks", {column: [row[column] for row in rows] for column in rows[0]})
+        writer.flush()
+        left = (time.perf_counter() - began) / count * (len(missing) - count) / 60
+        tell(f"step {start.step}: batch {batch + 1} of {measure.spec.batches}, {len(arms)} arms; {left:.1f} min left")
+    start.restore()
 
 
 # -- one batch -------------------------------------------------------------------------------------------------------
@@ -165,109 +183,130 @@ class _Point:
     matched: bool = True
 
 
-def _batch_rows(start: Start, name: str, batch: int) -> Iterator[dict[str, Any]]:
-    """Rows of the table `forks` of all arms on one batch."""
-    measured = _Measured(start, batch)
-    arms = list(start.methods)
-    common = {"step": start.step, "fork": name, "batch": batch, "reference": arms[0]}
-    reference: tuple[ArmUpdate, float] | None = None  # update and its KL
-    for arm in arms:
-        began = time.perf_counter()
-        update = start.update(arm, batch, measured.shared)
-        at_step = measured.read(1.0)
-        norm = math.sqrt(inner(update.displacement, update.displacement))
-        if reference is None:
-            reference = (update, at_step.readings["kl"].value)
-        turned = rotation(update.displacement, reference[0].displacement)
-        effects = {"update_norm": norm, "update_rotation": turned.angle, "update_scale": turned.scale}
-        for comparison in ("step", "kl"):
-            point = at_step if comparison == "step" else measured.matched(update, at_step, reference[1])
-            same = {"arm": arm, **common, "comparison": comparison, "scale": point.scale}
-            same["seconds"] = time.perf_counter() - began
-            began = time.perf_counter()
-            sound = point.matched and update.sound
-
-            def valid(_: str, reading: Reading, sound: bool = sound) -> bool:
-                """NaN of the share: no importance weights."""
-                return sound and not reading.effective_share < EFFECTIVE_SHARE
-
-            yield from outcome_rows(same, point.readings, measured.start, valid)
-            if comparison == "step":
-                yield from outcome_rows(same, {name: Reading(value) for name, value in effects.items()}, {}, valid)
-
-
-class _Measured:
-    """The fixed completions of one batch, the outcomes of the starting policy on them, and those of an arm.
+class Measure:
+    """Measures the arms of a fork from one state.
 
     Attributes:
-        shared: draws of the starting policy that the arms share.
-        sets: fixed completions by split.
-        start: outcomes before the update.
+        start: the state.
+        spec: of the fork.
+        rho: radius of the sharpness; None: found on the training completions of the first batch.
     """
 
-    def __init__(self, origin: Start, batch: int) -> None:
-        self.origin, self.spec, self.shared = origin, origin.spec, SharedDraws()
-        origin.snapshot.restore()
-        self.sets = {split: origin.fixed(split, batch) for split in SPLITS}
-        self.start = self._readings({split: fixed.start for split, fixed in self.sets.items()})
+    def __init__(self, start: Start, spec: ForkSpec, rho: float | None) -> None:
+        self.start, self.spec, self.rho = start, spec, rho
+        self._draw = Drawer(start.config, start.policy, start.task)
+        self._heldout = heldout_order(start.config, start.task)
 
-    def read(self, scale: float) -> _Point:
-        """Outcomes at the present weights, which are those of an arm's update times `scale`."""
-        stats = {split: self.origin.scorer.statistics(fixed.rollouts) for split, fixed in self.sets.items()}
-        return _Point(self._readings(stats), scale)
+    def fixed(self, split: str, batch: int) -> FixedRollouts:
+        """New completions of the starting policy, the same for all arms of a batch. The state must be restored.
 
-    def matched(self, update: ArmUpdate, step: _Point, wanted: float) -> _Point:
+        Held-out prompts are the next of a seeded order. Training prompts are those that the batch learns from, with as many
+        completions in total.
+        """
+        start, spec, samples = self.start, self.spec, self.spec.samples
+        if split == "heldout":
+            examples = replace(self._heldout, cursor=batch * spec.prompts).take(spec.prompts)
+        else:
+            examples = start.order(batch).take(start.config.rollout.prompts_per_step)
+            samples = max(1, math.ceil(spec.prompts * samples / len(examples)))
+        seed = derive(start.config.seed, f"fork {split}", start.step, batch)
+        return FixedRollouts.scored(self._draw(examples, samples, seed), start.scorer)
+
+    def batch_rows(self, name: str, batch: int) -> Iterator[dict[str, Any]]:
+        """Rows of the table `forks` of all arms on one batch."""
+        start = self.start
+        start.restore()
+        if self.rho is None and "sharpness" in self.spec.outcomes:
+            with self._surface(self.fixed("train", 0)) as surface:
+                self.rho = find_radius(surface).rho
+        sets = {split: self.fixed(split, batch) for split in SPLITS}
+        before = self._readings(sets, {split: fixed.start for split, fixed in sets.items()})
+        arms = list(start.methods)
+        common = {"step": start.step, "fork": name, "batch": batch, "reference": arms[0]}
+        reference: tuple[list[Tensor], float] | None = None  # displacement and its KL
+        for arm in arms:
+            began = time.perf_counter()
+            made = start.update(arm, batch)
+            moved = start.snapshot.displacement()
+            sound = not any(update.problem for update in made.updates)
+            stats = {split: start.scorer.statistics(fixed.rollouts) for split, fixed in sets.items()}
+            point = _Point(self._readings(sets, stats), 1.0)
+            reference = reference or (moved, point.readings["kl"].value)
+            turned, norm = rotation(moved, reference[0]), math.sqrt(inner(moved, moved))
+            effects = {"update_norm": norm, "update_rotation": turned.angle, "update_scale": turned.scale}
+            for comparison in ("step", "kl"):
+                if comparison == "kl":
+                    point = self._matched(sets, moved, point, reference[1])
+                same = {"arm": arm, **common, "comparison": comparison, "scale": point.scale}
+                same["seconds"] = time.perf_counter() - began
+                began = time.perf_counter()
+                valid = sound and point.matched
+
+                def enough(_: str, reading: Reading, valid: bool = valid) -> bool:
+                    """NaN of the share: no importance weights."""
+                    return valid and not reading.effective_share < EFFECTIVE_SHARE
+
+                yield from outcome_rows(same, point.readings, before, enough)
+                if comparison == "step":
+                    yield from outcome_rows(same, {key: Reading(value) for key, value in effects.items()}, {}, enough)
+
+    def _matched(
+        self, sets: Mapping[str, FixedRollouts], moved: Sequence[Tensor], step: _Point, wanted: float
+    ) -> _Point:
         """Outcomes at the scale at which the update has the KL `wanted`, the reference's; `step` are those of the update as it is."""
-        origin, present = self.origin, step.readings["kl"].value
+        present, heldout = step.readings["kl"].value, sets["heldout"]
         if present == wanted and present > 0:
             return step
         if not (wanted > 0 and present > 0):
             return replace(step, matched=False)
-        heldout = self.sets["heldout"]
-        stats_by_scale: dict[float, TokenStats] = {}
+
+        scorer, last = self.start.scorer, {}
 
         def divergence(scale: float) -> float:
-            """KL to the policy before the update with the update times `scale` [nats]; keeps the statistics there."""
-            origin.snapshot.place(update.displacement, scale)
-            stats_by_scale.clear()
-            stats_by_scale[scale] = origin.scorer.statistics(heldout.rollouts)
-            return heldout.kl(stats_by_scale[scale].logp)
+            """KL to the policy before the update with the update times `scale` [nats]."""
+            self.start.snapshot.place(moved, scale)
+            last["heldout"] = scorer.statistics(heldout.rollouts)
+            return heldout.kl(last["heldout"].logp)
 
         scale, reached = matching_scale(divergence, wanted, math.sqrt(wanted / present), KL_TOLERANCE)
-        stats = {"heldout": stats_by_scale[scale], "train": origin.scorer.statistics(self.sets["train"].rollouts)}
-        return _Point(self._readings(stats), scale, reached)
+        stats = last | {"train": scorer.statistics(sets["train"].rollouts)}
+        return _Point(self._readings(sets, stats), scale, reached)
 
-    def _readings(self, stats: Mapping[str, TokenStats]) -> dict[str, Reading]:
+    def _readings(self, sets: Mapping[str, FixedRollouts], stats: Mapping[str, TokenStats]) -> dict[str, Reading]:
         """Outcomes by name from the present statistics of the fixed completions."""
-        wanted, heldout = self.spec.outcomes, self.sets["heldout"]
+        wanted, heldout = self.spec.outcomes, sets["heldout"]
         readings = {"kl": Reading(heldout.kl(stats["heldout"].logp))}
         if "failure" in wanted:
-            readings |= {f"{split}_failure": fixed.failure(stats[split].logp) for split, fixed in self.sets.items()}
+            readings |= {f"{split}_failure": fixed.failure(stats[split].logp) for split, fixed in sets.items()}
         if "entropy" in wanted:
             readings["entropy"] = Reading(heldout.entropy(stats["heldout"]))
         if "sharpness" in wanted:
-            readings["sam_sharpness"] = sam_reading(self.origin, self.sets["train"], stats["train"])
+            readings["sam_sharpness"] = self.sharpness(sets["train"], stats["train"])
         return readings
+
+    def sharpness(self, fixed: FixedRollouts, present: TokenStats) -> Reading:
+        """SAM sharpness of the expected failure, importance-weighted from `fixed`; `present` are its present statistics."""
+        assert self.rho is not None
+        with self._surface(fixed) as surface:
+            found = sharpness(surface, None, self.rho, "sam", at=surface.gradient())
+        return Reading(found.value, effective_share=fixed.weights(present.logp)[1])
+
+    def _surface(self, fixed: FixedRollouts) -> AbstractContextManager[Surface]:
+        config = self.start.config
+        return limited_surface(
+            self.start.policy.model, fixed.failure_objective(config.rollout.temperature), config.probes
+        )
 
 
 # -- what is forked, and where its rows go ---------------------------------------------------------------------------
 
 
-def _folder(run: Path | str | None, model: str | None, out: Path | str | None) -> Path:
-    if out is not None:
-        return Path(out)
-    if run is not None:
-        return Path(run)
-    assert model is not None
-    return Path("forks") / (Path(model.removeprefix(EMBEDDED_PREFIX)).name or "model")
-
-
 def _begin(folder: Path, config: RunConfig, start: Start, threads: int) -> None:
     """Create the folder of a run without steps, for the rows."""
-    own = config.model_copy(update={"out": str(folder)})
+    made = config.model_copy(update={"out": str(folder)})
     create_run_dir(folder)
-    info = run_folder.run_info(own, start.policy, threads, distributed.Launch())
-    run_folder.begin_run_dir(own, start.policy, info)
+    info = run_folder.run_info(made, start.policy, threads, distributed.Launch())
+    run_folder.begin_run_dir(made, start.policy, info)
     update_run_info(folder, status="finished", end="a fork: counterfactual updates, no training")
 
 
@@ -277,50 +316,23 @@ def _identity(config: RunConfig, spec: ForkSpec, arms: Mapping[str, Method]) -> 
     More batches continue the same fork.
     """
     parts = config.model_dump(mode="json", include={"task", "policy", "rollout", "optimizer", "update", "steps"})
-    own = spec.model_dump(mode="json", exclude={"batches"})
-    text = json.dumps([parts, own, [method.model_dump(mode="json") for method in arms.values()]], sort_keys=True)
+    chosen = spec.model_dump(mode="json", exclude={"batches"})
+    text = json.dumps([parts, chosen, [method.model_dump(mode="json") for method in arms.values()]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _describe(
-    folder: Path, name: str, config: RunConfig, spec: ForkSpec, run: Path | str | None, model: str | None
-) -> None:
+def _describe(folder: Path, name: str, config: RunConfig, spec: ForkSpec, source: str) -> None:
     """List the fork's settings in run.json.
 
     Raises:
         UserError: the folder has this fork from another run or seed.
     """
-    info = read_run_info(folder)
-    forks = dict(info.get("forks") or {})
+    forks = dict(read_run_info(folder).get("forks") or {})
     known = forks.get(name, {})
-    own = {
-        "source": str(model) if run is None else Path(run).resolve().name,
-        "seed": config.seed,
-        "method": method_label(config.method),
-    }
-    other = next((f"{key} {known[key]}" for key in own if key in known and known[key] != own[key]), None)
+    made_from = {"source": source, "seed": config.seed, "method": method_label(config.method)}
+    other = next((f"{key} {known[key]}" for key in made_from if known.get(key, made_from[key]) != made_from[key]), None)
     if other is not None:
         raise UserError(f"--out {folder}: holds a fork with these settings from {other}; choose another --out")
-    settings = spec.model_dump(mode="json") | own
-    forks[name] = {**known, **settings, "batches": max(spec.batches, known.get("batches", 0))}
+    batches = max(spec.batches, known.get("batches", 0))
+    forks[name] = {**known, **spec.model_dump(mode="json"), **made_from, "batches": batches}
     update_run_info(folder, forks=forks)
-
-
-def _note_methods(folder: Path, name: str, start: Start) -> None:
-    """Keep each arm's method with its calibrated constants at this state in run.json."""
-    forks = dict(read_run_info(folder)["forks"])
-    own = dict(forks[name].get("arms", {}))
-    own[str(start.step)] = {arm: method.model_dump(mode="json") for arm, method in start.methods.items()}
-    if start.rho is not None:
-        forks[name] = {**forks[name], "rho": start.rho}
-    forks[name] = {**forks[name], "arms": own}
-    update_run_info(folder, forks=forks)
-
-
-def _done(folder: Path, name: str) -> set[tuple[int, int]]:
-    """(step, batch) of the fork that are recorded already."""
-    rows = load_run(folder).forks
-    rows = rows[rows["fork"] == name]
-    return {
-        (int(step), int(batch)) for step, batch in rows[["step", "batch"]].drop_duplicates().itertuples(index=False)
-    }

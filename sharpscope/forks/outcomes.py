@@ -7,20 +7,24 @@ estimated by Σ_i w_i·F_i / Σ_i w_i (self-normalized importance weighting), F_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sharpscope.config import RunConfig
+from sharpscope.errors import UserError
 from sharpscope.objective import k3
 from sharpscope.policy import Rollouts, TokenStats
-from sharpscope.probes import Objective, limited_surface, rollout_batch, sharpness
-from sharpscope.probes.perturbation import find_radius
-
-if TYPE_CHECKING:
-    from sharpscope.forks.start import Start
+from sharpscope.policy.scoring import Scorer
+from sharpscope.probes import Drawn, Objective, rollout_batch
+from sharpscope.seeds import derive
+from sharpscope.tasks import Task
+from sharpscope.traces import read_run_info
+from sharpscope.training import DataOrder
 
 
 @dataclass(frozen=True)
@@ -45,22 +49,15 @@ def outcome_rows(
     valid: Callable[[str, Reading], bool],
 ) -> list[dict[str, Any]]:
     """Rows of the table `forks`, one for each outcome; `valid` is asked of those that are finite."""
-
-    def null(value: float) -> float | None:
-        return value if math.isfinite(value) else None
-
-    return [
-        {
-            **common,
-            "outcome": name,
-            "value": null(reading.value),
-            "start": null(start[name].value) if name in start else None,
-            "std_error": null(reading.std_error),
-            "effective_share": null(reading.effective_share),
-            "valid": math.isfinite(reading.value) and valid(name, reading),
-        }
-        for name, reading in readings.items()
-    ]
+    rows = []
+    for name, reading in readings.items():
+        numbers = {key: value if math.isfinite(value) else None for key, value in vars(reading).items()}
+        before = start[name].value if name in start else math.nan
+        numbers["start"] = before if math.isfinite(before) else None
+        rows.append(
+            {**common, "outcome": name, **numbers, "valid": math.isfinite(reading.value) and valid(name, reading)}
+        )
+    return rows
 
 
 @dataclass(frozen=True)
@@ -76,6 +73,11 @@ class FixedRollouts:
     rollouts: Rollouts
     success: Tensor
     start: TokenStats
+
+    @classmethod
+    def scored(cls, drawn: Drawn, scorer: Scorer) -> FixedRollouts:
+        """Completions that the present policy drew."""
+        return cls(drawn.rollouts, drawn.correct, scorer.statistics(drawn.rollouts))
 
     @property
     def mask(self) -> Tensor:
@@ -111,6 +113,12 @@ class FixedRollouts:
         """Mean entropy at the fixed tokens [nats]."""
         return float(stats.entropy.double()[self.mask].mean())
 
+    def failure_objective(self, temperature: float) -> Objective:
+        """The expected failure, importance-weighted from the policy that drew the completions."""
+        given = replace(self.rollouts, behavior_logp=self.start.logp)
+        rows = rollout_batch(given, reward=self.success.double())
+        return Objective("expected_failure", rows, temperature, stale=True)
+
 
 def matching_scale(
     divergence: Callable[[float], float], target: float, start: float, tolerance: float = 1e-3, evaluations: int = 12
@@ -127,71 +135,48 @@ def matching_scale(
         tolerance: relative, of the divergence.
         evaluations: most calls of `divergence`.
     """
-    low: tuple[float, float] | None = None  # (scale, divergence) below the target
-    high: tuple[float, float] | None = None
-    scale, slope = start, 2.0
-    previous: tuple[float, float] | None = None
+    low, high, slope = 0.0, math.inf, 2.0
+    scale, before, last = (
+        start,
+        math.nan,
+        math.nan,
+    )  # `before`: the scale of the evaluation before, with the result `last`
     for _ in range(evaluations):
         reached = divergence(scale)
-        if math.isfinite(reached) and abs(reached - target) <= tolerance * target:
+        if abs(reached - target) <= tolerance * target:
             return scale, True
-        if not math.isfinite(reached) or reached > target:
-            high = (scale, reached)
-        else:
-            low = (scale, reached)
-        if not math.isfinite(reached) or reached <= 0:
-            proposal = scale / 2 if high == (scale, reached) else scale * 4
-        else:
-            if previous is not None and previous[1] > 0 and math.isfinite(previous[1]) and previous[0] != scale:
-                local = math.log(reached / previous[1]) / math.log(scale / previous[0])
-                slope = local if 0.25 <= local <= 16 else slope
+        low, high = (scale, high) if reached < target else (low, scale)  # also where it is not finite
+        if 0 < reached < math.inf:
+            local = (
+                math.log(reached / last) / math.log(scale / before) if 0 < last < math.inf and scale != before else 0.0
+            )
+            slope = local if 0.25 <= local <= 16 else slope
             proposal = scale * (target / reached) ** (1 / slope)
-        if low is not None and high is not None and not low[0] < proposal < high[0]:
-            proposal = math.sqrt(low[0] * high[0])
-        previous, scale = (scale, reached), proposal
-        if not (0 < scale < math.inf):
+        else:
+            proposal = scale * 4 if reached <= 0 else scale / 2
+        if low > 0 and high < math.inf and not low < proposal < high:
+            proposal = math.sqrt(low * high)
+        before, last, scale = scale, reached, proposal
+        if not 0 < scale < math.inf:
             break
-    return previous[0] if previous else start, False
+    return before, False
 
 
-def inner(one: Sequence[Tensor], two: Sequence[Tensor]) -> float:
-    """Inner product of two vectors given as lists of tensors, in float64."""
-    return float(sum(float((a.double() * b.double()).sum()) for a, b in zip(one, two, strict=True)))
+def heldout_order(config: RunConfig, task: Task) -> DataOrder:
+    """The order in which forks take held-out prompts.
 
-
-def failure_objective(fixed: FixedRollouts, temperature: float) -> Objective:
-    """The expected failure, importance-weighted from the policy that drew the completions."""
-    rows = rollout_batch(replace(fixed.rollouts, behavior_logp=fixed.start.logp), reward=fixed.success.double())
-    return Objective("expected_failure", rows, temperature, stale=True)
-
-
-def fork_radius(origin: Start) -> float:
-    """The radius at which a fork measures SAM sharpness: that of the spec or the run, else found on the first batch.
-
-    The weights must be the starting ones.
+    Raises:
+        UserError: the task has none.
     """
-    known = origin.spec.rho or origin.run_radius
-    if known is not None:
-        return known
-    with limited_surface(
-        origin.policy.model,
-        failure_objective(origin.fixed("train", 0), origin.config.rollout.temperature),
-        origin.config.probes,
-    ) as surface:
-        return find_radius(surface).rho
+    examples = task.splits().get("heldout", [])
+    if not examples:
+        raise UserError(f"task.kind = '{config.task.kind}': has no split 'heldout' to measure outcomes on")
+    return DataOrder(examples, derive(config.seed, "fork held-out"))
 
 
-def sam_reading(origin: Start, fixed: FixedRollouts, present: TokenStats) -> Reading:
-    """SAM sharpness of the expected failure, importance-weighted from the starting policy's completions.
-
-    Args:
-        origin: the state.
-        fixed: completions of the starting policy on training prompts.
-        present: their statistics under the present policy.
-    """
-    if origin.rho is None:
-        raise ValueError("sharpness is measured at a radius, which a fork has only with the outcome sharpness")
-    objective = failure_objective(fixed, origin.config.rollout.temperature)
-    with limited_surface(origin.policy.model, objective, origin.config.probes) as surface:
-        found = sharpness(surface, None, origin.rho, "sam", at=surface.gradient())
-    return Reading(found.value, effective_share=fixed.weights(present.logp)[1])
+def run_radius(config: RunConfig, run: Path | str | None) -> float | None:
+    """The radius of a run's perturbations, if it is fixed or has been found."""
+    if config.probes.rho != "auto":
+        return float(config.probes.rho)
+    rho = None if run is None else (read_run_info(Path(run)).get("probe_radius") or {}).get("rho")
+    return None if rho is None or math.isnan(rho) else float(rho)

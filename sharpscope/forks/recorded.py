@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from sharpscope.config.policy import PolicySpec
 from sharpscope.config.probes import ProbesSpec
 from sharpscope.errors import UserError
 from sharpscope.forks.outcomes import FixedRollouts
-from sharpscope.forks.start import Snapshot
-from sharpscope.forks.without import Outcomes, StepAgain, Tell, drawn_by
+from sharpscope.forks.start import Snapshot, Tell
+from sharpscope.forks.without import Observe, StepAgain, drawn_by
 from sharpscope.policy import load_policy
 from sharpscope.recording.from_checkpoint import WRONG
 from sharpscope.recording.norms import clip_factor, gradient_norms, layer_groups, update_norms
@@ -26,7 +26,6 @@ from sharpscope.recording.step import PendingUpdate, UpdateResult
 from sharpscope.seeds import derive
 from sharpscope.tasks import make_task
 from sharpscope.traces import Run
-from sharpscope.training import DataOrder
 
 STATES = ("optimizer.pt", "optimizer.bin")
 """Files in which transformers' Trainer keeps the optimizer's state."""
@@ -34,7 +33,7 @@ NORM_GAP = 0.05
 """Relative difference of the first gradient's norm from the recorded one from which a line says so."""
 
 
-class TrainerStep:
+class TrainerStep(StepAgain):
     """Step `step` of a recorded run from the checkpoint before it: gradients are Σ c·∇log π with the recorded coefficients.
 
     The coefficients of a token in later updates of the step are those that were recorded, also where earlier updates differ.
@@ -59,20 +58,17 @@ class TrainerStep:
                 f"--model {checkpoint}: its log-probabilities differ from those recorded before step {step} by {gap:.2g} nats a token "
                 f"(limit {WRONG:g}); give the checkpoint that was saved after step {step - 1}"
             )
-        self.step, self.tell, self.parameters = step, tell, [p for p in policy.model.parameters() if p.requires_grad]
+        draw = None
+        if config is not None:
+            draw = drawn_by(config, policy, make_task(config.task), spec, derive(config.seed, "fork heldout", step))
+        fixed = FixedRollouts(rows.rollouts, torch.zeros(len(rows.rollouts)), rows.stats)
+        options: dict[str, Any] = {"held_out": draw, "fixed": fixed, "probes": ProbesSpec(), "rho": None}
+        super().__init__(step, rows.scorer, rows.rollouts, rows.temperature, int(run.seed or 0), **options)
+        self.tell, self.parameters = tell, [p for p in policy.model.parameters() if p.requires_grad]
         self.groups, self.optimizer = layer_groups(policy.model), load_adamw(Path(checkpoint), policy.model)
         self.updates = run.updates[run.updates["step"] == step].sort_values("update").to_dict("records")
         self.coef = self._coefficients(run)
         self.snapshot = Snapshot(policy.model, self.optimizer)
-        draw = None
-        if config is not None:
-            task = make_task(config.task)
-            examples = DataOrder(task.splits()["heldout"], derive(config.seed, "fork held-out")).take(spec.prompts)
-            draw = drawn_by(config, policy, task, examples, spec.samples, derive(config.seed, "fork heldout", step))
-        fixed = FixedRollouts(rows.rollouts, torch.zeros(len(rows.rollouts)), rows.stats)
-        outcomes = Outcomes(rows.scorer, fixed, ProbesSpec(), rows.temperature, draw)
-        given = (step, rows.scorer, rows.rollouts, outcomes, rows.temperature, int(run.seed or 0))
-        self.again = StepAgain(*given, self.update, self.snapshot.restore)
 
     def _coefficients(self, run: Run) -> list[tuple[Tensor, Tensor]]:
         """(coefficients (N, T), first use (N, T)) of each update of the step."""
@@ -91,8 +87,12 @@ class TrainerStep:
             made.append((values, own))
         return made
 
-    def update(self, without: Tensor | None, observe: Callable[[PendingUpdate], None] | None) -> Sequence[UpdateResult]:
-        """Restore the state and make the step; the model keeps its weights."""
+    def restore(self) -> None:
+        """See `StepAgain`."""
+        self.snapshot.restore()
+
+    def update(self, without: Tensor | None = None, observe: Observe | None = None) -> Sequence[UpdateResult]:
+        """See `StepAgain`."""
         self.snapshot.restore()
         made: list[UpdateResult] = []
         for recorded, (values, first) in zip(self.updates, self.coef, strict=True):
@@ -106,18 +106,15 @@ class TrainerStep:
                     self.tell(f"the gradient's norm at the checkpoint is {was}")
                 every = torch.arange(len(values))
                 observe(PendingUpdate(int(recorded["update"]), every, first, coef, norm.total))
-            recorded_factor = float(recorded["clip_factor"])
-            limit = recorded["grad_norm"] * recorded_factor if recorded_factor < 1 else None
-            factor = clip_factor(norm.total, limit)
-            for parameter in self.parameters:
-                assert parameter.grad is not None
-                parameter.grad.mul_(factor)
+            clipped = float(recorded["clip_factor"])
+            factor = clip_factor(norm.total, recorded["grad_norm"] * clipped if clipped < 1 else None)
+            torch._foreach_mul_([p.grad for p in self.parameters], factor)
             for group in self.optimizer.param_groups:
                 group["lr"] = float(recorded["lr"])
             self.optimizer.step()
             moved = update_norms(self.optimizer, self.groups)
-            layers = (norm.layers, moved.layers)
-            made.append(UpdateResult(math.nan, norm.total, norm.total, moved.total, factor, False, layers=layers))
+            norms = (norm.total, norm.total, moved.total, factor)
+            made.append(UpdateResult(math.nan, *norms, False, layers=(norm.layers, moved.layers)))
         return made
 
 

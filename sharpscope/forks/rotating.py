@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,12 @@ from sharpscope.config import (
 from sharpscope.config.method import Kl, Method
 from sharpscope.config.selections import CurvatureTokens
 from sharpscope.errors import UserError
-from sharpscope.forks.start import State, arms_of, resolve, saved_states
+from sharpscope.forks.start import Start, Tell, arms_of, resolve, saved_states
 from sharpscope.objective import StepTensors, calibrate, policy_loss, token_bins, token_normalizer, token_weights
 from sharpscope.policy import TokenStats
 from sharpscope.recording.environment import set_threads
 from sharpscope.recording.rows import weight_columns
 from sharpscope.recording.step import RolloutBatch, StepTokens, UpdateRotation, loss_mask, step_tensors
-from sharpscope.tasks import make_task
 from sharpscope.training.rollouts import step_advantages
 from sharpscope.training.updates import Gradient
 
@@ -36,34 +35,23 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-Tell = Callable[[str], None]
-
 CONTROLS = ("grpo-sg-reverse", "grpo-sg-shuffled")
 """Controls among the default methods."""
 
 BINS = ("pos_peak", "pos_valley", "neg_peak", "neg_valley")
 """Tokens by the sign of A and by π against Σ π², see `BinTokens`."""
-_MEASURED = (
-    *(f"entropy_{kind}_{name}" for kind in ("predicted", "measured") for name in BINS),
-    "entropy_rank",
-    "kl_rank",
-    "kl_rank_norm",
-)
-_NUMBERS = (
+_NUMBERS = [
     "gradient_rotation",
     "gradient_scale",
     "gradient_kept",
     "update_rotation",
     "update_scale",
     "update_difference",
-    "rotation_bound",
-    "weight_mean",
-    "weight_mean_gradient",
-    "weight_saturation_low_gradient",
-    "weight_saturation_high_gradient",
-    *_MEASURED,
-)
-COLUMNS = ("method", "reference", *_NUMBERS, "problem")
+]
+_NUMBERS += ["rotation_bound", "weight_mean", "weight_mean_gradient"]
+_NUMBERS += ["weight_saturation_low_gradient", "weight_saturation_high_gradient"]
+_NUMBERS += [f"entropy_{kind}_{name}" for kind in ("predicted", "measured") for name in BINS]
+_NUMBERS += ["entropy_rank", "kl_rank", "kl_rank_norm"]
 
 
 @dataclass(frozen=True)
@@ -114,8 +102,9 @@ class Rotations:
         folder.mkdir(parents=True, exist_ok=True)
         table, record = folder / "rotation.csv", folder / "rotation.json"
         self.table.to_csv(table, index=False)
-        rows = [{name: _plain(value) for name, value in row.items()} for row in self.table.to_dict("records")]
-        content = {"batch": dict(self.batch), "noise_rotation": _plain(self.noise), "methods": rows}
+        rows = self.table.astype(object).where(self.table.notna(), None).to_dict("records")
+        noise = None if math.isnan(self.noise) else self.noise
+        content = {"batch": dict(self.batch), "noise_rotation": noise, "methods": rows}
         record.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         with styled():
             paths = [table, record, *save(self.figure(), folder, "rotation")]
@@ -142,8 +131,7 @@ def rotate(
     Every method gets the same completions and rewards, and starts from the same weights and optimizer state; nothing is
     trained. The whole batch is one update. Weights with constants to calibrate are calibrated on the batch; the run's own
     method has the run's constants. A method of two passes (Lopti) is compared by its first pass. Methods that change the ratio
-    or the clip only are plain GRPO in the first update. An average of past weights (`ppo-ewma`) starts as the weights, also from a
-    checkpoint.
+    or the clip only are plain GRPO in the first update.
 
     Args:
         methods: `[name=]method[+field=value…]`, such as `grpo-sg+weight.U=4`; None: all methods and two controls.
@@ -172,6 +160,8 @@ def rotate(
         >>> (found.table["gradient_rotation"] > 1).tolist()  # [degrees]; ratios are 1 in the first update
         [False, True]
     """
+    import pandas as pd
+
     tell = on_progress or (lambda text: None)
     config = resolve("rotate", run, model, task, seed, overrides)
     (state,) = saved_states(run, () if checkpoint is None else (checkpoint,))
@@ -180,10 +170,9 @@ def rotate(
         texts = ("grpo-sg", *CONTROLS) if token_weights is not None else (*method_names(), *CONTROLS)
     chosen = arms_of(texts, token_weights, config)
     set_threads(config.threads if threads is None else threads, config.policy.model)
-    start = _Start(config, chosen, state, measure)
     if warm_up:
         tell("warming up the optimizer")
-        start.warm_up(warm_up, reference_method(next(iter(chosen.values()))))  # its weights may need a calibration
+    start = _Start(config, chosen, state, measure=measure, warm_up=warm_up)
     tell("drawing completions")
     batch = start.draw()
     if batch.zero_variance_share == 1:
@@ -193,8 +182,14 @@ def rotate(
         )
     stats = start.scorer.statistics(batch.rollouts)
     rows, noise = _compared(start, chosen, batch, stats, methods is not None, tell)
+    table = pd.DataFrame([rows[name] for name in chosen], columns=["method", "reference", *_NUMBERS, "problem"])
+    table = table.astype(dict.fromkeys(_NUMBERS, float)).assign(problem=table["problem"].fillna(""))
+    weights = [pd.DataFrame({"method": name, **columns}) for name, columns in start.weights.items()]
+    empty = pd.DataFrame(columns=["method", "logit", "probability", "weight"])
     described = start.described(batch, None if run is None else Path(run))
-    return Rotations(_table([rows[name] for name in chosen]), noise, described, _weights(start.weights), start.methods)
+    return Rotations(
+        table, noise, described, pd.concat(weights, ignore_index=True) if weights else empty, start.methods
+    )
 
 
 def _compared(
@@ -223,15 +218,21 @@ def _compared(
 # -- measuring -----------------------------------------------------------------------------------------------------------
 
 
-class _Start(State):
+class _Start(Start):
     """One step of a run, from which every method is compared: the whole batch is one update."""
 
     def __init__(
-        self, config: RunConfig, methods: Mapping[str, Method], checkpoint: Path | None, measure: bool = False
+        self,
+        config: RunConfig,
+        methods: Mapping[str, Method],
+        checkpoint: Path | None,
+        *,
+        measure: bool,
+        warm_up: int = 0,
     ) -> None:
-        # An average of past weights starts as the weights, also for the run's own method: every ratio is 1 then.
-        super().__init__(config, methods, checkpoint, make_task(config.task), stored_average=False)
-        self._learner = replace(self._learner, mini_batches=1, inner_epochs=1)
+        warming = reference_method(next(iter(methods.values())))  # its weights need no calibration
+        options: dict[str, Any] = {"warm_up": warm_up, "warming": warming, "mini_batches": 1, "inner_epochs": 1}
+        super().__init__(config, methods, checkpoint, **options)
         self.seed_step = self.step + 1
         self.measure = measure
         # Methods compared so far with their coefficients, the reference's, the result, and the statistics after the update.
@@ -241,8 +242,7 @@ class _Start(State):
 
     def draw(self) -> RolloutBatch:
         """The batch that the run's next step draws; a divergence in the reward is left out."""
-        method = self.config.method.model_copy(update={"kl": Kl()})
-        return self.drawn(method, replace(self._order, cursor=self._cursor), self.config.seed, self.seed_step)
+        return self.rollouts(self.config.method.model_copy(update={"kl": Kl()}), 0)
 
     def measured(
         self, name: str, batch: RolloutBatch, stats: TokenStats, references: dict[str, list[Gradient]]
@@ -357,7 +357,7 @@ class _Start(State):
             method, mask, self.config.rollout.max_new_tokens, keep=plan.keep, group=rollouts.group, dtype=logp.dtype
         )
         other = learner.reference_logp(rollouts) if method.needs_reference else None
-        policy_loss(method, plan, logp, normalizer, reference_logp=other, proximal_logp=stats.logp).loss.backward()
+        policy_loss(method, plan, logp, normalizer, reference_logp=other).loss.backward()
         tokens = StepTokens.unused(stats)
         assert logp.grad is not None
         tokens.loss_coef = logp.grad.cpu()
@@ -420,34 +420,10 @@ def weight_curves(methods: Mapping[str, Method]) -> pd.DataFrame:
     for name, method in methods.items():
         for axis, x in (("logit", np.linspace(-5.0, 35.0, 401)), ("probability", np.linspace(0.001, 0.999, 500))):
             values = torch.from_numpy(x)
-            step = (
-                StepTensors.from_columns(logit=values)
-                if axis == "logit"
-                else StepTensors.from_columns(logp=values.log())
-            )
+            step = StepTensors.from_columns(**({"logit": values} if axis == "logit" else {"logp": values.log()}))
             try:
                 weight = token_weights(method.weight, step, torch.Generator().manual_seed(0))[:, 0].numpy()
             except (UserError, ValueError):
                 continue  # it depends on other values
             rows += [(name, axis, a, b) for a, b in zip(x, weight, strict=True)]
     return pd.DataFrame(rows, columns=["method", "axis", "x", "weight"])
-
-
-def _weights(by_method: Mapping[str, Mapping[str, np.ndarray]]) -> pd.DataFrame:
-    import pandas as pd
-
-    frames = [pd.DataFrame({"method": name, **columns}) for name, columns in by_method.items()]
-    empty = pd.DataFrame(columns=["method", "logit", "probability", "weight"])
-    return pd.concat(frames, ignore_index=True) if frames else empty
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    import pandas as pd
-
-    table = pd.DataFrame(rows, columns=list(COLUMNS)).astype({name: float for name in COLUMNS if name in _NUMBERS})
-    return table.assign(problem=table["problem"].fillna(""))
-
-
-def _plain(value: Any) -> Any:
-    """A value for JSON: null for NaN."""
-    return None if isinstance(value, float) and math.isnan(value) else value

@@ -132,7 +132,7 @@ class Recorder(Guard):
         self.model, self.out, self.task, self.correct = model, Path(out), task, correct
         self.max_grad_norm, self._lr, self.rotate = max_grad_norm, lr, rotate
         self.temperature, self._seed, self._options, self._every = temperature, seed, dict(recording or {}), critical
-        with guarded(model, weights=False), own_forward(model):
+        with guarded(model), own_forward(model):
             source = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
             first_forward(model)
             with unsharded(model, layers=False):
@@ -325,7 +325,7 @@ class Recorder(Guard):
         """Context for statistics of tokens: weights outside the layers are gathered, the model's state is restored afterwards."""
         if is_sharded(self.model):
             distributed.gather(None)
-        with unsharded(self.model, layers=False), guarded(self.model, weights=False), torch.no_grad():
+        with unsharded(self.model, layers=False), guarded(self.model), torch.no_grad():
             yield
 
     # -- batches and updates ------------------------------------------------------------------------------------------
@@ -618,7 +618,7 @@ def first_forward(model: Any) -> None:
     if is_sharded(model):
         distributed.gather(None)  # a process that has failed takes no part in the exchanges of weights that follow one
         ids = torch.zeros((1, 2), dtype=torch.long, device=next(model.parameters()).device)
-        with guarded(model, weights=False), torch.no_grad():
+        with guarded(model), torch.no_grad():
             model(input_ids=ids, use_cache=False)
         reshard(model)
 

@@ -235,7 +235,7 @@ class LoopRecorder(Recorder):
         def value() -> float:
             """The loss at the present weights, averaged over the processes."""
             distributed.gather(None)
-            with guarded(self.model, weights=False), torch.no_grad():
+            with guarded(self.model), torch.no_grad():
                 return distributed.sum_values(float(function())) / distributed.world_size()
 
         observer.critical(self.model, self.optimizer, value, clip_factor=factor)

@@ -150,7 +150,7 @@ class TrainerRecorder(Recorder):
         if getattr(trainer, "top_entropy_quantile", 1.0) == 1.0:  # otherwise it is for metrics alone
             accelerator |= dict.fromkeys(_EXCHANGES, lambda values, *_, **__: values)
         try:
-            with guarded(model, weights=False), own_forward(model), torch.no_grad():
+            with guarded(model), own_forward(model), torch.no_grad():
                 model.training = True  # of the model alone: TRL's normalizers of training, dropout off
                 total = sum(float(loss()) for loss in self._kept)
         finally:

@@ -18,7 +18,6 @@ from sharpscope.config.method import (
     DualClip,
     GmpoClip,
     HolderRatio,
-    Kl,
     KlCovPenalty,
     LpRegPenalty,
     Method,
@@ -43,7 +42,6 @@ def policy_loss(
     normalizer: Tensor,
     *,
     reference_logp: Tensor | None = None,
-    proximal_logp: Tensor | None = None,
     pass_index: int = 0,
 ) -> LossOutput:
     """This microbatch's share of an update's loss; ∂loss/∂logp is the token's `loss_coef`.
@@ -51,8 +49,7 @@ def policy_loss(
     With x_t = w_t·r_t (`weight_on=ratio`) or r_t, S(x, A) the clipped objective, c_t the normalizer and P the tokens of
     this pass: loss = Σ_{t ∈ P} c_t·{ −keep_t·[w_t]·b_t·S(x_t, A_t) + penalty_t·D_t + β·[w_t]·k_t }, where [w_t] is the
     weight where it belongs and 1 elsewhere, D_t the divergence of KL-Cov or Lp-Reg, k_t the estimator `kl.estimator`
-    and b_t the sampler correction, times π_prox/π_behavior for a decoupled objective. No gradient
-    flows through w, b, the masks or the bounds.
+    and b_t the sampler correction. No gradient flows through w, b, the masks or the bounds.
 
     Args:
         method: the objective; its schedules are read at `plan.progress`.
@@ -60,7 +57,6 @@ def policy_loss(
         logp: (n, T) [nats] under the current policy, with gradient.
         normalizer: (n, T) rows of `token_normalizer` over all completions of the update.
         reference_logp: (n, T) [nats] under the reference policy; needed if `method.kl.coef` is not 0.
-        proximal_logp: (n, T) [nats] under the proximal policy; needed if the method has a `proximal` policy.
         pass_index: which of the `pass_count` optimizer passes this update is.
 
     Raises:
@@ -72,14 +68,11 @@ def policy_loss(
         raise ValueError(
             f"logp {tuple(logp.shape)}, normalizer {tuple(normalizer.shape)} and plan {tuple(mask.shape)} must agree"
         )
-    if method.proximal is not None and proximal_logp is None:
-        raise ValueError("this method needs proximal_logp")
     if method.kl.coef > 0 and reference_logp is None:
         raise ValueError("this method needs reference_logp: kl.coef is not 0")
     active = torch.where(plan.pass_index == pass_index, normalizer, 0.0)  # (n, T); masked-out tokens are in no pass
     logp = torch.where(mask, logp, 0.0)  # values outside the mask may be anything, also not finite
-    anchor = plan.behavior_logp if method.proximal is None or proximal_logp is None else proximal_logp
-    log_ratio = torch.where(mask, logp - anchor.detach(), 0.0).clamp(max=LARGEST_LOG_RATIO)
+    log_ratio = torch.where(mask, logp - plan.behavior_logp, 0.0).clamp(max=LARGEST_LOG_RATIO)
     ratio = importance_ratio(method.ratio, log_ratio, mask)
 
     weight = plan.weight
@@ -94,9 +87,6 @@ def policy_loss(
         objective, clipped = clipped_objective(method.clip, coordinate, plan.advantage, logp)
     if method.weight_on == "surrogate":
         objective = weight * objective
-    if method.proximal is not None:
-        stale = torch.where(mask, anchor - plan.behavior_logp, 0.0).detach()
-        objective = importance_ratio(method.ratio, stale, mask) * objective
     if method.correction is not None and not isinstance(method.clip, VespoGate):
         objective = plan.correction * objective
     keep = plan.keep
@@ -108,9 +98,10 @@ def policy_loss(
         loss = loss + (torch.where(below, plan.penalty * k3(logp, plan.proxy_logp), 0.0) * active).sum()
     kl, divergence = torch.zeros_like(logp), None
     if reference_logp is not None:
-        kl = k3(logp, torch.where(mask, reference_logp.detach(), 0.0))
+        reference_logp = torch.where(mask, reference_logp.detach(), 0.0)
+        kl = k3(logp, reference_logp)
         if method.kl.coef > 0:
-            term = kl_term(method.kl, kl, torch.where(mask, logp - reference_logp.detach(), 0.0), ratio)
+            term = kl if method.kl.estimator == "k3" else logp - reference_logp
             if method.kl.weighted:
                 term = weight * term
             divergence = method.kl.coef * (term * active).sum()
@@ -255,18 +246,6 @@ def k3(logp: Tensor, reference_logp: Tensor) -> Tensor:
     """k3 = π_ref/π − ln(π_ref/π) − 1 ≥ 0 [nats], an unbiased estimate of KL(π‖π_ref) on tokens drawn from π."""
     difference = reference_logp - logp
     return torch.expm1(difference) - difference
-
-
-def kl_term(spec: Kl, k3_value: Tensor, difference: Tensor, ratio: Tensor) -> Tensor:
-    """The estimator of KL(π‖π_ref) (n, T) in the loss, from k3, ln π − ln π_ref and the importance ratio, with gradient."""
-    match spec.estimator:
-        case "k1":
-            return difference
-        case "k2":
-            return difference.square() / 2
-        case "k3_corrected":
-            return ratio * k3_value
-    return k3_value
 
 
 def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:

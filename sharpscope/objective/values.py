@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -156,11 +156,6 @@ class Plan:
     def rows(self, index: Tensor | slice) -> Plan:
         """The same for the completions `index` (any index of a tensor's first dimension)."""
         return Plan(**{f.name: _rows(getattr(self, f.name), index) for f in fields(self)})
-
-    def columns(self, width: int) -> Plan:
-        """The same for the first `width` token places; those left out must hold no loss tokens of these rows."""
-        cut: dict[str, Any] = {name: v[:, :width] for name, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **cut)
 
     def pass_mask(self, pass_index: int) -> Tensor:
         """(N, T) bool: the loss tokens of one optimizer pass."""

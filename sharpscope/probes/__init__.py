@@ -16,7 +16,6 @@ from sharpscope.probes.attribution import (
 from sharpscope.probes.critical import CriticalSharpness, critical_sharpness, update_direction, update_slope
 from sharpscope.probes.directions import NOISE_BOUND, Rotation, noise_rotation, rotation
 from sharpscope.probes.estimate import Estimate, columns, frame, labeled, problems, prompt_columns
-from sharpscope.probes.gradient_norm import squared_gradient_norm
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.hessian import Curvature, adamw_preconditioner, adamw_threshold, curvature
 from sharpscope.probes.language_model import lm_surface
@@ -32,5 +31,5 @@ from sharpscope.probes.runner import (
     rollout_objective,
     run,
 )
-from sharpscope.probes.standalone import DataRow, read_rows, text_batches, token_norms
+from sharpscope.probes.standalone import read_rows, text_batches, token_norms
 from sharpscope.probes.token_gradients import ScoreNorms, score_norms

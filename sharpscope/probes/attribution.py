@@ -74,7 +74,7 @@ def attribute(
     """
     if coef.shape != input_ids.shape:
         raise UserError(f"coef, shape {tuple(coef.shape)}: must be that of input_ids, {tuple(input_ids.shape)}")
-    with guarded(model, weights=False):
+    with guarded(model):
         rows = _counting(make_rows(model, input_ids, mask, attention_mask, temperature), coef)
         structure = structure_of(model)
         if direction is not None:
@@ -87,7 +87,7 @@ def attribute(
             return torch.where(mask.bool(), math.nan, 0.0).to(coef.dtype)
         values = _checked_derivative(model, structure, rows, along, temperature, check, kept)
         shares = coef.to(values) * values / squared
-        check_shares(model, structure, shares, check)
+        check_shares(model, shares, check)
         return shares
 
 
@@ -127,7 +127,7 @@ def logp_gradient(
         attention_mask: (N, S), 0 on padding; None for no padding.
         temperature: softmax temperature.
     """
-    with guarded(model, weights=False):
+    with guarded(model):
         rows = make_rows(model, input_ids, mask, attention_mask, temperature)
         return _gradient(model, structure_of(model), rows, coef, temperature)
 

@@ -45,12 +45,7 @@ def check_products(surface: Surface, operator: Operator | None = None, name: str
     gradient = surface.gradient()[1]
     vector = _direction(gradient)
     product = (surface.hessian() if operator is None else operator) @ vector
-
-    def at(step: Tensor) -> Tensor:
-        with moved(surface.parameters, step, relative_error=math.inf):
-            return surface.gradient()[1]
-
-    error = _difference_error(surface, at, product, vector, gradient)
+    error = _error(surface, lambda: surface.gradient()[1], product, vector, gradient)
     if error > TOLERANCE:
         raise CheckError(
             f"{name}: a Hessian product and the finite difference of gradients differ by {error:.0%} (tolerance {TOLERANCE:.0%}): "
@@ -75,13 +70,8 @@ def check_gradient(surface: Surface, name: str = "loss_fn") -> float:
     """
     loss, gradient = surface.gradient()
     vector = _direction(gradient)
-
-    def at(step: Tensor) -> Tensor:
-        with moved(surface.parameters, step, relative_error=math.inf):
-            return torch.tensor([surface.value()], dtype=torch.float64)
-
-    slope = (gradient.double() @ vector.double())[None].cpu()
-    error = _difference_error(surface, at, slope, vector, torch.tensor([loss], dtype=torch.float64))
+    slope, start = (torch.tensor([x], dtype=torch.float64) for x in (float(gradient.double() @ vector.double()), loss))
+    error = _error(surface, lambda: torch.tensor([surface.value()], dtype=torch.float64), slope, vector, start)
     if error > TOLERANCE:
         raise CheckError(
             f"{name}: its gradient and the finite difference of losses differ by {error:.0%} (tolerance {TOLERANCE:.0%}): an "
@@ -106,12 +96,10 @@ def _direction(gradient: Tensor) -> Tensor:
     return vector + unit if float(vector @ unit) >= 0 else vector - unit  # never near 0
 
 
-def _difference_error(
-    surface: Surface, function: Callable[[Tensor], Tensor], derivative: Tensor, vector: Tensor, base: Tensor
-) -> float:
-    """Relative error of `derivative`, the derivative of `function` along `vector`; NaN if inconclusive.
+def _error(surface: Surface, function: Callable[[], Tensor], derivative: Tensor, vector: Tensor, base: Tensor) -> float:
+    """Relative error of `derivative`, that of `function` (`base` at θ) along `vector`; NaN if inconclusive.
 
-    The first step is u^(1/3)·ℓ/‖v‖ with ℓ = ‖base‖·‖v‖/‖derivative‖, the length over which `function` (`base` at 0) changes by
+    The first step is u^(1/3)·ℓ/‖v‖ with ℓ = ‖base‖·‖v‖/‖derivative‖, the length over which `function` changes by
     its own size, but at most ‖θ‖. Steps that change it by less than 100 roundings are ignored.
     """
     size, length = float(derivative.norm()), float(vector.norm())
@@ -123,9 +111,15 @@ def _difference_error(
     scale = min((value for value in lengths if value > 0), default=1.0)
     last: Tensor | None = None
     wrong = math.nan
+
+    def at(step: float) -> Tensor:
+        """The function at θ + step·v."""
+        with moved(surface.parameters, vector * step, relative_error=math.inf):
+            return function()
+
     for factor in STEPS:
         step = factor * rounding ** (1 / 3) * scale / length
-        difference = function(vector * step).sub_(function(vector * -step)).div_(2 * step)
+        difference = at(step).sub_(at(-step)).div_(2 * step)
         error = _relative(difference, derivative)
         if error <= TOLERANCE:
             return error

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from sharpscope.errors import UserError
@@ -14,12 +13,6 @@ from sharpscope.traces.schema import MAX_SATURATION
 if TYPE_CHECKING:
     import pandas as pd
     from torch import Tensor
-
-
-def html_table(caption: str, rows: Mapping[str, str]) -> str:
-    """A table of two columns for Jupyter."""
-    body = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows.items())
-    return f"<table><caption>{escape(caption)}</caption>{body}</table>"
 
 
 @dataclass(frozen=True)

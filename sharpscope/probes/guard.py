@@ -13,25 +13,19 @@ from sharpscope.errors import UserError
 
 
 @contextmanager
-def guarded(
-    model: torch.nn.Module, *, weights: bool = True, attention: str | None = None, training: bool | None = False
-) -> Iterator[None]:
-    """Context manager in which a model may be perturbed and differentiated; its state is restored afterwards.
+def guarded(model: torch.nn.Module, *, attention: str | None = None) -> Iterator[None]:
+    """Context manager in which a model is in eval mode and may be differentiated; its state is restored afterwards.
 
-    Restored are parameters and buffers (bitwise, in their original storage), `requires_grad`, `.grad` (the same tensors; None
-    inside), module attributes (a forward pass may set some, such as rotary frequencies that depend on the length), train or
-    eval mode, the random states of CPU and CUDA, and the attention and experts implementations of all sub-models. Inside,
-    mixtures of experts use the eager implementation, since transformers' grouped matrix product has no forward-mode
-    derivative.
+    Restored are `requires_grad`, `.grad` (the same tensors; None inside), module attributes and rotary frequencies (which a
+    forward pass may set), train or eval mode, the random states of CPU and CUDA, and the attention and experts implementations
+    of all sub-models. The block must not write to the values of parameters. Inside, mixtures of experts use the eager
+    implementation, since transformers' grouped matrix product has no forward-mode derivative.
 
     Args:
         model: any module; a transformers model if `attention` is given.
-        weights: copy and restore the values of parameters and buffers. Pass False if the block does not write to them; then
-            only rotary frequencies are copied.
         attention: attention implementation inside the block. None keeps the current one; `math` selects one with forward-mode
             and second derivatives (SDPA's MATH kernel, or eager attention if the model uses it or soft-caps its scores);
             other names are those of transformers' `AttentionInterface`.
-        training: mode inside the block; None keeps the mode of each module.
 
     Raises:
         UserError: transformers does not know the attention implementation.
@@ -39,10 +33,8 @@ def guarded(
     with ExitStack() as stack:
         stack.enter_context(random_state())
         stack.enter_context(_attributes(model))
-        stack.enter_context(_modes(model, training))
+        stack.enter_context(_eval_mode(model))
         stack.enter_context(gradients(model.parameters()))
-        if weights:
-            stack.enter_context(_weights(model))
         if attention is not None:
             stack.enter_context(attention_implementation(model, attention))
         stack.enter_context(experts_implementation(model, "eager"))
@@ -154,11 +146,10 @@ def _attributes(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _modes(model: torch.nn.Module, training: bool | None) -> Iterator[None]:
+def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
     before = [(module, module.training) for module in model.modules()]
     try:
-        if training is not None:
-            model.train(training)
+        model.eval()
         yield
     finally:
         for module, mode in before:
@@ -177,15 +168,3 @@ def gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         for parameter, gradient, requires_grad in before:
             parameter.requires_grad_(requires_grad)
             parameter.grad = gradient
-
-
-@contextmanager
-def _weights(model: torch.nn.Module) -> Iterator[None]:
-    tensors = [*model.parameters(), *model.buffers()]
-    before = [(tensor, tensor.data, tensor.detach().clone()) for tensor in tensors]
-    try:
-        yield
-    finally:
-        for tensor, data, copy in before:
-            tensor.data = data
-            data.copy_(copy)

@@ -16,10 +16,10 @@ from torch import Tensor
 from sharpscope.config.probes import Backend, Check
 from sharpscope.errors import UserError
 from sharpscope.memory import require_memory
-from sharpscope.probes.estimate import Estimate, html_table, with_prompts
-from sharpscope.probes.lanczos import Eigenpairs, NotFiniteError, Operator, eigenpairs, hutchpp, t_interval
+from sharpscope.probes.estimate import Estimate, with_prompts
+from sharpscope.probes.lanczos import Eigenpairs, NotFiniteError, Operator, eigenpairs, hutchpp
 from sharpscope.probes.pyhessian import curvature_by_pyhessian
-from sharpscope.probes.surface import LossFn, Surface, length, opened
+from sharpscope.probes.surface import LossFn, Surface, flatten, length, opened
 
 
 @dataclass(frozen=True)
@@ -72,23 +72,12 @@ class Curvature:
         """Largest eigenvalue; NaN if not available."""
         return float(self.top[0])
 
-    def _repr_html_(self) -> str:
-        rows = {"loss": f"{self.loss:.4g}", "gradient norm": f"{self.gradient_norm:.4g}"}
-        for index, (value, residual) in enumerate(zip(self.top, self.residuals, strict=True), 1):
-            rows[f"eigenvalue {index}"] = f"{value:.4g} (residual {residual:.1e})"
-        if math.isfinite(self.smallest):
-            rows["smallest eigenvalue"] = f"{self.smallest:.4g} (residual {self.smallest_residual:.1e})"
-        if self.trace_probes:
-            low, high = self.trace_interval()
-            rows["trace"] = f"{self.trace:.4g} (95 % interval {low:.4g} to {high:.4g})"
-        rows["converged"] = "yes" if self.converged else f"no: {self.why}"
-        return html_table("curvature", rows)
-
     def trace_interval(self, level: float = 0.95) -> tuple[float, float]:
         """Student's t confidence interval of the trace; NaN without a trace."""
-        if not math.isfinite(self.trace_std_error):
-            return math.nan, math.nan
-        return t_interval(self.trace, self.trace_std_error, self.trace_probes, level)
+        from scipy.stats import t
+
+        half = self.trace_std_error and float(t.ppf(0.5 + level / 2, self.trace_probes - 1)) * self.trace_std_error
+        return self.trace - half, self.trace + half
 
     def estimates(self, prefix: str = "") -> list[Estimate]:
         """Rows of the `probes` table: `gradient_norm`, `largest` (with all the seconds), `eigenvalue_i`, `smallest`, `trace`."""
@@ -98,17 +87,12 @@ class Curvature:
             rest = {"why": "" if math.isfinite(value) else self.why} | rest
             return Estimate("curvature", prefix + quantity, value, seed=self.seed, **rest)
 
-        values, residuals = [*map(float, self.top)], [*map(float, self.residuals)]
-        names = ["largest", *(f"eigenvalue_{index}" for index in range(2, len(values) + 1))]
-        if math.isfinite(self.smallest):
-            names, values, residuals = (
-                [*names, "smallest"],
-                [*values, self.smallest],
-                [*residuals, self.smallest_residual],
-            )
+        names = ["largest", *(f"eigenvalue_{index}" for index in range(2, len(self.top) + 1))]
+        pairs = list(zip(names, map(float, self.top), map(float, self.residuals), strict=True))
+        pairs += [("smallest", self.smallest, self.smallest_residual)] * math.isfinite(self.smallest)
         rows = [row("gradient_norm", self.gradient_norm)]
         common = {"converged": self.converged, "why": self.why}
-        for index, (name, value, residual) in enumerate(zip(names, values, residuals, strict=True)):
+        for index, (name, value, residual) in enumerate(pairs):
             one = row(name, value, residual=residual, seconds=0.0 if index else self.seconds, **common)
             rows.append(with_prompts(one, self.by_prompt[index] if index < len(self.by_prompt) else None))
         if self.trace_probes:
@@ -157,7 +141,7 @@ def curvature(
         max_products: maximum number of Hessian-vector products for the eigenpairs.
         trace_probes: random probes of the trace, at least 2; 0 for no trace.
         backend: `lanczos`, or `pyhessian` for PyHessian's eigenvalues and trace.
-        preconditioner: D, a positive tensor for each parameter (see `adamw_preconditioner`), for D^(−1/2) H D^(−1/2).
+        preconditioner: D, a positive tensor for each trainable parameter (see `adamw_preconditioner`), for D^(−1/2) H D^(−1/2).
         memory_mb: memory for Lanczos vectors [MiB]; with less memory Lanczos restarts more often.
         check: when to compare a Hessian product and the gradient with finite differences (see `check_products`): `first` call
             with this closure and these parameters, `always` or `off`.
@@ -183,6 +167,8 @@ def curvature(
         raise UserError(f"backend, '{backend}': use 'lanczos', or 'pyhessian' for the plain Hessian")
     if top < 1 or trace_probes == 1 or not 0 < tolerance < 1:
         raise UserError("curvature: top must be at least 1, trace_probes 0 or at least 2, tolerance between 0 and 1")
+    if preconditioner is not None and not all(bool((part > 0).all()) for part in preconditioner):
+        raise UserError("preconditioner: must be positive")
     with opened(loss_fn, parameters, check) as (surface, known):
         began = time.perf_counter()
         loss, gradient = surface.gradient() if at is None else at
@@ -194,7 +180,7 @@ def curvature(
         capacity = max(2 * wanted + 3, int(memory_mb * 2**20 / gradient.nbytes))
         _check_memory(gradient, min(capacity, max_products), wanted)
         hessian, checked = _checked_hessian(surface, known, check)
-        scale = None if preconditioner is None else _inverse_root(preconditioner, parameters, surface)
+        scale = None if preconditioner is None else flatten(preconditioner, surface.parameters).rsqrt()
         hessian = hessian if scale is None else hessian.scaled(scale)
         if backend == "pyhessian":
             found = curvature_by_pyhessian(surface, hessian, start, wanted, tolerance, max_products, trace_probes > 0)
@@ -222,23 +208,15 @@ def _by_lanczos(
 ) -> Curvature:
     """`start` with eigenvalues, whose residuals take one product each, and the trace; `vectors` include that of `smallest`."""
     found, why = start, ""
-    draws = sub_generator(start.seed, "eigenvalues")
     try:
-        pairs = eigenpairs(
-            hessian,
-            top,
-            int(smallest),
-            tolerance=tolerance,
-            max_products=max_products,
-            capacity=capacity,
-            generator=draws,
-        )
+        limits: dict[str, Any] = {"tolerance": tolerance, "max_products": max_products, "capacity": capacity}
+        pairs = eigenpairs(hessian, top, int(smallest), generator=sub_generator(start.seed, "eigenvalues"), **limits)
         found, why = _measured(found, hessian, pairs, smallest, tolerance)
         if start.trace_probes:
+            limits = {"probes": start.trace_probes, "sketch": min(start.trace_probes, capacity)}
             draws = sub_generator(start.seed, "trace")
-            sketch = min(start.trace_probes, capacity)
-            trace = hutchpp(hessian, probes=start.trace_probes, generator=draws, subspace=pairs.krylov, sketch=sketch)
-            found = replace(found, trace=trace.value, trace_std_error=trace.std_error)
+            trace, error = hutchpp(hessian, generator=draws, subspace=pairs.krylov, **limits)
+            found = replace(found, trace=trace, trace_std_error=error)
     except NotFiniteError as problem:
         why = "; ".join(filter(None, (why, str(problem))))
     return replace(found, converged=not why, why=why, products=hessian.products)
@@ -255,12 +233,8 @@ def _measured(
     start: Curvature, hessian: Operator, pairs: Eigenpairs, smallest: bool, tolerance: float
 ) -> tuple[Curvature, str]:
     """`start` with the eigenpairs and their measured residuals, and why these are not reliable."""
-    residuals = np.array(
-        [
-            length((hessian @ vector).sub_(vector, alpha=float(value)))
-            for value, vector in zip(pairs.values, pairs.vectors, strict=True)
-        ]
-    )
+    both = zip(pairs.values, pairs.vectors, strict=True)
+    residuals = np.array([length((hessian @ vector).sub_(vector, alpha=float(value))) for value, vector in both])
     bound, why = tolerance * float(np.abs(pairs.values).max()), pairs.why
     if pairs.converged and residuals.max() > max(2 * bound, 1e-300):
         why = (
@@ -286,21 +260,6 @@ def _by_prompt(surface: Surface, found: Curvature, scale: Tensor | None) -> tupl
             return ()
         rows.append(each - each.mean() + float(value))
     return tuple(rows)
-
-
-def _inverse_root(preconditioner: Sequence[Tensor], parameters: Sequence[Tensor] | None, surface: Surface) -> Tensor:
-    """D^(−1/2) (P,)."""
-    given = surface.parameters if parameters is None else parameters
-    if len(preconditioner) != len(given):
-        raise UserError(f"preconditioner, {len(preconditioner)} tensors: one for each of the {len(given)} parameters")
-    diagonals = {id(p): d for p, d in zip(given, preconditioner, strict=True)}
-    for parameter in surface.parameters:
-        diagonal = diagonals[id(parameter)]
-        if diagonal.shape != parameter.shape or not bool((diagonal > 0).all()):
-            raise UserError(
-                f"preconditioner, shape {tuple(diagonal.shape)}: must be positive and shaped {tuple(parameter.shape)}"
-            )
-    return torch.cat([diagonals[id(p)].detach().reshape(-1) for p in surface.parameters]).rsqrt()
 
 
 def adamw_preconditioner(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -334,6 +293,4 @@ def adamw_preconditioner(optimizer: torch.optim.Optimizer, parameters: Sequence[
 
 def adamw_threshold(lr: float, beta1: float) -> float:
     """The largest stable eigenvalue of the preconditioned Hessian, (2 + 2β₁)/((1 − β₁)·lr); 38/lr for β₁ = 0.9."""
-    if lr <= 0 or not 0 <= beta1 < 1:
-        raise UserError(f"lr, {lr}, beta1, {beta1}: lr must be positive and beta1 in [0, 1)")
     return (2 + 2 * beta1) / ((1 - beta1) * lr)

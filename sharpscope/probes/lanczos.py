@@ -86,9 +86,7 @@ class Eigenpairs:
     Attributes:
         values: (k,) float64 signed eigenvalues in descending order.
         vectors: (k, P) unit eigenvectors in the same order.
-        residuals: (k,) ‖Hv − λv‖₂.
         upper: number of eigenpairs at the upper end; the others are at the lower end.
-        products: number of matrix-vector products.
         converged: whether, over STEADY products or the whole space, all residuals were ≤ tolerance · the largest |λ| and the
             values did not change. Converged values are eigenvalues but need not be the extreme ones, see `eigenpairs`.
         why: reason for `converged = False`.
@@ -97,9 +95,7 @@ class Eigenpairs:
 
     values: np.ndarray
     vectors: Tensor
-    residuals: np.ndarray
     upper: int
-    products: int
     converged: bool
     why: str
     krylov: Krylov | None
@@ -268,26 +264,7 @@ def eigenpairs(
         state = "the values still move, and " if small else ""
         why = f"after {spent} products {state}the residual is {residuals[ends].max() / scale:.1e} of the largest |eigenvalue|"
     vectors = space.vectors(coefficients[:, order])
-    return Eigenpairs(values[order], vectors, residuals[order], upper, spent, done, why, None if restarted else space)
-
-
-@dataclass(frozen=True)
-class Trace:
-    """Estimate of tr H and its standard error over the random probes, 0 if the subspace is the whole space."""
-
-    value: float
-    std_error: float
-
-
-def t_interval(value: float, std_error: float, samples: int, level: float = 0.95) -> tuple[float, float]:
-    """Student's t confidence interval of the mean of `samples` independent draws.
-
-    At 95 % it is ± 12.7 standard errors for 2 draws and ± 3.2 for 4; ± 1.96 would cover 70 and 85 %.
-    """
-    from scipy.stats import t
-
-    half = 0.0 if std_error == 0 else float(t.ppf(0.5 + level / 2, samples - 1)) * std_error
-    return value - half, value + half
+    return Eigenpairs(values[order], vectors, upper, done, why, None if restarted else space)
 
 
 def hutchpp(
@@ -297,8 +274,8 @@ def hutchpp(
     sketch: int = 16,
     generator: torch.Generator,
     subspace: Krylov | None = None,
-) -> Trace:
-    """Unbiased trace: exact on a Krylov subspace Q, Hutchinson with Rademacher probes on its complement.
+) -> tuple[float, float]:
+    """Unbiased trace and its standard error over the probes: exact on a Krylov subspace Q, Hutchinson with Rademacher probes on its complement.
 
     tr H = tr(Q H Qᵀ) + E gᵀ(I − QᵀQ) H (I − QᵀQ) g. A Krylov subspace of j products captures outlying eigenvectors better than
     H times a random matrix, and its projection needs no further product (arXiv 2205.01736). Q does not depend on the probes, so
@@ -324,7 +301,7 @@ def hutchpp(
             subspace.extend()
     exact = 0.0 if subspace is None else float(np.trace(subspace.projection[: subspace.size, : subspace.size]))
     if subspace is not None and subspace.size == operator.size:
-        return Trace(exact, 0.0)
+        return exact, 0.0
     samples = []
     for _ in range(probes):
         signs = torch.randint(0, 2, (operator.size,), generator=generator, dtype=torch.int8)
@@ -336,4 +313,4 @@ def hutchpp(
         if not math.isfinite(sample):
             raise NotFiniteError(f"Hessian product {operator.products} is not finite")
         samples.append(sample)
-    return Trace(exact + float(np.mean(samples)), float(np.std(samples, ddof=1)) / math.sqrt(probes))
+    return exact + float(np.mean(samples)), float(np.std(samples, ddof=1)) / math.sqrt(probes)

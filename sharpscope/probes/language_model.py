@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,30 +46,19 @@ class LmSurface(Surface):
         self,
         model: nn.Module,
         objective: Objective,
-        *,
-        parameters: Sequence[Tensor] | None = None,
-        microbatch_tokens: int = 4096,
-        memory_mb: float = 1024.0,
-        known: dict[str, Any] | None = None,
+        microbatch_tokens: int,
+        memory_mb: float,
+        known: dict[str, Any],
     ) -> None:
-        self.model = model
-        self.parameters = checked_parameters(list(model.parameters()) if parameters is None else parameters)
-        self.objective = objective
-        self.known: dict[str, Any] = {} if known is None else known
+        self.model, self.objective, self.known = model, objective, known
+        self.parameters = checked_parameters(list(model.parameters()))
         self._backbone, self._head = backbone(model), output_head(model)
         self._tokens, self._memory_mb = microbatch_tokens, memory_mb
         self._microbatches = self._cut()
 
     def over(self, objective: Objective) -> LmSurface:
         """The surface of another objective of the same model and parameters."""
-        return LmSurface(
-            self.model,
-            objective,
-            parameters=self.parameters,
-            microbatch_tokens=self._tokens,
-            memory_mb=self._memory_mb,
-            known=self.known,
-        )
+        return LmSurface(self.model, objective, self._tokens, self._memory_mb, self.known)
 
     def logp(self) -> Tensor:
         """Log-probabilities of the scored tokens, (N, S) float64 [nats], 0 elsewhere; without graph."""
@@ -116,19 +105,6 @@ class LmSurface(Surface):
                 total += flatten(torch.autograd.grad(share, self.parameters, allow_unused=True), self.parameters)
         return value, total, self.objective.by_prompt(shares)
 
-    def pull_back(self, rows: Tensor, coefficients: Sequence[Tensor]) -> list[Tensor]:
-        """Σ c_it ∇log π_it over the scored tokens of some rows, (P,) for each c (N, S), with one forward pass."""
-        totals = [self._zeros() for _ in coefficients]
-        for index in self._cut(rows):
-            logp = self._logp(index)
-            for number, coefficient in enumerate(coefficients if logp.requires_grad else ()):
-                cotangent = coefficient[index, : logp.shape[1]].to(logp)
-                gradients = torch.autograd.grad(
-                    logp, self.parameters, cotangent, allow_unused=True, retain_graph=number + 1 < len(coefficients)
-                )
-                totals[number] += flatten(gradients, self.parameters)
-        return totals
-
     def hessian(self) -> Operator:
         """∇²L(θ): a second reverse pass through the graph of the gradient.
 
@@ -171,7 +147,7 @@ class LmSurface(Surface):
         """See `Objective.ceiling`."""
         return self.objective.ceiling(loss)
 
-    def check(self, operator: Operator | None = None) -> float:
+    def check(self, operator: Operator) -> float:
         """`check_products` of `nll` on the first tokens of two rows, once for a model."""
         if "hessian" not in self.known:
             batch = self.objective.batch
@@ -199,26 +175,14 @@ class LmSurface(Surface):
 
     def _logp(self, index: Tensor, *, twice: bool = False) -> Tensor:
         """Log-probabilities (n, width) float64 with graph, 0 outside the scored tokens; `twice` differentiable or once."""
-        ids, scored, target = self._inputs(index)
-        hidden = self._hidden(ids)[scored]  # (M, d)
-        keep = True if twice else None
-        picked, _ = flat_logp(
-            hidden, self._head, target, self.objective.temperature, stats=False, keep_logits=keep
-        )  # (M,)
-        return _scatter(picked.double(), scored)
-
-    def _hidden(self, ids: Tensor) -> Tensor:
-        """Hidden states that predict the tokens from the second on, (n, width − 1, d)."""
-        hidden: Tensor = self._backbone(input_ids=ids, use_cache=False).last_hidden_state
-        return hidden[:, :-1]
-
-    def _inputs(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids (n, width), the positions (n, width − 1) that predict scored tokens, and these tokens (M,)."""
         batch = self.objective.batch
         width = int(batch.lengths[index].max())
-        ids, scored = batch.input_ids[index, :width], batch.scored[index, :width]
-        mask = scored[:, 1:]
-        return ids, mask, ids[:, 1:][mask]
+        ids, scored = batch.input_ids[index, :width], batch.scored[index, 1:width]  # position j predicts token j + 1
+        states: Tensor = self._backbone(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][scored]  # (M, d)
+        given = (states, self._head, ids[:, 1:][scored], self.objective.temperature)
+        picked, _ = flat_logp(*given, stats=False, keep_logits=True if twice else None)  # (M,)
+        grid = torch.zeros(scored.shape, dtype=torch.float64, device=picked.device)
+        return torch.nn.functional.pad(grid.masked_scatter(scored, picked.double()), (1, 0))
 
     def _cut(self, rows: Tensor | None = None, tokens: int | None = None) -> list[Tensor]:
         """Microbatches of rows of similar length with rows × longest ≤ tokens (at least one row), shortest rows first."""
@@ -256,7 +220,6 @@ def lm_surface(
     model: nn.Module,
     objective: Objective,
     *,
-    parameters: Sequence[Tensor] | None = None,
     microbatch_tokens: int = 4096,
     memory_mb: float = 1024.0,
     check: Check = "first",
@@ -269,7 +232,6 @@ def lm_surface(
     Args:
         model: Hugging Face causal language model, with or without adapters.
         objective: the loss and its rows.
-        parameters: tensors of θ; None for all that require grad.
         microbatch_tokens: tokens of one forward pass, padding included.
         memory_mb: memory for graphs of Hessian products [MiB].
         check: when to compare logits with those of the model's own attention and precision, and Hessian products as in
@@ -284,23 +246,16 @@ def lm_surface(
     ids = objective.batch.input_ids[:1, : min(CHECKED_TOKENS, int(objective.batch.lengths[0]))]
     expected = None
     if check != "off" and "surface" not in known:
-        with guarded(model, weights=False), torch.no_grad():
+        with guarded(model), torch.no_grad():
             expected = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
             coarsest = max((torch.float32, *(t.dtype for t in tensors if t.is_floating_point())), key=_epsilon)
     with (
-        guarded(model, weights=False, attention="math", training=False),
+        guarded(model, attention="math"),
         working_precision(tensors),
         torch.enable_grad(),
     ):
         check_head(model, output_head(model))
-        surface = LmSurface(
-            model,
-            objective,
-            parameters=parameters,
-            microbatch_tokens=microbatch_tokens,
-            memory_mb=memory_mb,
-            known=known,
-        )
+        surface = LmSurface(model, objective, microbatch_tokens, memory_mb, known)
         if expected is not None and bool(expected.isfinite().all()):  # nothing to compare for diverged weights
             known["surface"] = _check_logits(model, ids, expected, 2 * _epsilon(coarsest) ** 0.5)
         if objective.name != "nll" and not objective.stale:
@@ -328,9 +283,3 @@ def _check_logits(model: nn.Module, ids: Tensor, expected: Tensor, tolerance: fl
             tolerance,
         )
     return error
-
-
-def _scatter(values: Tensor, scored: Tensor) -> Tensor:
-    """`values` (M,) placed at the scored tokens, (n, width); `scored` (n, width − 1) is shifted by one."""
-    grid = torch.zeros(scored.shape, dtype=values.dtype, device=values.device).masked_scatter(scored, values)
-    return torch.nn.functional.pad(grid, (1, 0))

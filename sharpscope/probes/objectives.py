@@ -34,7 +34,6 @@ class TokenBatch:
         scored: (N, S) bool, tokens whose log-probability enters the loss; never the first token of a row.
         anchor_logp: (N, S) float [nats], log-probability of the scored tokens under the policy that drew them.
         reward: (N,) reward; a success in [0, 1] for `expected_failure`.
-        advantage: (N, S) advantage of each token, including any token weight.
     """
 
     input_ids: Tensor
@@ -42,7 +41,6 @@ class TokenBatch:
     scored: Tensor
     anchor_logp: Tensor
     reward: Tensor
-    advantage: Tensor
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -56,7 +54,6 @@ class TokenBatch:
             self.scored[index, :width],
             self.anchor_logp[index, :width],
             self.reward[index],
-            self.advantage[index, :width],
         )
 
     @cached_property
@@ -80,7 +77,6 @@ def token_batch(
     *,
     anchor_logp: Tensor | None = None,
     reward: Tensor | None = None,
-    advantage: Tensor | None = None,
 ) -> TokenBatch:
     """A `TokenBatch` from rows with padding anywhere.
 
@@ -90,7 +86,6 @@ def token_batch(
         scored: (N, S), 1 on the tokens whose log-probability enters the loss.
         anchor_logp: (N, S) [nats]; None for zeros, which `Objective.anchored` replaces.
         reward: (N,); None for ones.
-        advantage: (N,) or (N, S); None for ones.
 
     Raises:
         UserError: no token is scored, or a scored token has no prefix.
@@ -115,10 +110,6 @@ def token_batch(
         torch.zeros(marked.shape, dtype=floating, device=marked.device) if anchor_logp is None else moved(anchor_logp)
     )
     worth = torch.ones(len(marked), device=marked.device) if reward is None else reward
-    if advantage is None:
-        each = torch.ones(marked.shape, device=marked.device)
-    else:
-        each = advantage[:, None].expand(marked.shape) if advantage.ndim == 1 else moved(advantage)
     ids = moved(input_ids).long()
     # Fill the padding with the row's first token; pad tokens would make transformers warn.
     return TokenBatch(
@@ -127,22 +118,17 @@ def token_batch(
         marked,
         anchors.masked_fill(~marked, 0.0),
         worth,
-        each.masked_fill(~marked, 0.0),
     )
 
 
 def completion_batch(
-    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
-    *,
-    reward: Tensor | None = None,
-    advantage: Tensor | None = None,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, reward: Tensor | None = None
 ) -> TokenBatch:
     """A `TokenBatch` from (prompt ids, completion ids), with the completion tokens scored.
 
     Args:
         pairs: token ids of prompt and completion.
         reward: see `token_batch`.
-        advantage: see `token_batch`.
 
     Raises:
         UserError: a prompt or a completion is empty.
@@ -157,24 +143,21 @@ def completion_batch(
         ids[row, :length] = torch.tensor([*prompt, *completion])
         present[row, :length] = 1
         scored[row, len(prompt) : length] = 1
-    return token_batch(ids, present, scored, reward=reward, advantage=advantage)
+    return token_batch(ids, present, scored, reward=reward)
 
 
-def rollout_batch(rollouts: Rollouts, *, reward: Tensor | None = None, advantage: Tensor | None = None) -> TokenBatch:
+def rollout_batch(rollouts: Rollouts, *, reward: Tensor | None = None) -> TokenBatch:
     """A `TokenBatch` from `Rollouts`, with the loss tokens scored and `behavior_logp` as anchors.
 
     Args:
         rollouts: N rows with T completion positions.
         reward: (N,); None for the rewards of the rollouts.
-        advantage: (N,) or (N, T); None for ones.
     """
     total, width = rollouts.input_ids.shape[1], rollouts.completion_mask.shape[1]
 
     def widened(values: Tensor) -> Tensor:
         return torch.nn.functional.pad(values, (total - width, 0))
 
-    if advantage is not None and advantage.ndim == 2:
-        advantage = widened(advantage)
     worth: Tensor = reward if reward is not None else rollouts.reward
     return token_batch(
         rollouts.input_ids,
@@ -182,7 +165,6 @@ def rollout_batch(rollouts: Rollouts, *, reward: Tensor | None = None, advantage
         widened(rollouts.completion_mask),
         anchor_logp=widened(rollouts.behavior_logp),
         reward=worth,
-        advantage=advantage,
     )
 
 
@@ -193,16 +175,13 @@ class Objective:
     With ℓ_it = log π_θ(token t of row i | prefix) and r_it = exp(ℓ_it − anchor_it):
 
     - `nll`: −Σ_it ℓ_it / number of scored tokens.
-    - `surrogate`: −Σ_it n_i min(r_it A_it, clip(r_it, 1 − clip_low, 1 + clip_high) A_it), n_i = 1/(N·tokens of row i).
     - `expected_failure`: mean_i [1 − R_i exp(Σ_t log r_it)]. If the rows were drawn from the policy at the anchors, its value,
       gradient and Hessian are unbiased estimates of those of 1 − E_y R(y). (The Hessian of −mean R·Σ log π is biased.)
 
     Attributes:
-        name: `nll`, `surrogate` or `expected_failure`.
+        name: `nll` or `expected_failure`.
         batch: rows of tokens.
         temperature: softmax temperature of the log-probabilities.
-        clip_low: lower clip range of `surrogate`; None for no lower clip.
-        clip_high: upper clip range of `surrogate`; None for no upper clip.
         stale: whether the rows were drawn by another policy and keep their recorded anchors. If False, the probes replace
             the anchors by the probed policy's log-probabilities, so that r = 1.
     """
@@ -210,27 +189,14 @@ class Objective:
     name: ObjectiveName
     batch: TokenBatch
     temperature: float = 1.0
-    clip_low: float | None = 0.2
-    clip_high: float | None = 0.2
     stale: bool = False
 
     def __post_init__(self) -> None:
-        if self.name not in OBJECTIVES:
-            raise UserError(f"objective, '{self.name}': use one of {', '.join(OBJECTIVES)}")
-        if not self.temperature > 0:
-            raise UserError(f"temperature, {self.temperature}: must be positive")
         worth = self.batch.reward
         if self.name == "expected_failure" and not bool(((worth >= 0) & (worth <= 1)).all()):
             raise UserError(
                 f"reward, {float(worth.min()):g} to {float(worth.max()):g}: expected_failure needs a success in [0, 1]"
             )
-
-    @cached_property
-    def token_coefficient(self) -> Tensor:
-        """(N, S) weight of each scored token in the mean over the whole batch."""
-        scored = self.batch.scored.double()
-        counts = scored.sum(1, keepdim=True)
-        return scored / (len(scored) * counts.clamp(min=1)) if self.name == "surrogate" else scored / scored.sum()
 
     @cached_property
     def prompt_weight(self) -> Tensor:
@@ -256,10 +222,9 @@ class Objective:
         return parts.sum() + len(weight) * (parts - weight * parts.sum())
 
     def ceiling(self, loss: float) -> float:
-        """The largest rise that L can have from the value `loss`: 1 − loss for `expected_failure`; NaN for the others.
+        """The largest rise that L can have from the value `loss`: 1 − loss for `expected_failure`; NaN for `nll`, which has no bound.
 
-        At its anchors 1 − loss is the share of correct completions. `nll` has no bound, nor has `surrogate` with a negative
-        advantage.
+        At its anchors 1 − loss is the share of correct completions.
         """
         return 1 - loss if self.name == "expected_failure" else math.nan
 
@@ -274,19 +239,10 @@ class Objective:
         scored = batch.scored[index, :width]
         logp = torch.where(scored, logp, 0.0)
         if self.name == "nll":
-            return -(self.token_coefficient[index, :width].to(logp.dtype) * logp).sum(1)
+            return -logp.sum(1) / float(batch.scored.sum())
         log_ratio = logp - batch.anchor_logp[index, :width].to(logp.dtype)  # both 0 off the scored tokens
-        if self.name == "expected_failure":
-            success = batch.reward[index].to(logp.dtype) * log_ratio.sum(1).exp()  # (n,)
-            return (1 - success) / len(batch)
-        advantage = batch.advantage[index, :width].to(logp.dtype)
-        ratio = log_ratio.exp()
-        gained = ratio * advantage
-        if self.clip_low is not None or self.clip_high is not None:
-            low = -math.inf if self.clip_low is None else 1 - self.clip_low
-            high = math.inf if self.clip_high is None else 1 + self.clip_high
-            gained = torch.minimum(gained, ratio.clamp(low, high) * advantage)
-        return -(self.token_coefficient[index, :width].to(logp.dtype) * gained).sum(1)
+        success = batch.reward[index].to(logp.dtype) * log_ratio.sum(1).exp()  # (n,)
+        return (1 - success) / len(batch)
 
     def anchored(self, logp: Tensor) -> Objective:
         """The objective with log-probabilities (N, S) as anchors; a stale objective keeps its own."""
@@ -298,14 +254,3 @@ class Objective:
     def rows(self, index: Tensor) -> Objective:
         """The objective over some of the rows, normalized over these."""
         return replace(self, batch=self.batch.rows(index))
-
-
-def group_normalized(reward: Tensor, group: Tensor) -> Tensor:
-    """(r − mean)/(std_{n−1} + 1e-4) within each group (N,); 0 where a group has one row or no variance."""
-    result = torch.zeros_like(reward)
-    for index in group.unique():
-        rows = (group == index).nonzero()[:, 0]
-        values = reward[rows]
-        if len(rows) > 1 and float(values.max()) != float(values.min()):
-            result[rows] = (values - values.mean()) / (values.std() + 1e-4)
-    return result

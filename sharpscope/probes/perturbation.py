@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from sharpscope.config.probes import Check, SharpnessKind
 from sharpscope.errors import UserError, nearest
 from sharpscope.probes.check import check_gradient
-from sharpscope.probes.estimate import Estimate, html_table, with_prompts
+from sharpscope.probes.estimate import Estimate, with_prompts
 from sharpscope.probes.surface import LossFn, Surface, common_dtype, flatten, length, moved, opened
 from sharpscope.traces.schema import MAX_SATURATION
 
@@ -62,17 +62,6 @@ class Sharpness:
     def saturation(self) -> float:
         """Value / ceiling: above `MAX_SATURATION` the value measures the ceiling; NaN if there is none."""
         return self.value / self.ceiling if self.ceiling > 0 else math.nan
-
-    def _repr_html_(self) -> str:
-        rows = {
-            "rise of the loss": f"{self.value:.4g}",
-            "first-order term": f"{self.first_order:.4g}",
-            "saturation": f"{self.saturation:.0%}" if math.isfinite(self.saturation) else "no upper bound",
-            "loss": f"{self.loss:.4g}",
-            "gradient norm": f"{self.gradient_norm:.4g}",
-            "reliable": f"no: {self.why}" if self.why else "yes",
-        }
-        return html_table(f"sharpness, {self.kind}, radius {self.rho:g}", rows)
 
     def estimates(self) -> list[Estimate]:
         """Rows of the `probes` table: the value, named after its kind, and `<kind>_first_order`."""
@@ -150,7 +139,11 @@ def sharpness(
         else:
             step = scaled * (rho / along)
             with moved(surface.parameters, step if scale is None else step * scale):
-                value, by_prompt = _risen(surface, loss, base)
+                if base is None:
+                    value = surface.value() - loss
+                else:
+                    by_prompt = surface.by_prompt() - base  # type: ignore[operator]
+                    value = float(by_prompt.mean())
             rounding = 4 * torch.finfo(common_dtype(surface.parameters)).eps * abs(loss)
             if not math.isfinite(value):
                 value, by_prompt, why = math.nan, None, "the perturbed loss is not finite"
@@ -159,15 +152,6 @@ def sharpness(
         norm, ceiling = along if scale is None else length(gradient), surface.ceiling(loss)
         seconds = time.perf_counter() - began
         return Sharpness(value, rho * along, norm, loss, ceiling, rho, kind, why, seconds, error, by_prompt)
-
-
-def _risen(surface: Surface, loss: float, base: Tensor | None) -> tuple[float, Tensor | None]:
-    """L − L(θ) at the parameters' present values, and by prompt (k,) if `base` is given."""
-    if base is None:
-        return surface.value() - loss, None
-    values = surface.by_prompt()
-    assert values is not None
-    return float((values - base).mean()), values - base
 
 
 @dataclass(frozen=True)
@@ -190,15 +174,8 @@ class Radius:
 
     def estimate(self) -> Estimate:
         """Row `radius` of the `probes` table."""
-        return Estimate(
-            "perturbation",
-            "radius",
-            self.rho,
-            samples=self.evaluations,
-            seconds=self.seconds,
-            saturation=self.saturation,
-            why=self.why,
-        )
+        more: dict[str, Any] = {"samples": self.evaluations, "seconds": self.seconds, "saturation": self.saturation}
+        return Estimate("perturbation", "radius", self.rho, why=self.why, **more)
 
 
 def find_radius(surface: Surface) -> Radius:
@@ -245,12 +222,6 @@ def find_radius(surface: Surface) -> Radius:
             rho = math.sqrt(lower * upper)
         else:
             rho, factor = rho * factor if lower > 0 else rho / factor, 2 * factor
-    if math.isfinite(best[0]):
-        return ended(best[1], best[2], EVALUATIONS)
-    limits = f"{MIN_SATURATION:g} and {MAX_SATURATION:g}"
-    return ended(
-        math.nan,
-        math.nan,
-        EVALUATIONS,
-        f"no radius with a saturation between {limits} (found {', '.join(seen[-3:])}); set probes.rho",
-    )
+    limits = f"{MIN_SATURATION:g} and {MAX_SATURATION:g} (found {', '.join(seen[-3:])})"
+    why = "" if math.isfinite(best[0]) else f"no radius with a saturation between {limits}; set probes.rho"
+    return ended(best[1], best[2], EVALUATIONS, why)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,11 @@ from torch import Tensor
 from sharpscope.errors import UserError, nearest
 from sharpscope.probes.objectives import TokenBatch, completion_batch
 from sharpscope.tasks import Example, Task
+from sharpscope.traces.files import publish
 
 if TYPE_CHECKING:
     from sharpscope.policy import Rollouts
 
-FORMAT = 1
 SPLITS = ("train", "heldout")
 
 
@@ -114,9 +113,9 @@ class ProbeSet:
             )
         return completion_batch([(item.prompt_ids, item.solution) for item in solved])
 
-    def draw(self, split: str, samples: int, draw: Draw, seed: int | None = None) -> Drawn:
-        """New completions of the probed policy on the prompts of a split; `seed` defaults to that of the set."""
-        return draw([item.example for item in self.split(split)], samples, self.seed if seed is None else seed)
+    def draw(self, split: str, samples: int, draw: Draw, seed: int) -> Drawn:
+        """New completions of the probed policy on the prompts of a split."""
+        return draw([item.example for item in self.split(split)], samples, seed)
 
     def save(self, path: Path | str) -> Path:
         """Write the Parquet file atomically and return its path."""
@@ -125,18 +124,15 @@ class ProbeSet:
 
         path = Path(path)
         rows = [_row(item) for item in self.items]
-        key = {"format": FORMAT, "task": self.task, "policy": self.policy, "seed": self.seed, "hash": self.content_hash}
+        key = {"task": self.task, "policy": self.policy, "seed": self.seed, "hash": self.content_hash}
         ids = pa.list_(pa.int64())
         fields = [(name, pa.string()) for name in ("split", "prompt", "answer", "meta")]
         schema = pa.schema([*fields, ("prompt_ids", ids), ("solution", ids)])
         table = pa.Table.from_pylist(rows, schema).replace_schema_metadata({"sharpscope.probe_set": json.dumps(key)})
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(path.name + ".tmp")
-        with aside.open("wb") as file:
-            pq.write_table(table, file)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+        pq.write_table(table, aside)
+        publish(aside, path)
         return path
 
     @staticmethod
@@ -156,10 +152,6 @@ class ProbeSet:
             raise UserError(
                 f"probe_set, {path}: cannot be read as one ({type(problem).__name__}: {problem})"
             ) from problem
-        if key.get("format") != FORMAT:
-            raise UserError(
-                f"probe_set, {path}: format {key.get('format')}, this version reads {FORMAT}; build it again"
-            )
         items = tuple(
             ProbeItem(
                 row["split"],

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from sharpscope.config.probes import Backend, ObjectiveName, ProbesSpec
 from sharpscope.probes.estimate import Estimate, attempted, labeled, with_prompts
-from sharpscope.probes.gradient_norm import squared_gradient_norm
-from sharpscope.probes.hessian import Curvature, adamw_preconditioner, adamw_threshold, curvature
+from sharpscope.probes.hessian import adamw_preconditioner, adamw_threshold, curvature
 from sharpscope.probes.language_model import LmSurface, lm_surface
-from sharpscope.probes.objectives import Objective, group_normalized, rollout_batch
+from sharpscope.probes.objectives import Objective, rollout_batch
 from sharpscope.probes.perturbation import Radius, find_radius, sharpness
 from sharpscope.probes.probe_set import Draw, Drawn, ProbeSet
 from sharpscope.probes.surface import length
@@ -37,15 +36,11 @@ class ProbeBatch:
         name: value of the `probe_set` column.
         objectives: the losses over this batch.
         seed: seed of every random vector.
-        drawn: completions for `squared_gradient_norm`; None leaves it out.
-        temperature: softmax temperature of `drawn`.
     """
 
     name: str
     objectives: tuple[Objective, ...] = ()
     seed: int = 0
-    drawn: Drawn | None = None
-    temperature: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -56,13 +51,11 @@ class Measured:
         batch: the batch.
         estimates: rows of the `probes` table.
         radius: radius of the perturbations; None before it is known.
-        curvature: curvature over all parameters, with eigenvectors; None if these are the rows of other probes.
     """
 
     batch: ProbeBatch
     estimates: tuple[Estimate, ...]
     radius: Radius | None = None
-    curvature: Curvature | None = None
 
 
 def run(
@@ -107,13 +100,8 @@ def run(
                 point = Point(surface, spec, batch.seed, (loss, gradient), base, rho, optimizer, backend)
                 for name, probe in PROBES.items():
                     if (name != "perturbation" or perturbation) and (name != "curvature" or curvature):
-                        for rows, found in probe(point):
-                            yield Measured(batch, _named(batch, objective.name, rows), radius, found)
-        if batch.drawn is not None:
-            limits: dict[str, Any] = {"microbatch_tokens": spec.microbatch_tokens, "memory_mb": spec.memory_mb}
-            limits |= {"temperature": batch.temperature, "seed": batch.seed, "check": spec.check}
-            measure = partial(squared_gradient_norm, model, batch.drawn, **limits)
-            yield Measured(batch, _named(batch, None, attempted("gradient", "squared_gradient_norm", measure)))
+                        for rows in probe(point):
+                            yield Measured(batch, _named(batch, objective.name, rows), radius)
 
 
 def choose_radius(model: nn.Module, batch: ProbeBatch, spec: ProbesSpec) -> Radius:
@@ -134,9 +122,8 @@ def choose_radius(model: nn.Module, batch: ProbeBatch, spec: ProbesSpec) -> Radi
         return Radius(math.nan, why=f"no radius: {str(problem).splitlines()[0]}; lower probes.microbatch_tokens")
 
 
-def _named(batch: ProbeBatch, functional: str | None, rows: list[Estimate]) -> tuple[Estimate, ...]:
-    names = {"probe_set": batch.name} | ({} if functional is None else {"functional": functional})
-    return tuple(labeled(rows, **names))
+def _named(batch: ProbeBatch, functional: str, rows: list[Estimate]) -> tuple[Estimate, ...]:
+    return tuple(labeled(rows, probe_set=batch.name, functional=functional))
 
 
 @dataclass(frozen=True)
@@ -164,27 +151,24 @@ class Point:
     backend: Backend
 
 
-Found = Iterator[tuple[list[Estimate], Curvature | None]]
-
-
-def _losses(point: Point) -> Found:
+def _losses(point: Point) -> Iterator[list[Estimate]]:
     """The loss, and the norm of its gradient."""
     loss, norm = point.at[0], length(point.at[1])
     no_loss = "" if math.isfinite(loss) else "the loss is not finite"
     no_norm = "" if math.isfinite(norm) else "the gradient is not finite"
     rows = [with_prompts(Estimate("loss", "loss", loss, why=no_loss), point.base)]
-    yield [*rows, Estimate("perturbation", "gradient_norm", norm, why=no_norm)], None
+    yield [*rows, Estimate("perturbation", "gradient_norm", norm, why=no_norm)]
 
 
-def _perturbations(point: Point) -> Found:
+def _perturbations(point: Point) -> Iterator[list[Estimate]]:
     """The sharpness measures of the spec at the radius."""
     for kind in point.spec.kinds if math.isfinite(point.rho) else ():
         measure = partial(sharpness, point.surface, None, point.rho, kind, at=point.at, base=point.base)
         rows = attempted("perturbation", kind, lambda measure=measure: measure().estimates())  # type: ignore[misc]
-        yield labeled(rows, seed=point.seed), None
+        yield labeled(rows, seed=point.seed)
 
 
-def _curvatures(point: Point) -> Found:
+def _curvatures(point: Point) -> Iterator[list[Estimate]]:
     """Curvature on the first prompts: of the Hessian, and of the Hessian preconditioned by AdamW."""
     spec, optimizer = point.spec, point.optimizer
     if not spec.curvature_prompts:
@@ -193,13 +177,11 @@ def _curvatures(point: Point) -> Found:
     at = point.at if surface is point.surface else surface.gradient()
     limits: dict[str, Any] = {"tolerance": TOLERANCE, "max_products": spec.max_products, "memory_mb": spec.memory_mb}
     limits |= {"check": spec.check, "at": at, "by_prompt": True}
-    found: list[Curvature] = []
 
     def plain() -> list[Estimate]:
         """Rows of the Hessian's curvature."""
         options: dict[str, Any] = {"top": spec.top, "trace_probes": spec.trace_probes, "backend": point.backend}
-        found.append(curvature(surface, None, point.seed, **options, **limits))
-        return found[0].estimates()[1:]
+        return curvature(surface, None, point.seed, **options, **limits).estimates()[1:]
 
     def preconditioned() -> list[Estimate]:
         """Rows of the preconditioned Hessian, with the largest stable eigenvalue."""
@@ -215,12 +197,12 @@ def _curvatures(point: Point) -> Found:
 
     prompts = len(surface.objective.prompt_weight)
     rows = attempted("curvature", "largest", plain)
-    yield labeled(rows, prompts=prompts), found[0] if found else None
-    if optimizer is not None and found:
-        yield labeled(attempted("curvature", "preconditioned_largest", preconditioned), prompts=prompts), None
+    yield labeled(rows, prompts=prompts)
+    if optimizer is not None:
+        yield labeled(attempted("curvature", "preconditioned_largest", preconditioned), prompts=prompts)
 
 
-PROBES: dict[str, Callable[[Point], Found]] = {
+PROBES: dict[str, Callable[[Point], Iterator[list[Estimate]]]] = {
     "loss": _losses,
     "perturbation": _perturbations,
     "curvature": _curvatures,
@@ -252,51 +234,38 @@ def probe_set_batches(
     temperature: float = 1.0,
     seed: Callable[[str], int] = lambda part: 0,
 ) -> Iterator[ProbeBatch]:
-    """Batches of a probe set: one for each split that the spec names, then the training prompts again for `squared_gradient_norm`.
+    """Batches of a probe set: one for each split that the spec names.
 
-    Completions are drawn from the probed model when a batch is requested. Those for the gradient norm are drawn anew, so that
-    it is independent of the other estimates.
+    Completions are drawn from the probed model when a batch is requested.
 
     Args:
         probe_set: fixed prompts.
         spec: names the losses, the splits and the numbers of completions.
         draw: draws completions of the probed model.
         temperature: softmax temperature of the completions and the losses.
-        seed: seed of a part: `train`, `heldout` or `two batches`.
+        seed: seed of a split.
     """
     for split in probe_set.splits:
         if split in spec.splits:
             part = seed(split)
             objectives = probe_set_objectives(probe_set, split, spec, draw, temperature=temperature, seed=part)
             yield ProbeBatch(probe_set.name(split), tuple(objectives.values()), part)
-    split = probe_set.splits[0]
-    if spec.gradient_samples and len(probe_set.split(split)) >= 2:
-        part = seed("two batches")
-        drawn = probe_set.draw(split, spec.gradient_samples, draw, part)
-        yield ProbeBatch(probe_set.name(split), seed=part, drawn=drawn, temperature=temperature)
 
 
 def probe_set_objectives(
     probe_set: ProbeSet, split: str, spec: ProbesSpec, draw: Draw, *, temperature: float = 1.0, seed: int = 0
 ) -> dict[ObjectiveName, Objective]:
-    """The losses that a spec names, on one split of a probe set; those over completions share one draw.
-
-    The advantage of `surrogate` is (success − prompt mean)/(standard deviation + 1e-4), as in GRPO, without token weights,
-    so that it is the same measure for all methods.
-    """
+    """The losses that a spec names, on one split of a probe set."""
     objectives: dict[ObjectiveName, Objective] = {}
-    drawn: Drawn | None = None
     for name in spec.functionals:
         if name == "nll":
             objectives[name] = Objective("nll", probe_set.solutions(split), temperature)
-            continue
-        drawn = probe_set.draw(split, spec.samples, draw, seed) if drawn is None else drawn
-        objectives[name] = rollout_objective(name, drawn, temperature=temperature)
+        else:
+            drawn = probe_set.draw(split, spec.samples, draw, seed)
+            objectives[name] = rollout_objective(name, drawn, temperature=temperature)
     return objectives
 
 
 def rollout_objective(name: ObjectiveName, drawn: Drawn, *, temperature: float = 1.0, stale: bool = False) -> Objective:
-    """A loss over drawn completions, with the success as reward and its group-normalized value as advantage."""
-    success = drawn.correct.double()
-    batch = rollout_batch(drawn.rollouts, reward=success, advantage=group_normalized(success, drawn.rollouts.group))
-    return Objective(name, batch, temperature, stale=stale)
+    """A loss over drawn completions, with the success as reward."""
+    return Objective(name, rollout_batch(drawn.rollouts, reward=drawn.correct.double()), temperature, stale=stale)

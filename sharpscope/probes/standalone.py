@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,54 +20,44 @@ if TYPE_CHECKING:
     from sharpscope.policy import Policy
 
 
-@dataclass(frozen=True)
-class DataRow:
-    """One row of a data file.
+def read_rows(path: Path | str) -> pd.DataFrame:
+    """Rows of a JSONL or Parquet file with the texts `prompt` and `completion`.
 
-    Attributes:
-        prompt: text of the prompt.
-        completion: text of the completion; an end-of-text token is added unless it is truncated.
-        reward: success in [0, 1], or None.
-        truncated: whether the completion was cut at a length limit.
-        meta: may contain `messages`, `prefill` and `templated`; see `sharpscope.tasks.Example`.
-    """
-
-    prompt: str
-    completion: str
-    reward: float | None = None
-    truncated: bool = False
-    meta: Mapping[str, Any] | None = None
-
-
-def read_rows(path: Path | str) -> list[DataRow]:
-    """Rows of a JSONL or Parquet file with `prompt` and `completion`; optional: `reward`, `truncated`, `meta`.
+    Optional are `reward`, a success in [0, 1]; `truncated`, whether the completion was cut at a length limit, so that no end-of-text
+    token is added; and `meta`, a dictionary with `messages`, `prefill` and `templated` (see `sharpscope.tasks.Example`). Where a row
+    does not have them they are NaN, False and {}.
 
     Raises:
-        UserError: a missing file, an unknown file extension, a line that is not JSON, or a row without both texts.
+        UserError: a missing file, an unknown file extension, a file that is not what its extension says, or a row without both
+            texts.
     """
+    import pandas as pd
+
     path = Path(path)
     if not path.is_file():
         raise UserError(f"data, {path}: no such file")
-    if path.suffix == ".parquet":
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        try:
-            records = pq.read_table(path).to_pylist()
-        except pa.ArrowException as problem:
-            raise UserError(f"data, {path}: not a Parquet file that can be read ({problem})") from problem
-    elif path.suffix in (".jsonl", ".json"):
-        records = _json_lines(path)
-    else:
+    if path.suffix not in (".parquet", ".jsonl", ".json"):
         raise UserError(f"data, {path}: ends in '{path.suffix}'; give a .jsonl or .parquet file")
-    rows = [_data_row(record, number, path) for number, record in enumerate(records, 1)]
-    if not rows:
+    try:
+        if path.suffix == ".parquet":
+            found = pd.read_parquet(path)
+        else:
+            found = pd.read_json(path, lines=True, dtype=False, convert_dates=False)
+    except (OSError, ValueError) as problem:
+        raise UserError(f"data, {path}: cannot be read as {path.suffix[1:]} ({problem})") from problem
+    if found.empty:
         raise UserError(f"data, {path}: holds no rows")
-    return rows
+    found = found.reindex(columns=["prompt", "completion", "reward", "truncated", "meta"])
+    texts = found[["prompt", "completion"]].map(lambda value: isinstance(value, str)).all(axis=1)
+    if not texts.all():
+        raise UserError(f"data, {path} row {int(texts.argmin()) + 1}: needs the texts 'prompt' and 'completion'")
+    meta = found["meta"].map(lambda value: value if isinstance(value, dict) else {})
+    reward = pd.to_numeric(found["reward"], errors="coerce").astype(float)
+    return found.assign(reward=reward, truncated=found["truncated"] == 1, meta=meta)
 
 
-def text_batch(policy: Policy, rows: Sequence[DataRow]) -> TokenBatch:
-    """Tokenized rows with the completion tokens scored; the advantage is the success minus its mean over equal prompts.
+def text_batch(policy: Policy, rows: pd.DataFrame) -> TokenBatch:
+    """Tokenized rows with the completion tokens scored.
 
     Raises:
         UserError: a row is longer than the model's context, or a completion is empty.
@@ -78,11 +65,13 @@ def text_batch(policy: Policy, rows: Sequence[DataRow]) -> TokenBatch:
     from sharpscope.policy import render_prompts
     from sharpscope.tasks import Example
 
-    prompts = render_prompts([Example.from_row(row.prompt, "", dict(row.meta or {})) for row in rows], policy)
-    pairs: list[tuple[list[int], list[int]]] = []
-    for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True), 1):
-        ids = list(policy.tokenizer(row.completion, add_special_tokens=False)["input_ids"])
-        if not row.truncated and (not ids or ids[-1] not in policy.eos_ids) and policy.eos_ids:
+    examples = [Example.from_row(prompt, "", meta) for prompt, meta in zip(rows["prompt"], rows["meta"], strict=True)]
+    prompts = render_prompts(examples, policy)
+    pairs: list[tuple[Sequence[int], Sequence[int]]] = []
+    texts = zip(prompts, rows["completion"], rows["truncated"], strict=True)
+    for number, (prompt, completion, truncated) in enumerate(texts, 1):
+        ids = list(policy.tokenizer(completion, add_special_tokens=False)["input_ids"])
+        if not truncated and (not ids or ids[-1] not in policy.eos_ids) and policy.eos_ids:
             ids.append(policy.eos_ids[0])
         if not prompt or not ids:
             raise UserError(f"data, row {number}: the {'completion' if prompt else 'prompt'} is empty")
@@ -90,52 +79,43 @@ def text_batch(policy: Policy, rows: Sequence[DataRow]) -> TokenBatch:
         if policy.context is not None and length > policy.context:
             raise UserError(f"data, row {number}: {length} tokens, the context is {policy.context}; leave it out")
         pairs.append((prompt, ids))
-    reward = torch.tensor([math.nan if row.reward is None else row.reward for row in rows], dtype=torch.float64)
-    known = reward.nan_to_num(1.0)
-    by_prompt: dict[tuple[int, ...], list[int]] = {}
-    for index, (prompt, _) in enumerate(pairs):
-        by_prompt.setdefault(tuple(prompt), []).append(index)
-    advantage = torch.zeros_like(known)
-    for members in by_prompt.values():
-        advantage[members] = known[members] - known[members].mean()
-    return completion_batch(pairs, reward=known, advantage=advantage).to(policy.device)
+    reward = torch.tensor(rows["reward"].fillna(1.0).to_numpy(dtype=float))
+    return completion_batch(pairs, reward=reward).to(policy.device)
 
 
 def text_batches(
     policy: Policy,
-    rows: Sequence[DataRow],
+    rows: pd.DataFrame,
     functionals: Sequence[ObjectiveName] = ("nll",),
     *,
-    temperature: float = 1.0,
     seed: int = 0,
     label: str = "data",
 ) -> list[ProbeBatch]:
     """The batch of given texts for `run`.
 
-    `nll` needs only texts. `surrogate` and `expected_failure` need rewards and assume that the policy wrote the completions:
-    the anchors are its own log-probabilities.
+    `nll` needs only texts. `expected_failure` needs rewards and assumes that the policy wrote the completions: the anchors
+    are its own log-probabilities.
 
     Args:
         policy: policy from `sharpscope.policy.load_policy`.
         rows: see `read_rows`.
         functionals: names of the objectives to probe.
-        temperature: softmax temperature.
         seed: seed of every random vector.
         label: value of the `probe_set` column.
 
     Raises:
         UserError: missing rewards, or rows that are empty or too long.
     """
-    missing = sum(row.reward is None for row in rows)
+    missing = int(rows["reward"].isna().sum())
     if missing and any(name != "nll" for name in functionals):
         raise UserError(
             f"data: {missing} of {len(rows)} rows have no reward, which {', '.join(functionals)} needs; use nll alone"
         )
     batch = text_batch(policy, rows)
-    return [ProbeBatch(label, tuple(Objective(name, batch, temperature) for name in functionals), seed)]
+    return [ProbeBatch(label, tuple(Objective(name, batch) for name in functionals), seed)]
 
 
-def token_norms(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec) -> pd.DataFrame:
+def token_norms(policy: Policy, rows: pd.DataFrame, spec: ProbesSpec) -> pd.DataFrame:
     """The log-probability and the score norm (method `local`) of each completion token.
 
     Args:
@@ -166,31 +146,3 @@ def token_norms(policy: Policy, rows: Sequence[DataRow], spec: ProbesSpec) -> pd
         "score_norm_local": norms.values[row, column],
     }
     return pd.DataFrame({name: values.cpu().numpy() for name, values in columns.items()})
-
-
-def _json_lines(path: Path) -> list[Any]:
-    records = []
-    with path.open(encoding="utf-8") as lines:  # str.splitlines would also split at U+2028
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    records.append(json.loads(line))
-                except json.JSONDecodeError as problem:
-                    raise UserError(f"data, {path} line {number}: not JSON ({problem.msg})") from problem
-    return records
-
-
-def _data_row(record: Any, number: int, path: Path) -> DataRow:
-    texts = [record.get(name) if isinstance(record, dict) else None for name in ("prompt", "completion")]
-    if not all(isinstance(text, str) for text in texts):
-        raise UserError(f"data, {path} row {number}: needs the texts 'prompt' and 'completion'")
-    reward, meta = record.get("reward"), record.get("meta")
-    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
-        raise UserError(f"data, {path} row {number}: reward {reward!r} is not a finite number")
-    return DataRow(
-        str(texts[0]),
-        str(texts[1]),
-        None if reward is None else float(reward),
-        bool(record.get("truncated", False)),
-        meta if isinstance(meta, dict) else None,
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,8 +58,8 @@ class Surface:
         """The largest rise that the loss can have from the value `loss`; NaN if it has no bound or the bound is not known."""
         return math.nan
 
-    def check(self, operator: Operator | None = None) -> float:
-        """Relative error of a Hessian product, `operator`'s if given; see `check_products`."""
+    def check(self, operator: Operator) -> float:
+        """Relative error of a product of the Hessian `operator`; see `check_products`."""
         from sharpscope.probes.check import check_products
 
         return check_products(self, operator)
@@ -103,10 +104,7 @@ def size_of(tensors: Sequence[Tensor]) -> int:
 
 def common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     """The widest dtype of `tensors`."""
-    dtype = tensors[0].dtype
-    for tensor in tensors[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
 def checked_parameters(parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -234,22 +232,21 @@ class ClosureSurface(Surface):
         Raises:
             UserError: two evaluations differ, for example because of dropout, sampling or a changing batch.
         """
-        first = self.value()
-        for _ in range(CALLS - 1):
-            self._compare(first, self.value())
-        yield
-        for _ in range(2):
-            self._compare(first, self.value())
+        first, eps = self.value(), torch.finfo(common_dtype(self.parameters)).eps
 
-    def _compare(self, first: float, again: float) -> None:
-        if first == again or (math.isnan(first) and math.isnan(again)):
-            return
-        scale = torch.finfo(common_dtype(self.parameters)).eps * max(abs(first), abs(again))
-        if not abs(first - again) <= 64 * scale:
-            raise UserError(
-                f"loss_fn, {first!r} then {again!r} at the same parameters: not deterministic; switch dropout off "
-                "(model.eval()), fix every seed inside the closure, and use the same batch in every call"
-            )
+        def compare(calls: int) -> None:
+            """Evaluate again."""
+            for again in [self.value() for _ in range(calls)]:
+                same = first == again or (math.isnan(first) and math.isnan(again))
+                if not (same or abs(first - again) <= 64 * eps * max(abs(first), abs(again))):
+                    raise UserError(
+                        f"loss_fn, {first!r} then {again!r} at the same parameters: not deterministic; switch dropout off "
+                        "(model.eval()), fix every seed inside the closure, and use the same batch in every call"
+                    )
+
+        compare(CALLS - 1)
+        yield
+        compare(2)
 
 
 @contextmanager

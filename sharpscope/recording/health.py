@@ -58,9 +58,8 @@ def check_method(method: Method, updates: int) -> list[Event]:
     same = same_at_one_update(method) if updates == 1 else None
     if same is None:
         return []
-    but = ", but for tokens that the clip around the average policy stops" if method.proximal is not None else ""
     message = (
-        f"with one update per step every ratio is 1, so that {method.name} has the gradient of {same}{but}; set "
+        f"with one update per step every ratio is 1, so that {method.name} has the gradient of {same}; set "
         "update.mini_batches or update.inner_epochs above 1 to see its own"
     )
     return [Event(0, "same_gradient", "warning", 1.0, 1.0, "warn", message)]

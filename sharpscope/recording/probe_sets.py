@@ -47,7 +47,7 @@ class Drawer:
 def needs_probe_set(config: RunConfig) -> bool:
     """Whether any schedule of the run uses the probe set."""
     probes = config.probes
-    surface = probes.every != 0 and bool(probes.functionals or probes.gradient_samples)
+    surface = probes.every != 0 and bool(probes.functionals)
     entropy = bool(config.recording.probe_entropy_every)
     return 0 < config.recording.heldout_influence_every <= config.steps or entropy or surface
 

@@ -165,7 +165,7 @@ def replay(rows: StepRows, method: Method) -> tuple[dict[str, Tensor], dict[str,
         plan = prepare(one, tensors)
         logp = stats.logp.detach().clone().requires_grad_()
         normalizer = token_normalizer(one, mask, mask.shape[1], keep=plan.keep, group=rollouts.group, dtype=logp.dtype)
-        out = policy_loss(one, plan, logp, normalizer, reference_logp=reference, proximal_logp=stats.logp)
+        out = policy_loss(one, plan, logp, normalizer, reference_logp=reference)
         kl = torch.zeros_like(logp)
         if out.divergence is not None:
             (kl,) = torch.autograd.grad(out.divergence, logp, retain_graph=True)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 STATE = "trainer_state.json"
 CHECKSUMS = "checksums.json"
 OPTIMIZER = "optimizer.safetensors"
-PROXIMAL = "proximal.safetensors"
 
 
 @dataclass(frozen=True)
@@ -94,9 +93,7 @@ def newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
     return None, problems
 
 
-def save(
-    config: RunConfig, policy: Policy, optimizer: torch.optim.AdamW, progress: Progress, proximal: nn.Module | None
-) -> None:
+def save(config: RunConfig, policy: Policy, optimizer: torch.optim.AdamW, progress: Progress) -> None:
     """Write a checkpoint with unsharded weights and optimizer state, and remove those that are not kept.
 
     Every process must call it.
@@ -111,37 +108,29 @@ def save(
         model, optimizer = gathered.model, gathered.optimizer
 
     def write() -> None:
-        save_checkpoint(config.run_dir, model, policy.tokenizer, optimizer, progress, proximal)
+        save_checkpoint(config.run_dir, model, policy.tokenizer, optimizer, progress)
         prune(config.run_dir, config.checkpoint.keep_last)
 
     distributed.rank_zero_call(write)
 
 
-def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.AdamW, proximal: nn.Module | None) -> Progress:
-    """Restore optimizer and proximal policy from `checkpoint`, from which the policy was loaded before.
+def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.AdamW) -> Progress:
+    """Restore the optimizer from `checkpoint`, from which the policy was loaded before.
 
     Every process reads the folder, so several machines must share it.
     """
     if not is_sharded(policy.model):
-        return load_checkpoint(checkpoint, policy.model, optimizer, proximal)
+        return load_checkpoint(checkpoint, policy.model, optimizer)
     gathered = gathered_copy(policy.model, optimizer, torch.device("cpu"))
-    progress = load_checkpoint(checkpoint, gathered.model, gathered.optimizer, None)
+    progress = load_checkpoint(checkpoint, gathered.model, gathered.optimizer)
     shard_state(gathered, policy.model, optimizer)
     return progress
 
 
 def save_checkpoint(
-    run_dir: Path,
-    model: nn.Module,
-    tokenizer: Any,
-    optimizer: torch.optim.AdamW,
-    progress: Progress,
-    proximal: nn.Module | None = None,
+    run_dir: Path, model: nn.Module, tokenizer: Any, optimizer: torch.optim.AdamW, progress: Progress
 ) -> None:
-    """Write a checkpoint of unsharded weights, complete or not at all; `AutoModelForCausalLM.from_pretrained` loads it too.
-
-    `proximal` is the averaged policy of the decoupled objective, if the method has one.
-    """
+    """Write a checkpoint of unsharded weights, complete or not at all; `AutoModelForCausalLM.from_pretrained` loads it too."""
     bad = next((name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())), None)
     if bad is not None:
         raise NonFiniteError(
@@ -160,9 +149,6 @@ def save_checkpoint(
         model.save_pretrained(temporary, safe_serialization=True)  # type: ignore[operator]
         tokenizer.save_pretrained(temporary)
         save_file(moments, temporary / OPTIMIZER)
-        if proximal is not None:
-            weights = {name: p.detach().contiguous() for name, p in proximal.named_parameters()}
-            save_file(weights, temporary / PROXIMAL)
         (temporary / STATE).write_text(json.dumps(vars(progress), indent=1), encoding="utf-8")
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
         sums = {path.relative_to(temporary).as_posix(): _checksum(path) for path in files}
@@ -177,10 +163,8 @@ def save_checkpoint(
     temporary.rename(final)
 
 
-def load_checkpoint(
-    folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, proximal: nn.Module | None
-) -> Progress:
-    """Restore the optimizer's state and the proximal policy's weights; `model` was loaded from `folder` before."""
+def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> Progress:
+    """Restore the optimizer's state; `model` was loaded from `folder` before."""
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         tensors = load_file(folder / OPTIMIZER)
@@ -194,11 +178,6 @@ def load_checkpoint(
         parameter = parameters[name]
         # AdamW keeps its step count on the CPU
         optimizer.state[parameter][entry] = value if entry == "step" else value.to(parameter.device)
-    if proximal is not None:
-        weights = load_file(folder / PROXIMAL)
-        with torch.no_grad():
-            for name, parameter in proximal.named_parameters():
-                parameter.copy_(weights[name])
     state.pop("score", None)  # of version 0.2
     return Progress(**state)
 

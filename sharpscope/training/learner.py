@@ -55,7 +55,6 @@ class Learner:
     max_grad_norm: float | None
     seed: int
     reference: nn.Module | None = None  # the policy itself, if its adapters can be switched off
-    proximal: nn.Module | None = None
     state: MethodState = field(default_factory=MethodState)
 
     @cached_property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import signal
 import time
@@ -134,7 +133,6 @@ class _Run:
         self.method = config.resolved_method
         self.reference = reference_policy(config, policy) if self.method.needs_reference else None
         self.reference_mark = None if self.reference is None else fingerprint(self.reference)
-        self.proximal = copy.deepcopy(policy.model).eval() if self.method.proximal is not None else None
         if launch.sharded:
             self._shard(launch.reshard)
         self.optimizer = build_optimizer(policy.model, config.optimizer)
@@ -146,15 +144,10 @@ class _Run:
         # Whether the weights are not finite: they are not measured then, and no checkpoint replaces a good one.
         self.broken = False
         self.shown: set[str] = set()  # warnings of the method that were reported
-        self.learner = make_learner(config, policy, self.optimizer, reference=self.reference, proximal=self.proximal)
+        self.learner = make_learner(config, policy, self.optimizer, reference=self.reference)
         self.observers = Observers(config, policy, self.learner.view, Drawer(config, policy, task))
 
     def _shard(self, reshard: bool) -> None:
-        if self.proximal is not None:
-            raise UserError(
-                f"method.proximal: {method_label(self.method)} keeps an average of all weights, which is not sharded; launch "
-                "without --use_fsdp"
-            )
         for model in (self.policy.model, self.reference):
             if model is not None:
                 shard(model, reshard)
@@ -434,10 +427,10 @@ class _Run:
             vars(self.learner.state),
             self.observers.state(),
         )
-        save(self.config, self.policy, self.optimizer, progress, self.proximal)
+        save(self.config, self.policy, self.optimizer, progress)
 
     def _restore(self, checkpoint: Path) -> int:
-        progress = restore(checkpoint, self.policy, self.optimizer, self.proximal)
+        progress = restore(checkpoint, self.policy, self.optimizer)
         self.order.cursor = progress.cursor
         self.recent, self.quantities = list(progress.recent_log_grad_norms), Quantities(progress.rows)
         self.shown = set(progress.said)

@@ -45,12 +45,7 @@ def reference_policy(config: RunConfig, policy: Policy) -> nn.Module:
 
 
 def make_learner(
-    config: RunConfig,
-    policy: Policy,
-    optimizer: torch.optim.AdamW,
-    *,
-    reference: nn.Module | None = None,
-    proximal: nn.Module | None = None,
+    config: RunConfig, policy: Policy, optimizer: torch.optim.AdamW, *, reference: nn.Module | None = None
 ) -> Learner:
     """A learner with the run's settings."""
     scorer = Scorer(
@@ -70,7 +65,6 @@ def make_learner(
         max_grad_norm=config.optimizer.max_grad_norm,
         seed=config.seed,
         reference=reference,
-        proximal=proximal,
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope import distributed
-from sharpscope.config.method import EwmaProximal, GradientNormPenalty, Sam
+from sharpscope.config.method import GradientNormPenalty, Sam
 from sharpscope.objective import (
     LossOutput,
     Method,
@@ -164,7 +164,6 @@ class Updates:
             self.before_optimizer(partial(self._loss, gradient.rows, gradient.pass_index), plain)
         learner.optimizer.step()
         moved = update_norms(learner.optimizer, learner.groups)
-        self._move_proximal()
         self.tokens.count(gradient.rows, gradient.tokens)
         learner.optimizer.zero_grad(set_to_none=True)
         broken = not math.isfinite(moved.total)
@@ -204,7 +203,7 @@ class Updates:
             local = torch.tensor([position[int(row)] for row in micro])
             part = rollouts.rows(micro)
             scored = scorer.score(part, function=self._entropy)
-            reference, proximal = (self._frozen_logp(one, part) for one in (learner.reference, learner.proximal))
+            reference = self._frozen_logp(learner.reference, part)
             for index, prompt in enumerate(prompts.tolist()):
                 of = (part.group == prompt).nonzero()[:, 0].cpu()
                 if not len(of):
@@ -216,7 +215,6 @@ class Updates:
                     scored.logp[of],
                     normalizer[local[of]],
                     reference_logp=None if reference is None else reference[of],
-                    proximal_logp=None if proximal is None else proximal[of],
                     pass_index=pass_index,
                 ).loss
                 if scored.values is not None:
@@ -227,20 +225,6 @@ class Updates:
             scorer.score(part)
             self._frozen_logp(learner.reference, part)
         return torch.stack(distributed.gather(total)).sum(0)
-
-    def _move_proximal(self) -> None:
-        """EWMA of the weights after each update: the proximal policy of the decoupled objective.
-
-        After n updates it is Σ_i β^(n−i)·θ_i / Σ_i β^(n−i), i = 0…n: θ_n enters with (1 − β)/(1 − β^(n+1)).
-        """
-        learner, proximal = self.learner, self.method.proximal
-        if learner.proximal is not None and isinstance(proximal, EwmaProximal):
-            # AdamW's own count includes updates before a checkpoint.
-            done = max((int(state["step"]) for state in learner.optimizer.state.values() if "step" in state), default=0)
-            decay = proximal.decay
-            with torch.no_grad():
-                for average, new in zip(learner.proximal.parameters(), learner.scorer.model.parameters(), strict=True):
-                    average.lerp_(new.detach(), (1 - decay) / (1 - decay ** (done + 1)))
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -308,7 +292,6 @@ class Updates:
             logp,
             normalizer,
             reference_logp=reference,
-            proximal_logp=self._frozen_logp(learner.proximal, rows),
             pass_index=pass_index,
         )
         loss, nats = out.loss, 0.0

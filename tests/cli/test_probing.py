@@ -43,7 +43,6 @@ QUICK = [
         "max_products=12",
         "rho=0.05",
         "kinds=[sam]",
-        "gradient_samples=0",
         "trace_probes=2",
     )
     for part in ("--set", value)

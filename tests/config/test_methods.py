@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from sharpscope.config import build_config, constants, control_names, describe, method_label, parse_methods
-from sharpscope.config.method import Kl, LoptiPasses, SequenceRatio
+from sharpscope.config.method import LoptiPasses, SequenceRatio
 from sharpscope.config.token_weights import (
     ConstantWeight,
     EntropyWeight,
@@ -50,7 +50,6 @@ def test_published_constants():
         "dppo": "clip.low 0.15, clip.high 0.15, clip.bound 20",
         "dppo-kl": "clip.low 0.05, clip.high 0.05, clip.bound 20",
         "luspo": "clip.low 0.002, clip.high 0.0025",
-        "ppo-ewma": "proximal.decay 0.889",
         "high-entropy": "tokens.share 0.2",
         "stapo": "clip.low 0.2, clip.high 0.28, tokens.probability 0.002, tokens.quantile 0.75",
         "lp-reg": "clip.low 1, clip.high 9, penalty.share 0.01, penalty.coef 1",
@@ -98,10 +97,8 @@ def test_a_label_names_what_was_changed():
         ({"clip": {"kind": "gmpo"}}, r"clip\.kind=gmpo needs ratio\.kind=sequence, not token"),
         ({"clip": {"kind": "dppo"}, "ratio": {"kind": "holder"}}, r"clip\.kind=dppo needs ratio\.kind=token"),
         ({"clip": {"kind": "sapo"}, "weight_on": "ratio"}, "weight_on=ratio needs clip null, ppo or cispo"),
-        ({"clip": {"kind": "sapo"}, "proximal": {"kind": "ewma"}}, r"proximal\.kind=ewma needs clip"),
         ({"clip": {"kind": "dual", "high": 0.5, "bound": 1.4}}, "bound = 1.4 must be above"),
         ({"correction": {"kind": "mask", "low": 2.0, "high": 1.0}}, "must be below high"),
-        ({"kl": Kl(coef=0.1, estimator="k3_corrected"), "proximal": {"kind": "ewma"}}, "needs proximal=null"),
     ],
 )
 def test_combinations_without_a_meaning_are_refused(parts: dict, message: str):

@@ -37,9 +37,9 @@ _COMMON: dict[str, Any] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "calibrated weights, KL to a reference": _COMMON
     | {"method": "grpo-sg", "method.weight.preset": "calibrated", "method.kl.coef": 0.01},
-    "proximal policy, mini-batches, surface probes": _COMMON
+    "a method with state, mini-batches, surface probes": _COMMON
     | {
-        "method": "ppo-ewma",
+        "method": "aggc",
         "update.mini_batches": 2,
         "probes.every": 3,
         "probes.functionals": ["expected_failure"],

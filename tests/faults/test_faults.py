@@ -80,7 +80,7 @@ def test_a_truncated_part_is_named_and_the_rest_is_read(uninterrupted, tmp_path)
     assert len(loaded.steps) == len(load_run(whole).steps)
 
 
-def test_a_run_with_a_proximal_policy_and_probes_resumes(uninterrupted, tmp_path):
+def test_a_run_with_a_method_with_state_and_probes_resumes(uninterrupted, tmp_path):
     policy, _ = uninterrupted
     setting = SETTINGS[list(SETTINGS)[1]]
     whole, broken = (tiny_config(policy, tmp_path / name, setting) for name in ("whole", "broken"))

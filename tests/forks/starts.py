@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from sharpscope.config import ForkSpec
 from sharpscope.config.methods import parse_method
+from sharpscope.forks.experiment import Measure
 from sharpscope.forks.start import Start
-from sharpscope.tasks import make_task
 from sharpscope.training.checkpoint import checkpoint_dir
 
 SMALL = {"prompts": 3, "batches": 2}
 
 
-def start_of(config, spec=None, step=0, **arms) -> Start:
-    spec = spec or ForkSpec(**SMALL)
+def start_of(config, step=0, *, warm_up=4, **arms) -> Start:
     folder = checkpoint_dir(config.run_dir, step) if step else None
-    return Start(config, spec, arms or {"own": config.method}, folder, make_task(config.task))
+    return Start(config, arms or {"own": config.method}, folder, warm_up=warm_up, calibrating=2)
+
+
+def rows_of(start, spec=None, batch=0):
+    """Rows of all arms on a batch."""
+    spec = spec or ForkSpec(**SMALL)
+    return list(Measure(start, spec, spec.rho).batch_rows("x", batch))
 
 
 def arm_method(text, config):

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from sharpscope.config import ForkSpec
-from sharpscope.forks.outcomes import FixedRollouts, inner, matching_scale, sam_reading
+from sharpscope.forks.experiment import Measure
+from sharpscope.forks.outcomes import FixedRollouts, matching_scale
 from sharpscope.forks.start import Snapshot, Start
 from sharpscope.policy import Rollouts, render_prompts
 from sharpscope.policy.scoring import Scorer
-from sharpscope.tasks import make_task
 from tests.models import tiny_model
 
 
@@ -56,7 +56,6 @@ def test_on_a_quadratic_changes_predictions_and_scales_are_exact():
         snapshot.place(moves["weighted"], scale)
         exact = scale * float(slope @ weighted) + scale**2 / 2 * float(weighted @ model.H @ weighted)
         assert model().item() - before == pytest.approx(exact, rel=1e-12)
-        assert scale * inner([slope], moves["weighted"]) == pytest.approx(scale * float(slope @ weighted), rel=1e-14)
     scale, reached = matching_scale(
         lambda s: s**2 / 2 * float(weighted @ model.H @ weighted), float(plain @ model.H @ plain) / 2, 1.0, 1e-9
     )
@@ -147,15 +146,17 @@ def test_on_an_enumerated_bandit_every_outcome_is_exact(bandit):
         share = float(weight.sum() ** 2 / weight.square().sum() / len(weight))
         assert reading.effective_share == pytest.approx(share, rel=1e-10)
     change = (now["failure"] - before["failure"]).item()  # at the smallest scale the linear prediction is all there is
-    assert 1e-5 * inner(slope, step) == pytest.approx(change, rel=1e-3)
+    along = sum(float((a.double() * b.double()).sum()) for a, b in zip(slope, step, strict=True))
+    assert 1e-5 * along == pytest.approx(change, rel=1e-3)
 
 
 @pytest.mark.parametrize("moved", [False, True])
 def test_sharpness_equals_that_of_the_loss_written_out(toy_config, moved):
     config = toy_config(optimizer__lr=1e-3, task__factory="tests.toy_task:even_start", policy__dtype="float64")
     spec = ForkSpec(prompts=3, samples=2, batches=1, rho=0.02, outcomes=("failure", "sharpness"))
-    start = Start(config, spec, {"grpo": config.method}, None, make_task(config.task))
-    fixed = start.fixed("train", 0)
+    start = Start(config, {"grpo": config.method}, None)
+    measure = Measure(start, spec, spec.rho)
+    fixed = measure.fixed("train", 0)
     if moved:
         start.update("grpo", 0)
     rows, mask, parameters = fixed.rollouts, fixed.mask, start.snapshot.parameters
@@ -174,7 +175,7 @@ def test_sharpness_equals_that_of_the_loss_written_out(toy_config, moved):
 
     before = loss()
     gradient = torch.autograd.grad(before, parameters)
-    norm = math.sqrt(inner(gradient, gradient))
+    norm = math.sqrt(sum(float(part.double().square().sum()) for part in gradient))
     kept = [p.detach().clone() for p in parameters]
     with torch.no_grad():
         for parameter, part in zip(parameters, gradient, strict=True):
@@ -182,7 +183,7 @@ def test_sharpness_equals_that_of_the_loss_written_out(toy_config, moved):
         rise = loss() - before
         for parameter, value in zip(parameters, kept, strict=True):
             parameter.copy_(value)
-    found = sam_reading(start, fixed, start.scorer.statistics(rows))
+    found = measure.sharpness(fixed, start.scorer.statistics(rows))
     assert found.value == pytest.approx(rise.item(), rel=1e-5)
     assert [torch.equal(p, value) for p, value in zip(parameters, kept, strict=True)] == [True] * len(kept)
 
@@ -191,10 +192,11 @@ def test_importance_weighting_of_drawn_completions_is_unbiased_within_its_standa
     changes = {"task__factory": "tests.toy_task:even_start", "rollout__max_new_tokens": 1, "policy__dtype": "float64"}
     config = toy_config(optimizer__lr=3e-3, **changes)
     spec = ForkSpec(prompts=10, samples=12, batches=1)  # all held-out prompts in every batch
-    start = Start(config, spec, {"grpo": config.method}, None, make_task(config.task))
+    start = Start(config, {"grpo": config.method}, None, warm_up=4)
+    measure = Measure(start, spec, None)
 
     def exact_failure() -> float:
-        task, examples = start.task, start.heldout_examples(0)
+        task, examples = start.task, start.task.splits()["heldout"]
         total = 0.0
         size = start.policy.head.weight.shape[0]
         words = [[word] for word in range(size)]
@@ -207,13 +209,14 @@ def test_importance_weighting_of_drawn_completions_is_unbiased_within_its_standa
         return total / len(examples)
 
     before = exact_failure()
-    update = start.update("grpo", 0)
+    start.update("grpo", 0)
+    moved = start.snapshot.displacement()
     change = exact_failure() - before
     estimates, errors = [], []
     for batch in range(60):
         start.snapshot.restore()
-        fixed = start.fixed("heldout", batch)
-        start.snapshot.place(update.displacement, 1.0)
+        fixed = measure.fixed("heldout", batch)
+        start.snapshot.place(moved, 1.0)
         reading = fixed.failure(start.scorer.statistics(fixed.rollouts).logp)
         estimates.append(reading.value - (1 - float(fixed.success.double().mean())))
         errors.append(reading.std_error)

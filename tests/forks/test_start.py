@@ -9,15 +9,14 @@ import pytest
 import torch
 
 import sharpscope
-from sharpscope.config import ForkSpec, build_config
+from sharpscope.config import build_config
 from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
-from sharpscope.forks import experiment
 from sharpscope.forks import start as starts
 from sharpscope.forks.start import Start
 from sharpscope.traces import RunLock
 from tests.conftest import TOY
-from tests.forks.starts import SMALL, arm_method, start_of
+from tests.forks.starts import arm_method, rows_of, start_of
 
 
 def state_of(start: Start) -> list[torch.Tensor]:
@@ -28,13 +27,19 @@ def state_of(start: Start) -> list[torch.Tensor]:
     return copy.deepcopy(found)
 
 
+def moved(start: Start) -> list[torch.Tensor]:
+    """The change of the weights by an update."""
+    start.update("own", 0)
+    return start.snapshot.displacement()
+
+
 def equal(one, two) -> bool:
     return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
 @pytest.mark.parametrize("step", [0, 3])
 def test_restoring_is_bitwise(trained, step):
-    start = start_of(trained, ForkSpec(**SMALL), step)
+    start = start_of(trained, step)
     before, lr = state_of(start), [group["lr"] for group in start.optimizer.param_groups]
     expected = torch.rand(3)
     start.update("own", 0)
@@ -49,7 +54,7 @@ def test_restoring_is_bitwise(trained, step):
 
 def test_an_optimizer_without_a_state_is_warmed_up_at_the_same_weights(trained):
     """AdamW's moments after two steps at a learning rate of 0 are the averages of their gradients; the weights do not move."""
-    cold, warm = (start_of(trained, ForkSpec(**SMALL, warm_up=steps), 0) for steps in (0, 2))
+    cold, warm = (start_of(trained, warm_up=steps) for steps in (0, 2))
     assert (cold.warmed, warm.warmed) == (0, 2) and not cold.optimizer.state
     for one, other in zip(cold.policy.model.parameters(), warm.policy.model.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -57,9 +62,9 @@ def test_an_optimizer_without_a_state_is_warmed_up_at_the_same_weights(trained):
     assert steps == {2 * trained.update.mini_batches}
     assert all(float(state["exp_avg_sq"].sum()) > 0 for state in warm.optimizer.state.values())
     assert {group["lr"] for group in warm.optimizer.param_groups} == {cold.lr}
-    first = [torch.cat([p.flatten() for p in one.update("own", 0).displacement]) for one in (cold, warm)]
+    first = [torch.cat([p.flatten() for p in moved(one)]) for one in (cold, warm)]
     assert torch.nn.functional.cosine_similarity(*first, dim=0) < 0.999
-    assert start_of(trained, ForkSpec(**SMALL), 3).warmed == 0  # stored
+    assert start_of(trained, 3).warmed == 0  # stored
 
 
 def test_weights_are_calibrated_on_the_first_batch_with_a_gradient(trained, monkeypatch):
@@ -91,12 +96,11 @@ def test_adapters_are_forked_and_nothing_else_moves(tiny_policy, tmp_path):
     start = start_of(config)
     before = state_of(start)
     frozen = [p.clone() for p in start.policy.model.parameters() if not p.requires_grad]
-    update = start.update("own", 0)
-    assert any(part.abs().max() > 0 for part in update.displacement)
-    assert len(update.displacement) == sum(p.requires_grad for p in start.policy.model.parameters())
+    change = moved(start)
+    assert any(part.abs().max() > 0 for part in change)
+    assert len(change) == sum(p.requires_grad for p in start.policy.model.parameters())
     assert equal(frozen, [p for p in start.policy.model.parameters() if not p.requires_grad])
-    rows = list(experiment._batch_rows(start, "x", 0))
-    value = {(r["comparison"], r["outcome"]): r["value"] for r in rows}
+    value = {(r["comparison"], r["outcome"]): r["value"] for r in rows_of(start)}
     assert value["step", "update_norm"] > 0 and value["kl", "kl"] > 0
     start.snapshot.restore()
     assert equal(state_of(start), before)

@@ -104,7 +104,7 @@ def _probes() -> Iterator[tuple[str, str]]:
         mask = torch.ones_like(ids)
         mask[:, :4] = 0
         coef = torch.randn(ids.shape, generator=torch.Generator().manual_seed(2))
-        for method in ("head", "local", "sketch", "exact"):
+        for method in ("head", "local", "exact"):
             yield f"probe {name} score_norms {method}", _tensor(score_norms(model, ids, mask, method).values)
         yield f"probe {name} attribute forward", _tensor(attribute(model, ids, mask, coef))
         for parameter in model.parameters():

@@ -21,7 +21,6 @@ class Case:
     step: StepTensors
     now: Tensor
     reference: Tensor
-    proximal: Tensor
     parts: dict[str, Tensor] = field(default_factory=dict)  # of the reward
 
     @property
@@ -67,7 +66,7 @@ def make_case(
         "collision": old.exp() ** 2 + (1 - old.exp()) ** 2 * torch.rand(rows, places, generator=g, dtype=torch.float64),
         "polarity": normal(rows, places),
     }
-    reference, proximal = old + 0.3 * normal(rows, places), old + 0.2 * normal(rows, places)
+    reference = old + 0.3 * normal(rows, places)
     another = torch.Generator().manual_seed(seed + 1)  # of its own: the other values stay what they were
     far = torch.tensor([0.15, 0.02], dtype=torch.float64).repeat(4)[:rows, None]
     tensors["sampler_logp"] = behavior + far * torch.randn(rows, places, generator=another, dtype=torch.float64)
@@ -81,7 +80,7 @@ def make_case(
     )
     tensors["curvature"][..., 0] -= 0.015
     if garbage:  # values outside the mask must never matter
-        for value in (*tensors.values(), now, reference, proximal):
+        for value in (*tensors.values(), now, reference):
             shape = (int((~mask).sum()), *value.shape[2:])
             value[~mask] = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=torch.float64)[
                 torch.randint(0, 3, shape, generator=g)
@@ -107,7 +106,7 @@ def make_case(
         gradient_mass=gradient_mass(method, mask, advantage, squared.sqrt()).to(dtype),
         **{name: value.to(dtype) for name, value in tensors.items()},
     )
-    return Case(reward, step, now.to(dtype), reference.to(dtype), proximal.to(dtype), parts)
+    return Case(reward, step, now.to(dtype), reference.to(dtype), parts)
 
 
 def plain_step(mask: Tensor, group: Tensor, advantage: Tensor, logp: Tensor, **given: Tensor | None) -> StepTensors:
@@ -133,7 +132,6 @@ def as_batch(case: Case, *, beta: float = 0.0, choose=None) -> Batch:
         polarity=step.polarity.tolist(),
         now=now,
         reference=case.reference.tolist(),
-        proximal=case.proximal.tolist(),
         parts={name: part.tolist() for name, part in case.parts.items()},
         collision=step.collision.tolist(),
         proxy=step.proxy_logp.tolist(),

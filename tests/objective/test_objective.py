@@ -22,7 +22,6 @@ from sharpscope.config.selections import ClipCovTokens, CurvatureTokens, Spuriou
 from sharpscope.config.token_weights import PepoWeight, PolarityWeight, StareWeight
 from sharpscope.objective import (
     Method,
-    StepTensors,
     calibrate,
     method_names,
     named_method,
@@ -74,7 +73,6 @@ ORACLES: dict[str, list[Callable[[oracle.Batch], oracle.Dual]]] = {
     "luspo": [oracle.luspo],
     "vespo": [oracle.vespo],
     "papo": [lambda b: oracle.papo(b, 1.7)],
-    "ppo-ewma": [oracle.ppo_ewma],
     "high-entropy": [oracle.high_entropy],
     "grpo-sam": [oracle.grpo],
     "grpo-gnp": [oracle.grpo],
@@ -115,7 +113,6 @@ def compare(method: Method, case: Case, expected: oracle.Dual, pass_index: int, 
         logp,
         normalizer,
         reference_logp=case.reference,
-        proximal_logp=case.proximal,
         pass_index=pass_index,
     )
     (gradient,) = torch.autograd.grad(out.loss, logp)
@@ -128,7 +125,7 @@ def compare(method: Method, case: Case, expected: oracle.Dual, pass_index: int, 
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.07])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", sorted(ORACLES))
 def test_loss_and_gradient_equal_the_equation(name: str, seed: int, beta: float):
     method = named_method(name)
@@ -146,8 +143,7 @@ def test_loss_and_gradient_equal_the_equation(name: str, seed: int, beta: float)
 
 @pytest.mark.parametrize("name", ["grpo-sg", "tr-grpo"])
 def test_published_constants(name: str):
-    method = named_method(name)
-    method = method.with_preset("auto", "paper")
+    method = named_method(name).with_preset("auto", "paper")
     case = make_case(method, 5)
     equation = {"grpo-sg": oracle.grpo_sg, "tr-grpo": oracle.tr_grpo}[name]
     compare(method, case, equation(as_batch(case), "paper"), 0, 0)
@@ -159,20 +155,6 @@ def test_holder_is_annealed_through_its_limit(progress: float):
     method = named_method("holder")
     case = make_case(method, 1, progress=progress)
     compare(method, case, oracle.holder(as_batch(case)), 0, 0)
-
-
-def test_negative_eta_reverses_lopti():
-    method = named_method("lopti")
-    method = method.model_copy(update={"passes": method.passes.model_copy(update={"eta": -0.4})})
-    case = make_case(method, 2)
-    compare(method, case, oracle.lopti(as_batch(case), True, 10.0), 0, 0)
-    compare(method, case, oracle.lopti(as_batch(case), False, 10.0), 1, 0)
-
-
-def test_stapo_silences_no_token_without_a_rare_one():
-    method = named_method("stapo").model_copy(update={"tokens": SpuriousTokens(probability=1e-6)})
-    case = make_case(method, 0)
-    assert torch.equal(prepare(method, case.step).keep, case.mask)
 
 
 def test_lp_reg_protects_some_chosen_tokens_only():
@@ -200,16 +182,6 @@ def test_lp_reg_protects_some_chosen_tokens_only():
         prepare(method, replace(case.step, proxy_logp=None))
 
 
-def test_kept_mean_needs_the_kept_tokens():
-    case = make_case(named_method("stapo"), 0)
-    with pytest.raises(ValueError, match="kept_mean needs keep"):
-        token_normalizer(named_method("stapo"), case.mask, LIMIT)
-    every = named_method("stapo").model_copy(update={"tokens": None})
-    torch.testing.assert_close(
-        token_normalizer(every, case.mask, LIMIT), token_normalizer(named_method("dapo"), case.mask, LIMIT)
-    )
-
-
 @pytest.mark.parametrize("name", ["dual-clip", "gmpo", "dppo", "dppo-kl"])
 def test_the_toy_steps_exercise_both_bounds(name: str):
     """Otherwise the comparison above would say nothing about them; for dual clip, its own bound as well."""
@@ -228,52 +200,19 @@ def test_the_toy_steps_exercise_both_bounds(name: str):
 # -- divergence and correction -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3_corrected"])
-@pytest.mark.parametrize("name", ["grpo", "gspo", "tr-grpo"])
-def test_estimators_of_the_divergence(name: str, estimator: str):
-    method = named_method(name)
-    kl = method.kl.model_copy(update={"coef": 0.07, "estimator": estimator})
-    method = choose_paper(method).model_copy(update={"kl": kl})
+@pytest.mark.parametrize("name", ["grpo", "tr-grpo"])
+def test_the_divergence_by_k1(name: str):
+    method = named_method(name).with_preset("auto", "paper")
+    method = method.model_copy(update={"kl": method.kl.model_copy(update={"coef": 0.07, "estimator": "k1"})})
     case = make_case(method, 4)
     batch = as_batch(case)
-    plain = {"grpo": oracle.grpo, "gspo": oracle.gspo, "tr-grpo": lambda b: oracle.tr_grpo(b, "paper")}[name](batch)
+    plain = {"grpo": oracle.grpo, "tr-grpo": lambda b: oracle.tr_grpo(b, "paper")}[name](batch)
     weight = oracle.sg_weights(batch, "paper") if name == "tr-grpo" else None
 
     def term(i: int, t: int) -> oracle.Dual:
-        d = batch.now[i][t] - batch.reference[i][t]
-        r = oracle.sequence_ratio(batch, i) if name == "gspo" else oracle.ratio(batch, i, t)
-        k = {"k1": d, "k2": 0.5 * d * d, "k3_corrected": r * ((-d).exp() - 1.0 + d)}[estimator]
-        return -0.07 * (1.0 if weight is None else weight[i, t]) * k
+        return -0.07 * (1.0 if weight is None else weight[i, t]) * (batch.now[i][t] - batch.reference[i][t])
 
     compare(method, case, plain + oracle.total(batch, term), 0, 0)
-
-
-def choose_paper(method: Method) -> Method:
-    return method.with_preset("auto", "paper")
-
-
-def test_the_corrected_estimator_has_the_gradient_of_the_divergence():
-    """Σ_y q(y)·∂(r·k3)/∂ln π · ∇ln π = ∇KL(π‖π_ref) for any q = π_old; plain k3 has not, off policy."""
-    g = torch.Generator().manual_seed(0)
-    logits, old, reference = (torch.randn(5, generator=g, dtype=torch.float64) for _ in range(3))
-    logits.requires_grad_()
-    exact = torch.autograd.grad(
-        (logits.log_softmax(-1).exp() * (logits.log_softmax(-1) - reference.log_softmax(-1))).sum(), logits
-    )[0]
-    found = {}
-    for estimator in ("k3", "k3_corrected"):
-        method = Method(name="kl", kl=Kl(coef=1.0, estimator=estimator))
-        logp = logits.log_softmax(-1)[:, None]  # each token once, weighted by its probability under π_old
-        step = StepTensors.from_columns(
-            logp=old.log_softmax(-1), behavior_logp=old.log_softmax(-1), advantage=torch.zeros(5, dtype=torch.float64)
-        )
-        weights = old.softmax(-1)[:, None]
-        out = policy_loss(
-            method, prepare(method, step), logp, weights, reference_logp=reference.log_softmax(-1)[:, None]
-        )
-        found[estimator] = torch.autograd.grad(out.loss, logits)[0]
-    torch.testing.assert_close(found["k3_corrected"], exact, rtol=0, atol=1e-12)
-    assert (found["k3"] - exact).abs().max() > 1e-2
 
 
 CORRECTIONS: list[tuple[str, Correction]] = [
@@ -328,10 +267,3 @@ def test_corrections_for_the_sampler(name: str, level: str, spec: Correction):
         compare(method, case, wanted, 0, seed)
     assert len(seen) > 1
     assert (0.0 in seen) != isinstance(spec, TruncatedCorrection)  # something is masked, something is not
-
-
-def test_a_correction_needs_the_samplers_log_probabilities():
-    method = named_method("grpo").model_copy(update={"correction": TruncatedCorrection()})
-    step = make_case(method).step
-    with pytest.raises(ValueError, match="sampler's log-probabilities"):
-        prepare(method, type(step)(**(vars(step) | {"sampler_logp": None})))

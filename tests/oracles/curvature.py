@@ -37,10 +37,8 @@ def logp_of(
     return torch.nn.functional.pad(logp, (1, 0))
 
 
-def functional_value(
-    name: str, logp: Tensor, mask: Tensor, reward: Tensor, advantage: Tensor, anchor: Tensor, clip: float = 0.2
-) -> Tensor:
-    """The three functionals, written row by row and token by token."""
+def functional_value(name: str, logp: Tensor, mask: Tensor, reward: Tensor, anchor: Tensor) -> Tensor:
+    """The two functionals, written row by row and token by token."""
     rows, total = len(logp), mask.sum()
     value = logp.new_zeros(())
     for i in range(rows):
@@ -48,11 +46,6 @@ def functional_value(
         if name == "nll":
             for t in scored:
                 value = value - logp[i, t] / total
-        elif name == "surrogate":
-            for t in scored:
-                ratio = (logp[i, t] - anchor[i, t]).exp()
-                gain = torch.minimum(ratio * advantage[i], ratio.clamp(1 - clip, 1 + clip) * advantage[i])
-                value = value - gain / (rows * len(scored))
         else:
             whole = sum((logp[i, t] - anchor[i, t] for t in scored), start=logp.new_zeros(()))
             value = value + (1 - reward[i] * whole.exp()) / rows

@@ -89,7 +89,6 @@ class Batch:
     polarity: list[list[float]]
     now: list[list[Dual]]
     reference: list[list[float]]
-    proximal: list[list[float]]
     limit: int
     beta: float = 0.0
     progress: float = 0.0
@@ -462,16 +461,6 @@ def papo(b: Batch, target: float) -> Dual:
     return weighted_grpo(b, weight)
 
 
-def ppo_ewma(b: Batch) -> Dual:
-    adv = advantages(b)
-
-    def objective(i, t):
-        r = (b.now[i][t] - b.proximal[i][t]).exp()
-        return math.exp(b.proximal[i][t] - b.behavior[i][t]) * ppo(r, adv[i])
-
-    return total(b, objective)
-
-
 def high_entropy(b: Batch) -> Dual:
     adv = advantages(b)
     ordered = sorted((b.entropy[i][t] for i, t in b.tokens()), reverse=True)
@@ -493,7 +482,6 @@ def outcomes(reward, group, mask, *, old=(), collision=(), parts=None) -> Batch:
         now=[],
         sampler=[],
         reference=[],
-        proximal=[],
         limit=0,
         collision=collision,
         parts=parts or {},

@@ -53,7 +53,8 @@ def trl_method(trainer: Any, weights: Method | None) -> tuple[Method, list[str]]
         bonus = FixedEntropyBonus(coef=coef)
         if float(trainer.top_entropy_quantile) < 1:
             notes.append("TRL's entropy bonus is over the tokens with the highest entropy only")
-    corrected = bool(trainer.beta) and bool(getattr(args, "use_bias_correction_kl", False))
+    if trainer.beta and getattr(args, "use_bias_correction_kl", False):
+        notes.append("the KL term is multiplied by the ratio")
     # VESPO's product is of the tokens' ratios
     sequence = trainer.importance_sampling_level == "sequence" and loss_type != "vespo"
     share = float(trainer.top_entropy_quantile)
@@ -69,7 +70,7 @@ def trl_method(trainer: Any, weights: Method | None) -> tuple[Method, list[str]]
         aggregate=AGGREGATES.get(loss_type, "sequence_mean"),
         truncated="mask" if getattr(args, "mask_truncated_completions", False) else "keep",
         correction=_correction(trainer, notes),
-        kl=Kl(coef=float(trainer.beta), estimator="k3_corrected" if corrected else "k3"),
+        kl=Kl(coef=float(trainer.beta)),
         entropy=bonus,
         tokens=tokens,
     )

@@ -22,15 +22,12 @@ def small_model(**overrides):
 
 
 def rewards(rows: int = 3):
-    generator = torch.Generator().manual_seed(3)
-    return torch.rand(rows, generator=generator, dtype=torch.float64), torch.randn(
-        rows, generator=generator, dtype=torch.float64
-    )
+    return torch.rand(rows, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
 def objective(name: str, batch: dict, **rest) -> Objective:
-    reward, advantage = rewards(len(batch["input_ids"]))
-    tokens = token_batch(batch["input_ids"], batch["attention_mask"], batch["mask"], reward=reward, advantage=advantage)
+    reward = rewards(len(batch["input_ids"]))
+    tokens = token_batch(batch["input_ids"], batch["attention_mask"], batch["mask"], reward=reward)
     return Objective(name, tokens, TEMPERATURE, **rest)
 
 

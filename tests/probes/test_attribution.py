@@ -124,12 +124,6 @@ def test_adapters():
     assert off(run(model, batch, coef), shares(model, batch, coef)) < 1e-7
 
 
-def test_clipping_the_gradient_changes_no_share():
-    model, batch = tiny_model("qwen2"), random_batch()
-    coef = coefficients(batch)
-    torch.testing.assert_close(run(model, batch, 0.013 * coef), run(model, batch, coef), rtol=1e-9, atol=1e-12)
-
-
 def test_no_gradient_no_shares():
     model, batch = tiny_model("qwen2"), random_batch()
     found = run(model, batch, torch.zeros(batch["mask"].shape))

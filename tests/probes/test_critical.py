@@ -29,7 +29,7 @@ def quadratic(seed=0, size=7, dtype=torch.float64):
     return theta, loss, slope, matrix, direction
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("guess", [1e-4, 1.0, 300.0])
 @pytest.mark.parametrize("known", [True, False])
 def test_on_a_quadratic_it_is_the_directional_curvature(seed, guess, known):

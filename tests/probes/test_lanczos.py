@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from scipy.sparse.linalg import eigsh
+from scipy.stats import t as student
 
 import sharpscope
-from sharpscope.probes.lanczos import Operator, eigenpairs, hutchpp, t_interval
+from sharpscope.probes.lanczos import Operator, eigenpairs, hutchpp
 from sharpscope.probes.surface import inner, length
 from tests.probes.spectra import generator, operator, quadratic, with_spectrum
 
@@ -41,8 +42,8 @@ def test_lanczos_agrees_with_scipys_on_the_same_operator_also_across_restarts():
         assert found.converged and found.upper == 4
         np.testing.assert_allclose(found.values[:4], np.sort(top)[::-1], rtol=1e-8)
         assert (found.krylov is None) == (capacity == 18)
-        for value, vector, residual in zip(found.values, found.vectors, found.residuals, strict=True):
-            assert abs(float((matrix @ vector - value * vector).norm()) - residual) < 1e-7
+        for value, vector in zip(found.values, found.vectors, strict=True):
+            assert float((matrix @ vector - value * vector).norm()) < 1e-6
 
 
 def test_running_out_of_products_says_so():
@@ -61,10 +62,9 @@ def test_trace_covers_at_the_nominal_rate(sketch):
     errors = []
     for seed in range(100):
         given = operator(matrix)
-        found = hutchpp(given, probes=16, sketch=sketch, generator=generator(seed))
-        low, high = t_interval(found.value, found.std_error, 16)
-        inside += low <= exact <= high
-        errors.append((found.value - exact) / found.std_error)
+        value, error = hutchpp(given, probes=16, sketch=sketch, generator=generator(seed))
+        inside += abs(value - exact) <= student.ppf(0.975, 15) * error
+        errors.append((value - exact) / error)
         assert given.products == 16 + sketch
     assert 88 <= inside <= 100
     assert 0.75 < np.std(errors) < 1.35 and abs(np.mean(errors)) < 0.4
@@ -74,9 +74,7 @@ def test_krylov_deflation_beats_plain_hutchinson_at_equal_products():
     matrix = with_spectrum(np.r_[[100.0, 50.0, 30.0, 20.0], np.full(200, 0.1)])
 
     def spread(probes, sketch):
-        found = [
-            hutchpp(operator(matrix), probes=probes, sketch=sketch, generator=generator(s)).value for s in range(30)
-        ]
+        found = [hutchpp(operator(matrix), probes=probes, sketch=sketch, generator=generator(s))[0] for s in range(30)]
         return np.std(found)
 
     assert spread(8, 8) < 0.1 * spread(16, 0)
@@ -85,7 +83,7 @@ def test_krylov_deflation_beats_plain_hutchinson_at_equal_products():
 def test_trace_of_the_whole_space_is_exact_and_one_probe_is_refused():
     matrix = with_spectrum([1.0, 2.0, 3.0])
     found = hutchpp(operator(matrix), probes=2, sketch=5, generator=generator())
-    assert found.value == pytest.approx(6) and found.std_error == 0
+    assert found == (pytest.approx(6), 0)
     with pytest.raises(ValueError, match="at least 2"):
         hutchpp(operator(matrix), probes=1, generator=generator())
 
@@ -98,5 +96,5 @@ def test_float32_vectors_of_a_real_model_have_the_lengths_and_products_of_float6
     assert abs(float(inner(v[None], v)) / exact - 1) < 1e-6
     squares = v.square()
     operator = Operator(lambda x: x * squares, size, torch.float32, v.device)
-    found = hutchpp(operator, probes=2, sketch=0, generator=torch.Generator().manual_seed(1))
-    assert abs(found.value / exact - 1) < 1e-6  # random signs give the trace of a diagonal matrix exactly
+    found, _ = hutchpp(operator, probes=2, sketch=0, generator=torch.Generator().manual_seed(1))
+    assert abs(found / exact - 1) < 1e-6  # random signs give the trace of a diagonal matrix exactly

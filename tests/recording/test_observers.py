@@ -319,7 +319,7 @@ def test_a_probe_that_fails_its_check_is_left_out_and_the_run_goes_on(tiny_polic
 
     monkeypatch.setattr(runner, "curvature", wrong)
     values = {path.replace("__", "."): value for path, value in (RECORD | SURFACE).items()}
-    values |= {"policy.model": str(tiny_policy), "method": "grpo", "probes.gradient_samples": 0}
+    values |= {"policy.model": str(tiny_policy), "method": "grpo"}
     config = build_config(values={**TOY, **values, "out": str(tmp_path / "faulty")})
     assert train(config).status == "finished"
     run = sharpscope.load_run(tmp_path / "faulty")

@@ -13,7 +13,6 @@ from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.traces import update_run_info
 from sharpscope.training import train
 from sharpscope.training.checkpoint import (
-    PROXIMAL,
     Progress,
     checkpoints,
     damage,
@@ -149,18 +148,6 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     with pytest.raises(NonFiniteError, match=f"step 7: the weights '{name}' are not finite"):
         save_checkpoint(tmp_path, model, None, torch.optim.AdamW(model.parameters()), Progress(7, 0, [], [], {}))
     assert not list(tmp_path.iterdir())
-
-
-def test_a_resumed_run_goes_on_with_its_average_of_weights(toy_config):
-    settings = {"method": "ppo-ewma", "update__mini_batches": 2, "steps": 4, "evaluation__every": 0}
-    whole, broken = (toy_config(name=name, **settings) for name in ("whole", "broken"))
-    train(whole)
-    train(broken, StopAfter(1))
-    train(broken, resume=True)
-    from safetensors.torch import load_file
-
-    one, two = (load_file(checkpoints(config.run_dir)[-1] / PROXIMAL) for config in (whole, broken))
-    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_a_checkpoint_is_whole_or_absent_when_its_write_fails(toy_config, monkeypatch):

@@ -366,31 +366,6 @@ def test_clip_fractions_and_kl_count_every_use_of_a_token(world, monkeypatch):
     assert not learned.tokens.clipped.any()  # the first use of every token was on policy
 
 
-def test_the_proximal_policy_is_a_debiased_average_of_all_weights(world):
-    """θ_prox = Σ_i β^(n−i)·θ_i / Σ_i β^(n−i): after one update 1/(1 + β) of it, 53 %, is new."""
-    policy, drawn = world
-    method = named_method("ppo-ewma")
-    beta = method.proximal.decay
-
-    def flat(model):
-        return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
-
-    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
-    observed = learner_of(policy, inner_epochs=3, proximal=copy.deepcopy(policy.model))
-    thetas = [flat(policy.model)]
-    observed.optimizer.register_step_post_hook(lambda *_: thetas.append(flat(policy.model)))
-    averages = []
-    learn(observed, drawn, method, before_step=lambda update: averages.append(flat(observed.proximal)))
-    averages = [*averages[1:], flat(observed.proximal)]  # after each update
-    policy.model.load_state_dict(before, strict=False)
-    torch.testing.assert_close(averages[0], thetas[0] * (0.889 / 1.889) + thetas[1] / 1.889, rtol=1e-9, atol=1e-12)
-    assert pytest.approx(0.47, abs=1e-3) == 0.889 / 1.889
-    for n in (1, 2, 3):
-        weights = [beta ** (n - i) for i in range(n + 1)]
-        expected = sum(w * theta for w, theta in zip(weights, thetas[: n + 1], strict=True)) / sum(weights)
-        torch.testing.assert_close(averages[n - 1], expected, rtol=1e-9, atol=1e-12)
-
-
 def test_clipping_scales_the_step_and_a_bad_loss_is_left_out(world):
     policy, drawn = world
     _, learned = gradient(policy, drawn, "grpo", max_grad_norm=1e-3)

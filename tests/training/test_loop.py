@@ -139,7 +139,7 @@ class StopAfter(Display):
     [
         {},
         {"method": "grpo-sg", "method__weight__preset": "calibrated", "method__kl__coef": 0.01},
-        {"method": "ppo-ewma", "update__mini_batches": 2},
+        {"method": "aggc", "update__mini_batches": 2},
     ],
 )
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(toy_config, changes):

@@ -51,7 +51,7 @@ CASES = {
     "probed": {
         "probes.every": 1,
         "probes.curvature_prompts": 2,
-        "probes.functionals": ["surrogate", "expected_failure"],
+        "probes.functionals": ["nll", "expected_failure"],
     },
 }
 

@@ -403,7 +403,7 @@ class VerlRecorder(Guard):
                 return found
 
             distributed.gather(None)  # the forward passes exchange weights
-            with guarded(engine.module, weights=False), torch.no_grad():
+            with guarded(engine.module), torch.no_grad():
                 engine.forward_backward_batch(data, loss_function=kept, forward_only=True)
             return distributed.sum_values(math.fsum(own)) / processes
 

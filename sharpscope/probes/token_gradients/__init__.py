@@ -1,4 +1,4 @@
-"""Score norms ‖∇_θ log π_t‖₂ of the tokens of a causal language model, by four methods of different cost and accuracy.
+"""Score norms ‖∇_θ log π_t‖₂ of the tokens of a causal language model, by three methods of different cost and accuracy.
 
 Modules: `rows` (batches of tokens), `structure` (properties of a model), `uses` (uses of parameters in a forward pass, and norms
 from their inputs and cotangents), `attention` (its derivatives), `head` (the output layer in closed form), `forward_mode`
@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from sharpscope.config.probes import Check
 from sharpscope.errors import UserError, nearest
 from sharpscope.probes.guard import guarded
-from sharpscope.probes.token_gradients.result import METHODS, NormMethod, ScoreNorms
+from sharpscope.probes.token_gradients.result import NormMethod, ScoreNorms
 from sharpscope.probes.token_gradients.rows import make_rows
 from sharpscope.probes.token_gradients.self_check import NORMS, check_norms
 from sharpscope.probes.token_gradients.sharded import ShardedProbes
-from sharpscope.probes.token_gradients.sketch import sketch_norms
 from sharpscope.probes.token_gradients.structure import structure_of
 
 
@@ -30,8 +29,6 @@ def score_norms(
     attention_mask: Tensor | None = None,
     temperature: float = 1.0,
     *,
-    directions: int = 24,
-    seed: int = 0,
     check: Check = "first",
 ) -> ScoreNorms:
     """Score norms ‖∇_θ log π_θ(token | prefix)‖₂ over all trainable parameters, for the tokens of a mask.
@@ -39,7 +36,6 @@ def score_norms(
     - `head`: only the output layer, in its use as output layer.
     - `local`: one forward and one backward pass that neglects gradients through other positions' keys and values. It ranks
       tokens well and understates those that depend on other positions.
-    - `sketch`: unbiased for the squared norm, with K forward-mode passes.
     - `exact`: batched backward passes of single tokens.
 
     Args:
@@ -47,16 +43,14 @@ def score_norms(
             count. Its state is restored bit for bit.
         input_ids: (N, S) tokens.
         mask: (N, S), 1 on the tokens of interest.
-        method: `head`, `local`, `sketch` or `exact`.
+        method: `head`, `local` or `exact`.
         attention_mask: (N, S), 0 on padding; None for no padding. Positions count real tokens only.
         temperature: softmax temperature T > 0 of log π.
-        directions: number K ≥ 2 of random directions of `sketch`.
-        seed: seed of the directions of `sketch`.
         check: when to compare the method with autograd on two tokens of the first row: the `first` time for this model,
             `always` or `off`.
 
     Returns:
-        Norms, squared norms and their standard errors, (N, S), 0 where the mask is 0.
+        Norms and squared norms, (N, S), 0 where the mask is 0.
 
     Raises:
         UserError: shapes or options that do not fit together, or a part of the model that the method does not support.
@@ -74,14 +68,10 @@ def score_norms(
         >>> norms.values.shape, (norms.values > 0).int().tolist()
         (torch.Size([1, 5]), [[0, 0, 1, 1, 1]])
     """
-    if method not in METHODS:
-        raise UserError(f"method, '{method}': unknown{nearest(str(method), METHODS)}")
-    with guarded(model, weights=False):
+    if method not in NORMS:
+        raise UserError(f"method, '{method}': unknown{nearest(str(method), NORMS)}")
+    with guarded(model):
         rows = make_rows(model, input_ids, mask, attention_mask, temperature)
         structure = structure_of(model)
         checked = check_norms(model, structure, rows, temperature, method, check)
-        if method == "sketch":
-            found = sketch_norms(model, structure, rows, temperature, directions, seed)
-        else:
-            found = NORMS[method](model, structure, rows, temperature)
-        return replace(found, checked=checked)
+        return replace(NORMS[method](model, structure, rows, temperature), checked=checked)

@@ -1,8 +1,7 @@
 """The method `exact`: batched backward passes of single tokens, each on the token's prefix.
 
 One forward pass over a batch of rows serves several tokens of each row. `torch.func.vmap` batches their cotangents, and hooks on
-the uses of parameters turn these into squared norms, so that no gradient is stored. Gradients of parameters without known uses
-are formed whole.
+the uses of parameters turn these into squared norms, so that no gradient is stored.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sharpscope.errors import UserError
 from sharpscope.probes.token_gradients.head import head_gradients
 from sharpscope.probes.token_gradients.local import add_head
 from sharpscope.probes.token_gradients.result import Collector, ScoreNorms, Sums
@@ -26,21 +24,16 @@ POSITIONS = {
     "cpu": 4096,
     "cuda": 65536,
 }  # rows × slots × length of one forward pass: on a CPU cotangents should stay in cache
-WHOLE_BYTES = 2**29  # of whole gradients that are held at once
 
 
 def exact_norms(model: nn.Module, structure: Structure, rows: Rows, temperature: float) -> ScoreNorms:
     """Norms of all chosen tokens, exact up to rounding. The model must be in eval mode.
 
     Raises:
-        UserError: the output layer's parameters are also used in the backbone, other than as tied input embedding.
+        UserError: a parameter is used in a way that the hooks do not know.
     """
-    for name in (structure.tied, structure.head_weight, structure.head_bias):
-        if name in structure.unhandled:
-            raise UserError(
-                f"method, exact: '{name}' of the output layer is also used elsewhere in the model; freeze it"
-            )
-    most = 1 if structure.unhandled else POSITIONS.get(rows.ids.device.type, POSITIONS["cuda"])
+    structure.require_uses("exact")
+    most = POSITIONS.get(rows.ids.device.type, POSITIONS["cuda"])
     collector = Collector(rows, structure.dtype)
     for chunk in rows.chunks():
         sums = Sums(chunk, structure.groups, collector.dtype)
@@ -56,7 +49,7 @@ def exact_norms(model: nn.Module, structure: Structure, rows: Rows, temperature:
             for name, squares, index in _squares(model, structure, chunk, tokens, batch.to(row.device)):
                 sums.add(name, squares, index)
         collector.write(chunk, sums)
-    return collector.result("exact", collector.blank())
+    return collector.result("exact")
 
 
 class _Tokens(NamedTuple):
@@ -109,7 +102,6 @@ def _squares(
     coupled = None
     if tokens.coupled is not None:
         coupled = nn.functional.pad(tokens.coupled, (0, max(0, length - tokens.coupled.shape[1])))[index, :length]
-    whole = [structure.named[name] for name in sorted(structure.unhandled)]
 
     def pull(start: Tensor, states: Tensor, words: Tensor | None) -> dict[str, Tensor]:
         """Squared norms (B,) by parameter of one token of each row: start (B, L, d), states (B, d), words (B, L)."""
@@ -123,15 +115,11 @@ def _squares(
                 along = (use.by_position(g)[:, :, 0].to(words) @ states.to(words)[..., None])[..., 0]  # (B, L)
                 found[structure.tied] = found[structure.tied] + 2 * (read * along).sum(-1)
 
-        gradients = recorder.pull(hidden, start, measure, list(whole))
-        for name, g in zip(sorted(structure.unhandled), gradients, strict=True):
-            if g is not None:
-                found[name] = g.to(words if words is not None else structure.dtype).square().sum()[None]
+        recorder.pull(hidden, start, measure)
         return found
 
-    size = max(1, WHOLE_BYTES // (1 + sum(p.nbytes for p in whole))) if whole else None
-    given, dims = (starts.to(hidden), tokens.hidden[index], coupled), (0, 0, None if coupled is None else 0)
-    squares = torch.func.vmap(pull, in_dims=dims, chunk_size=size)(*given)  # name -> (n, B)
+    dims = (0, 0, None if coupled is None else 0)
+    squares = torch.func.vmap(pull, in_dims=dims)(starts.to(hidden), tokens.hidden[index], coupled)  # name -> (n, B)
     flat = live.flatten()
     for name, values in squares.items():
         yield name, values.flatten()[flat], index.flatten()[flat]

@@ -102,23 +102,12 @@ class Pushing(TorchFunctionMode):
 
 @torch.no_grad()
 def pushed_hidden(
-    model: nn.Module,
-    structure: Structure,
-    ids: Tensor,
-    direction: Mapping[str, Tensor],
-    *,
-    before: Tensor | None = None,
-    kept: Sequence[Tensor] = (),
+    model: nn.Module, structure: Structure, rows: Rows, direction: Sequence[Tensor], kept: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states (B, L, d) of rows `ids` (B, L) and their derivative along `direction`.
+    """Hidden states (B, L, d) of a chunk of rows and their derivative along tensors like the trainable parameters.
 
     Args:
-        model: its structure is `structure`.
-        structure: see above.
-        ids: tokens.
-        direction: parameter name -> tangent; parameters that are not named stay.
-        before: (P,) a prefix that the rows share and `ids` does not contain.
-        kept: `Keeping.values` of a pass over these rows without prefix.
+        kept: `Keeping.values` of a pass over the chunk.
 
     Raises:
         UserError: an operation of the model has no forward-mode derivative.
@@ -130,15 +119,12 @@ def pushed_hidden(
     }
     with forward_ad.dual_level():
         duals: dict[nn.Parameter, Tensor] = {}
-        for name, parameter in structure.named.items():
-            tangent = direction.get(name)
-            duals[parameter] = parameter.detach()
-            if tangent is not None:
-                tangent = tangent.to(parameter)
-                if parameter in padding:  # its row has no gradient in reverse mode
-                    tangent = tangent.clone()
-                    tangent[padding[parameter]] = 0
-                duals[parameter] = forward_ad.make_dual(duals[parameter], tangent)
+        for parameter, part in zip(structure.named.values(), direction, strict=True):
+            tangent = part.to(parameter)
+            if parameter in padding:  # its row has no gradient in reverse mode
+                tangent = tangent.clone()
+                tangent[padding[parameter]] = 0
+            duals[parameter] = forward_ad.make_dual(parameter.detach(), tangent)
         # Autograd is on only to show where the model switches it off.
         with (
             torch.enable_grad(),
@@ -147,13 +133,13 @@ def pushed_hidden(
             Pushing(kept),
         ):
             try:
-                out = hidden_states(model, ids, read_before(model, before))
+                out = hidden_states(model, rows.ids, read_before(model, rows.before))
             except (NotImplementedError, RuntimeError) as problem:
                 if "forward mode" not in str(problem) and "jvp" not in str(problem):
                     raise
                 raise UserError(
                     f"model, {type(bare(model)).__name__}: a part of it has no forward-mode derivative "
-                    f"({str(problem).splitlines()[0]}), which token shares and method='sketch' need"
+                    f"({str(problem).splitlines()[0]}), which token shares need"
                 ) from problem
         value, tangent = forward_ad.unpack_dual(out)
         return value, torch.zeros_like(value) if tangent is None else tangent
@@ -183,7 +169,7 @@ def logp_derivative(
     weight = by_name.get(structure.tied or structure.head_weight or "")
     bias = by_name.get(structure.head_bias or "")
     for chunk, known in zip(rows.chunks(share=structure.shares), kept or repeat(()), strict=False):
-        hidden, moved = pushed_hidden(model, structure, chunk.ids, by_name, before=chunk.before, kept=known)
+        hidden, moved = pushed_hidden(model, structure, chunk, direction, known)
         states = hidden[chunk.predicts], moved[chunk.predicts]
         chunk.write(values, head_rates(*states, structure.head, (weight, bias), chunk.targets, temperature))
     return values

@@ -5,7 +5,7 @@ In one forward and one backward pass of `local`, the cotangents at position t ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,6 @@ class LocalPass:
     """A chunk of rows between the forward and the backward pass of `local`.
 
     Attributes:
-        rows: the chunk; `ids`: (B, L) its tokens, padded.
         hidden: (M, d) hidden states that predict its M chosen tokens.
         where: (M, 2) row and position that predict them.
         output: the output layer's part.
@@ -37,8 +36,6 @@ class LocalPass:
         sums: accumulator that holds the output layer's part.
     """
 
-    rows: Rows
-    ids: Tensor
     hidden: Tensor
     where: Tensor
     output: HeadGradients
@@ -56,16 +53,35 @@ class LocalPass:
             self.sums.add(structure.tied, 2 * pull * cross)
 
 
-def local_pass(
+def start_of(
+    structure: Structure, rows: Rows, ids: Tensor, predicts: Tensor, states: Tensor, temperature: float
+) -> LocalPass:
+    """The output layer's part of a chunk whose positions `predicts` (B, L) have the hidden states (M, d)."""
+    words = ids[predicts][:, None] if structure.tied else None
+    output, coupled = head_gradients(states, structure.head, rows.targets, temperature, words=words)
+    sums = Sums(rows, structure.groups, output.pull_squared.dtype)
+    add_head(sums, structure, output)
+    return LocalPass(states, predicts.nonzero(), output, None if coupled is None else coupled[:, 0], sums)
+
+
+def add_head(sums: Sums, structure: Structure, output: HeadGradients) -> None:
+    """Add the output layer's trainable parameters."""
+    weight = structure.tied or structure.head_weight
+    if weight is not None:
+        sums.add(weight, output.weight_squared)
+    if structure.head_bias is not None:
+        sums.add(structure.head_bias, output.pull_squared)
+
+
+def _local_sums(
     model: nn.Module,
     structure: Structure,
     rows: Rows,
     temperature: float,
-    measure: Callable[[LocalPass, Use, Tensor], None],
-    before: DynamicCache | None = None,
-    after: list[DynamicCache] | None = None,
-) -> LocalPass:
-    """Forward and backward pass over a chunk of rows, which calls `measure` with each use and its cotangent.
+    before: DynamicCache | None,
+    after: list[DynamicCache] | None,
+) -> Sums:
+    """Squared norms (M,) of a chunk's tokens, by a forward and a backward pass.
 
     The rows continue `before`, or their common prefix; `after`: see `hidden_states`.
     """
@@ -79,42 +95,18 @@ def local_pass(
     local = start_of(structure, rows, ids, predicts, hidden.detach()[predicts], temperature)
     start = torch.zeros_like(hidden)
     start[predicts] = local.output.to_hidden
-    recorder.pull(hidden, start, lambda use, g: measure(local, use, g))
-    return local
-
-
-def start_of(
-    structure: Structure, rows: Rows, ids: Tensor, predicts: Tensor, states: Tensor, temperature: float
-) -> LocalPass:
-    """The output layer's part of a chunk whose positions `predicts` (B, L) have the hidden states (M, d)."""
-    words = ids[predicts][:, None] if structure.tied else None
-    output, coupled = head_gradients(states, structure.head, rows.targets, temperature, words=words)
-    sums = Sums(rows, structure.groups, output.logp.dtype)
-    add_head(sums, structure, output)
-    return LocalPass(rows, ids, states, predicts.nonzero(), output, None if coupled is None else coupled[:, 0], sums)
-
-
-def add_head(sums: Sums, structure: Structure, output: HeadGradients) -> None:
-    """Add the output layer's trainable parameters."""
-    weight = structure.tied or structure.head_weight
-    if weight is not None:
-        sums.add(weight, output.weight_squared)
-    if structure.head_bias is not None:
-        sums.add(structure.head_bias, output.pull_squared)
+    recorder.pull(hidden, start, lambda use, g: local.squares(structure, use, g))
+    return local.sums
 
 
 def local_norms(model: nn.Module, structure: Structure, rows: Rows, temperature: float) -> ScoreNorms:
     """Local norms of all chosen tokens. The model must be in eval mode."""
     structure.require_local()
     collector = Collector(rows, structure.dtype)
-
-    def squares(local: LocalPass, use: Use, g: Tensor) -> None:
-        local.squares(structure, use, g)
-
     for chunk in rows.chunks(share=structure.shares):  # no cotangent goes to what the rows share
         for part, before, after in _segments(model, structure, chunk):
-            collector.write(part, local_pass(model, structure, part, temperature, squares, before, after).sums)
-    return collector.result("local", None)
+            collector.write(part, _local_sums(model, structure, part, temperature, before, after))
+    return collector.result("local")
 
 
 def _segments(
@@ -160,4 +152,4 @@ def head_norms(model: nn.Module, structure: Structure, rows: Rows, temperature: 
         if structure.head.bias is not None:
             sums.add("output", output.pull_squared)
         collector.write(chunk, sums)
-    return collector.result("head", collector.blank())
+    return collector.result("head")

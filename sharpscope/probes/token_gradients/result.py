@@ -9,11 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sharpscope.probes.estimate import html_table
 from sharpscope.probes.token_gradients.rows import Rows
 
-NormMethod = Literal["head", "local", "sketch", "exact"]
-METHODS: tuple[NormMethod, ...] = ("head", "local", "sketch", "exact")
+NormMethod = Literal["head", "local", "exact"]
 
 
 @dataclass(frozen=True)
@@ -21,29 +19,19 @@ class ScoreNorms:
     """Score norms ‖∇_θ log π_t‖₂; all tensors are (N, S) and 0 where the mask is 0.
 
     Attributes:
-        values: norms, the square root of the positive part of `squared`.
-        squared: estimated squared norms; those of `sketch` may be negative.
-        std_error: standard error of `squared` for `sketch`, 0 for `exact` and `head`, None for `local`.
+        values: norms.
+        squared: squared norms.
         method: method that computed the norms.
         groups: norms by kind of parameter (embedding, attention, mlp, norm, head, other) and by layer (layers.0, …), two
-            partitions of the same sum of squares; empty for `sketch`.
+            partitions of the same sum of squares.
         checked: largest relative error found by the self-check on this model; None if not checked.
     """
 
     values: Tensor
     squared: Tensor
-    std_error: Tensor | None
     method: NormMethod
     groups: Mapping[str, Tensor]
     checked: float | None = None
-
-    def _repr_html_(self) -> str:
-        norms = self.values[self.values > 0].double()
-        rows = {"tokens with a norm above 0": f"{norms.numel():,}"}
-        if norms.numel():
-            rows |= {"median": f"{norms.median().item():.4g}", "largest": f"{norms.max().item():.4g}"}
-        rows["error found by the self-check"] = "not checked" if self.checked is None else f"{self.checked:.1e}"
-        return html_table(f"score norms, method {self.method}", rows)
 
 
 class Sums:
@@ -88,7 +76,7 @@ class Collector:
         for name, squares in sums.groups.items():
             rows.write(self.groups.setdefault(name, self.blank()), squares)
 
-    def result(self, method: NormMethod, std_error: Tensor | None) -> ScoreNorms:
+    def result(self, method: NormMethod) -> ScoreNorms:
         """The result; squared norms of groups are clamped at 0, which only removes rounding."""
         groups = {name: squares.clamp_min(0).sqrt() for name, squares in sorted(self.groups.items())}
-        return ScoreNorms(self.squared.clamp_min(0).sqrt(), self.squared, std_error, method, groups)
+        return ScoreNorms(self.squared.clamp_min(0).sqrt(), self.squared, method, groups)

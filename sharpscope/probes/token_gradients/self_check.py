@@ -1,8 +1,8 @@
 """Self-check: compare the token probes with autograd on the model at hand.
 
-Two tokens are compared: prefixes of the first row of the call, each followed by the model's second most probable word, whose
-log-probability has a gradient far above rounding. The reference is `torch.autograd.grad` through the model's own forward pass
-with its own attention. Results are cached with the model's structure (see `fingerprint`), so each probe is checked once per
+Two consecutive tokens are compared: the beginning of the first row of the call, continued twice by the model's second most probable
+word, whose log-probability has a gradient far above rounding. The reference is `torch.autograd.grad` through the model's own forward
+pass with its own attention. Results are cached with the model's structure (see `fingerprint`), so each probe is checked once per
 model.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from sharpscope.config.probes import Check
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy import bare
+from sharpscope.probes.directions import inner
 from sharpscope.probes.token_gradients.exact import exact_norms
 from sharpscope.probes.token_gradients.forward_mode import logp_derivative
 from sharpscope.probes.token_gradients.local import head_norms, local_norms
@@ -26,7 +26,7 @@ from sharpscope.probes.token_gradients.result import NormMethod
 from sharpscope.probes.token_gradients.rows import Rows, make_rows
 from sharpscope.probes.token_gradients.structure import Structure
 
-LENGTH = 32  # tokens of the longer prefix
+LENGTH = 32  # tokens before the two that are compared
 NORMS = {"head": head_norms, "local": local_norms, "exact": exact_norms}
 
 
@@ -35,24 +35,20 @@ def check_norms(
 ) -> float | None:
     """The largest relative error of a method of score norms on two tokens; None if not checked, NaN if not finite.
 
-    The sketch is made of local norms and directional derivatives, which are checked; `head` is a closed form of the logits.
+    `head`, a closed form of the logits, is not checked.
 
     Raises:
         CheckError: the error exceeds what the model's precision allows.
     """
     if method == "head":
         return None
-    if method == "sketch":
-        structure.require_local()
-        errors = [check_norms(model, structure, rows, temperature, "local", check)]
-        errors.append(check_derivative(model, structure, rows, temperature, check))
-        return max((error for error in errors if error is not None), default=None)
 
     def run(sample: _Sample) -> float:
         """Largest relative error of the norms of two tokens."""
         measured = NORMS[method](model, structure, sample.rows, temperature).values[sample.mask].tolist()
-        norms = [sample.norm(method, i) for i in (0, 1)]
-        return _largest_error(measured, norms, norms, sample.floor)
+        gradients = [sample.gradient(i, local=method == "local") for i in (0, 1)]
+        norms = [math.sqrt(inner(gradient, gradient)) for gradient in gradients]
+        return sample.largest_error(measured, norms, norms)
 
     return _once(model, structure, rows, temperature, method, check, run)
 
@@ -66,20 +62,20 @@ def check_derivative(
         """Largest relative error of the derivatives of two tokens along the first one's gradient."""
         along, other = sample.gradient(0), sample.gradient(1)
         derivatives = logp_derivative(model, structure, sample.rows, along, temperature)[sample.mask].tolist()
-        expected = [_inner(along, along), _inner(along, other)]
-        sizes = [expected[0], math.sqrt(expected[0] * _inner(other, other))]
-        return _largest_error(derivatives, expected, sizes, sample.floor)
+        expected = [inner(along, along), inner(along, other)]
+        sizes = [expected[0], math.sqrt(expected[0] * inner(other, other))]
+        return sample.largest_error(derivatives, expected, sizes)
 
     return _once(model, structure, rows, temperature, "derivative", check, run)
 
 
-def check_shares(model: nn.Module, structure: Structure, shares: Tensor, check: Check) -> None:
+def check_shares(model: nn.Module, shares: Tensor, check: Check) -> None:
     """Raise if shares of ‖∇L‖² do not sum to 1, because the gradient or the derivatives are wrong."""
     total, size = float(shares.sum(dtype=torch.float64)), float(shares.abs().sum(dtype=torch.float64))
     if check != "off" and math.isfinite(total):
         # Shares of both signs may be far larger than their sum, and so is its rounding.
         error = abs(total - 1) / max(1.0, size)
-        _judge(model, structure, "shares", error, f"shares of the gradient sum to {total:.4g} instead of 1")
+        _judge(model, "shares", error, f"shares of the gradient sum to {total:.4g} instead of 1")
 
 
 def tolerance(model: nn.Module) -> float:
@@ -112,15 +108,15 @@ def _once(
     sample = _sample(model, structure, rows, temperature)
     error = math.nan if sample is None else run(sample)
     if not math.isnan(error):
-        _judge(model, structure, probe, error, "differs from plain autograd on two tokens")
+        _judge(model, probe, error, "differs from plain autograd on two tokens")
         structure.checked[probe] = error
     return error
 
 
-def _judge(model: nn.Module, structure: Structure, probe: str, error: float, what: str) -> None:
+def _judge(model: nn.Module, probe: str, error: float, what: str) -> None:
     limit = tolerance(model)
     if error > limit:
-        instead = "use method='exact'" if probe in ("head", "local") else "use torch.autograd.grad"
+        instead = "use method='exact'" if probe == "local" else "use torch.autograd.grad"
         raise CheckError(
             f"{type(bare(model)).__name__}, {probe}: {what}: relative error {error:.2g}, where the precision of the model "
             f"allows {limit:.2g}; {instead}, or take the numbers unchecked with check='off'",
@@ -130,48 +126,41 @@ def _judge(model: nn.Module, structure: Structure, probe: str, error: float, wha
         )
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Sample:
-    """Two prefixes with a word each, and plain autograd on them.
+    """A row whose last two words are compared, and plain autograd on them.
 
     Attributes:
-        ids: the prefixes, (1, n) each; words: the word after each.
-        rows, mask: the same as rows of a call, with the words chosen.
+        ids: (1, n) the row.
+        rows, mask: the same as rows of a call, with the last two words chosen.
+        parameters: the trainable ones.
         floor: norms below it are rounding.
     """
 
     model: nn.Module
-    structure: Structure
-    ids: list[Tensor]
-    words: list[int]
+    ids: Tensor
     rows: Rows
     mask: Tensor
     temperature: float
+    parameters: list[nn.Parameter]
     floor: float
 
-    def norm(self, method: NormMethod, i: int) -> float:
-        """The norm of word i that a method computes."""
-        gradient = self._local_gradient(i) if method == "local" else self.gradient(i)
-        return math.sqrt(_inner(gradient, gradient))
-
-    def gradient(self, i: int) -> list[Tensor]:
-        """∇ log π of word i by autograd, over the trainable parameters."""
-        with torch.enable_grad():
-            return self._pulled(_logits(self.model, self.ids[i]), i)
-
-    def _local_gradient(self, i: int) -> list[Tensor]:
-        """The same with other positions' keys and values constant: one step from the model's key-value cache."""
-        ids, cache = self.ids[i], None
-        try:
-            if ids.shape[1] > 1:
-                with torch.no_grad():
-                    begun = self.model(
-                        input_ids=ids[:, :-1], attention_mask=torch.ones_like(ids[:, :-1]), use_cache=True
-                    )
-                cache = begun.past_key_values
+    def gradient(self, i: int, *, local: bool = False) -> list[Tensor]:
+        """∇ log π of the compared word i by autograd; local: with other positions' keys and values constant, from the key-value cache."""
+        read, word = self.ids[:, : i - 2], self.ids[0, i - 2]  # before the word, and the word
+        ones = torch.ones_like(read)
+        if not local:
             with torch.enable_grad():
-                given = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "use_cache": True}
-                return self._pulled(self.model(input_ids=ids[:, -1:], **given).logits, i)
+                return self._pulled(self.model(input_ids=read, attention_mask=ones, use_cache=False).logits, word)
+        try:
+            cache = None
+            if read.shape[1] > 1:
+                with torch.no_grad():
+                    given = {"input_ids": read[:, :-1], "attention_mask": ones[:, :-1], "use_cache": True}
+                    cache = self.model(**given).past_key_values
+            with torch.enable_grad():
+                given = {"attention_mask": ones, "past_key_values": cache, "use_cache": True}
+                return self._pulled(self.model(input_ids=read[:, -1:], **given).logits, word)
         except (TypeError, ValueError, AttributeError, NotImplementedError) as problem:
             raise CheckError(
                 f"{type(bare(self.model)).__name__}, local: cannot be compared with a step from the model's key-value cache "
@@ -181,60 +170,34 @@ class _Sample:
                 math.nan,
             ) from problem
 
-    def _pulled(self, logits: Tensor, i: int) -> list[Tensor]:
-        logp = _log_softmax(logits[0, -1], self.temperature)[self.words[i]]
-        parameters = list(self.structure.named.values())
+    def _pulled(self, logits: Tensor, word: Tensor) -> list[Tensor]:
+        wide = logits[0, -1].to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+        logp = torch.log_softmax(wide, -1)[word]
         if not logp.requires_grad:
-            return [torch.zeros_like(p) for p in parameters]
-        gradients = torch.autograd.grad(logp, parameters, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
+            return [torch.zeros_like(p) for p in self.parameters]
+        return list(torch.autograd.grad(logp, self.parameters, allow_unused=True, materialize_grads=True))
+
+    def largest_error(self, values: Sequence[float], expected: Sequence[float], sizes: Sequence[float]) -> float:
+        """Max |found − expected|/size; NaN if autograd itself overflows (float16)."""
+        if not all(map(math.isfinite, expected)):
+            return math.nan
+        errors = [abs(f - e) / max(size, self.floor) for f, e, size in zip(values, expected, sizes, strict=True)]
+        return math.inf if any(map(math.isnan, errors)) else max(errors)
 
 
 def _sample(model: nn.Module, structure: Structure, rows: Rows, temperature: float) -> _Sample | None:
-    """Two tokens of the first row that has a chosen token; None if the weights have diverged."""
+    """Two tokens after the beginning of the first row that has a chosen token; None if the weights have diverged."""
     row = int(rows.chosen.any(1).nonzero()[0])
-    whole = rows.ids[row, : int(rows.lengths[row])]
-    n = min(LENGTH, len(whole) - 1)
-    lengths = [n, (n + 1) // 2]
-    ids = [whole[None, :length] for length in lengths]
-    with torch.no_grad():
-        logits = _logits(model, ids[0])
-    if not bool(logits.isfinite().all()):
-        return None
-    embedding: Any = bare(model).get_input_embeddings()
-    vocabulary = len(embedding.weight)
-    words = [int(logits[0, length - 1, :vocabulary].topk(2).indices[-1]) for length in lengths]
-    table, mask = whole[: n + 1].repeat(2, 1), torch.zeros(2, n + 1, dtype=torch.bool, device=whole.device)
-    for i, length in enumerate(lengths):
-        table[i, length], mask[i, length] = words[i], True
-    present = torch.arange(n + 1, device=whole.device) <= torch.tensor(lengths, device=whole.device)[:, None]
-    made = make_rows(model, table, mask, present, temperature)
+    ids = rows.ids[row : row + 1, : max(1, min(LENGTH, int(rows.lengths[row]) - 2))]
+    vocabulary = bare(model).get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    for _ in range(2):
+        with torch.no_grad():
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -1]
+        if not bool(logits.isfinite().all()):
+            return None
+        ids = torch.cat([ids, logits[:vocabulary].topk(2).indices[-1].view(1, 1)], 1)
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    mask[0, -2:] = True
+    made = make_rows(model, ids, mask, None, temperature)
     floor = 10 * torch.finfo(structure.head.weight.dtype).eps
-    return _Sample(model, structure, ids, words, made, mask, temperature, floor)
-
-
-def _logits(model: nn.Module, ids: Tensor) -> Tensor:
-    logits: Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-    return logits
-
-
-def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
-
-
-def _largest_error(values: Sequence[float], expected: Sequence[float], sizes: Sequence[float], floor: float) -> float:
-    """Max |found − expected|/size; NaN if autograd itself overflows (float16)."""
-    if not all(map(math.isfinite, expected)):
-        return math.nan
-    errors = [abs(f - e) / max(size, floor) for f, e, size in zip(values, expected, sizes, strict=True)]
-    return math.inf if any(map(math.isnan, errors)) else max(errors)
-
-
-def _inner(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """⟨a, b⟩ over lists of tensors, each product in at least float32, their sum in float64."""
-
-    def each(x: Tensor, y: Tensor) -> float:
-        dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
-        return float(torch.dot(x.flatten().to(dtype), y.flatten().to(dtype)))
-
-    return math.fsum(each(x, y) for x, y in zip(a, b, strict=True))
+    return _Sample(model, ids, made, mask, temperature, list(structure.named.values()), floor)

@@ -31,7 +31,6 @@ from sharpscope.probes.token_gradients.local import start_of
 from sharpscope.probes.token_gradients.result import Collector, ScoreNorms, Sums
 from sharpscope.probes.token_gradients.rows import Rows, make_rows, safe_width, widen
 from sharpscope.probes.token_gradients.structure import Structure, holders, recording
-from sharpscope.probes.token_gradients.uses import Use
 
 T = TypeVar("T")
 CHUNK = 2048
@@ -84,7 +83,7 @@ class ShardedProbes:
                 sums = _local_sums(model, chunk, temperature)
                 if mine:
                     collector.write(chunk, sums)
-            return replace(collector.result("local", None), checked=self.checked.get("local"))
+            return replace(collector.result("local"), checked=self.checked.get("local"))
 
     def along(
         self,
@@ -140,7 +139,7 @@ class ShardedProbes:
     def _unchanged(self) -> Iterator[None]:
         """Context that restores weights, gradients and mode; the weights are in shards, on which training has its gradients."""
         reshard(self.model)
-        with guarded(self.model, weights=False):
+        with guarded(self.model):
             try:
                 yield
             finally:
@@ -234,7 +233,7 @@ def _local_sums(model: nn.Module, rows: Rows, temperature: float) -> Sums:
     ids = widen(rows.ids, safe_width(model, rows.ids.shape[1]))  # (B, L)
     predicts = nn.functional.pad(rows.predicts, (0, ids.shape[1] - rows.ids.shape[1]))
     seen: dict[str, Any] = {}
-    used = {structure.tied, structure.head_weight, structure.head_bias}
+    outside = (structure.tied, structure.head_weight, structure.head_bias)
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         seen["hidden"] = output.last_hidden_state
@@ -259,14 +258,10 @@ def _local_sums(model: nn.Module, rows: Rows, temperature: float) -> Sums:
     hidden, local = seen["hidden"], seen["local"]
     start = torch.zeros_like(hidden)
     start[predicts] = local.output.to_hidden.to(start.dtype)
-
-    def measure(use: Use, g: Tensor) -> None:
-        used.update((use.weight, use.bias))
-        local.squares(structure, use, g)
-
     # Also from the logits, where FSDP2 begins a backward pass; their cotangents are 0.
-    recorder.pull([hidden, logits], [start, torch.zeros_like(logits)], measure)
-    _together(lambda: _require(causal, structure, set(names.values()) - used | recorder.repeated, bool(calls)))
+    recorder.pull([hidden, logits], [start, torch.zeros_like(logits)], lambda use, g: local.squares(structure, use, g))
+    unhandled = {name for name in names.values() if recorder.used.get(name, int(name in outside)) != 1}
+    _together(lambda: _require(causal, structure, unhandled, bool(calls)))
     _together(lambda: _require_linear(causal, seen["logits"].float(), logits[:1, -1].detach().float()))
     return local.sums
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,9 +20,7 @@ from sharpscope.probes.guard import attention_implementation
 from sharpscope.probes.parameter_groups import group_names
 from sharpscope.probes.token_gradients import attention as attn
 from sharpscope.probes.token_gradients.rows import safe_width
-from sharpscope.probes.token_gradients.uses import Use, UseRecorder, exact_squares, local_squares
-
-ACCOUNT_BYTES = 2**30  # of whole gradients held at once while the uses are compared with autograd
+from sharpscope.probes.token_gradients.uses import UseRecorder
 
 
 @dataclass
@@ -37,10 +34,9 @@ class Structure:
         head_weight, head_bias: names of the output layer's trainable parameters; None if tied, frozen or absent.
         modules: module -> attribute -> name of its trainable parameters, without those in `unhandled`.
         groups: groups of each parameter.
-        unhandled: parameters of the backbone whose gradient does not follow from recorded uses.
+        unhandled: parameters of the backbone that are not used exactly once, by a linear map, an embedding or a norm.
         not_local: why `local` is not possible, or None.
         replaced: whether the attention of `attention` can replace the model's own.
-        whole: parameters whose local gradient is the whole one: those used after the last attention only.
         shares: whether rows can continue from cached keys and values of a common prefix.
         checked: largest relative error found by the self-check of each probe.
     """
@@ -55,7 +51,6 @@ class Structure:
     unhandled: frozenset[str] = frozenset()
     not_local: str | None = None
     replaced: bool = True
-    whole: frozenset[str] = frozenset()
     shares: bool = False
     checked: dict[str, float] = field(default_factory=dict)
 
@@ -69,18 +64,28 @@ class Structure:
         """Implementation of attention that has a forward mode."""
         return attn.FORWARD if self.replaced else "math"
 
+    def require_uses(self, method: str) -> None:
+        """Raise if norms would be wrong because a parameter is not used as the hooks expect.
+
+        Raises:
+            UserError: names the module.
+        """
+        if self.unhandled:
+            module = min(self.unhandled).rpartition(".")[0] or min(self.unhandled)
+            raise UserError(
+                f"method, {method}: '{module}' uses a parameter in another way than a linear map, an embedding or a norm once; freeze "
+                "it, or take torch.autograd.grad of each token's log-probability"
+            )
+
     def require_local(self) -> None:
         """Raise if local norms would be wrong.
 
         Raises:
-            UserError: names the module and the method to use.
+            UserError: names the module, or the method to use.
         """
-        reason = self.not_local
-        if self.unhandled:
-            module = min(self.unhandled).rpartition(".")[0] or min(self.unhandled)
-            reason = f"'{module}' uses a parameter in another way than a linear map, an embedding or a norm once"
-        if reason:
-            raise UserError(f"method, local (and sketch, which uses it): {reason}; use method='exact'")
+        self.require_uses("local")
+        if self.not_local:
+            raise UserError(f"method, local: {self.not_local}; use method='exact'")
 
 
 def structure_of(model: nn.Module) -> Structure:
@@ -158,96 +163,23 @@ def _examine(model: nn.Module) -> Structure:
     )
     structure.groups = group_names(causal, named)
     structure.modules = holders(causal, names)
-    B, L = 2, safe_width(model, 7)
-    ids = (torch.arange(B * L, device=embedding.device).view(B, L) * 5 + 1) % embedding.shape[0]
-    plain, wrong, _ = _account(model, structure, ids, "math")
-    local: dict[str, float] = {}
+    size = (2, safe_width(model, 7))  # (B, L)
+    ids = (torch.arange(size[0] * size[1], device=embedding.device).view(size) * 5 + 1) % embedding.shape[0]
+    with recording(model, structure, size, "math") as recorder:
+        hidden = hidden_states(model, ids)
+    head_names = (structure.head_weight, structure.head_bias)
+    body = {name: parameter for name, parameter in named.items() if name not in head_names}
+    structure.unhandled = recorder.unhandled(body, hidden)
     try:
-        with attn.counting() as calls:
-            local, _, structure.not_local = _account(model, structure, ids, attn.CUT)
+        with attn.counting() as calls, recording(model, structure, size, attn.CUT):
+            hidden_states(model, ids)
         if not calls:
             raise attn.AttentionError("its attention does not go through transformers' AttentionInterface")
-        lost = [name for name, square in plain.items() if square > 0 and not local[name]]
-        if lost:
-            raise attn.AttentionError(f"its attention uses '{lost[0]}' other than in queries, keys and values")
     except attn.AttentionError as problem:
-        structure.replaced, structure.not_local, local = False, str(problem), {}
-    structure.unhandled = frozenset(wrong)
-    structure.modules = holders(causal, {key: name for key, name in names.items() if name not in wrong})
-    tolerance = _rounding(structure)
-    structure.whole = frozenset(
-        name for name, square in local.items() if name not in wrong and abs(square - plain[name]) < tolerance * square
-    )
+        structure.replaced, structure.not_local = False, str(problem)
+    structure.modules = holders(causal, {key: name for key, name in names.items() if name not in structure.unhandled})
     structure.shares = _can_share(model, structure, ids)
     return structure
-
-
-def _rounding(structure: Structure) -> float:
-    """Relative difference of two squared norms that rounding may explain."""
-    eps = max(torch.finfo(p.dtype).eps for p in (structure.head.weight, *structure.named.values()))
-    if eps < 1e-6 and structure.head.weight.is_cuda:  # products of matrices may be rounded to TF32 or bfloat16
-        eps = max(eps, {"highest": 0.0, "high": 2**-10}.get(torch.get_float32_matmul_precision(), 2**-7))
-    return max(eps, torch.finfo(torch.float32).eps) ** (2 / 3)
-
-
-def _account(
-    model: nn.Module, structure: Structure, ids: Tensor, attention: str
-) -> tuple[dict[str, float], set[str], str | None]:
-    """Squared gradient norms of the last row by parameter, by autograd and from the uses.
-
-    Returns:
-        Those of autograd, the parameters whose uses give another number, and, for attention that cuts positions off from each
-        other, the first module through which they interact all the same, or None.
-    """
-    ours, scale = dict.fromkeys(structure.named, 0.0), dict.fromkeys(structure.named, 0.0)
-    leaks: list[str] = []
-
-    def measure(use: Use, g: Tensor) -> None:
-        for name, squares in exact_squares(use, g):
-            ours[name] += float(squares[-1])
-        for name, squares in local_squares(use, g):
-            scale[name] += float(squares.sum())
-
-    def watch(use: Use, g: Tensor) -> None:
-        if bool((use.by_position(g)[:, :-1] != 0).any()):
-            leaks.append((use.weight or use.bias or "").rpartition(".")[0])
-
-    with recording(model, structure, (ids.shape[0], ids.shape[1]), attention) as recorder:
-        hidden = hidden_states(model, ids)
-    start, last = torch.zeros_like(hidden), torch.zeros_like(hidden)
-    start[-1] = torch.randn(hidden.shape[1:], generator=torch.Generator().manual_seed(0)).to(hidden)
-    last[:, -1] = torch.linspace(1, 2, hidden.shape[-1], device=hidden.device)
-    recorder.pull(hidden, start, measure)
-    if attention == attn.CUT:
-        recorder.pull(hidden, last, watch)
-    plain = _plain_squares(structure.named, hidden, start)
-    tolerance = _rounding(structure)
-    wrong = {
-        name
-        for name, square in plain.items()
-        # Not finite: weights that have diverged say nothing about the model.
-        if math.isfinite(square) and abs(square - ours[name]) > tolerance * max(square, scale[name])
-    }
-    leak = f"'{leaks[0]}' reaches other positions otherwise than through attention" if leaks else None
-    return plain, wrong | recorder.repeated, leak
-
-
-def _plain_squares(named: Mapping[str, nn.Parameter], hidden: Tensor, start: Tensor) -> dict[str, float]:
-    """Squared norm of the gradient of ⟨hidden, start⟩ for each parameter, by autograd, a few parameters at a time."""
-    squares, pieces, size = dict.fromkeys(named, 0.0), [[]], 0  # type: ignore[var-annotated]
-    for name, parameter in named.items():
-        if pieces[-1] and size + parameter.nbytes > ACCOUNT_BYTES:
-            pieces.append([])
-            size = 0
-        pieces[-1].append(name)
-        size += parameter.nbytes
-    for names in filter(None, pieces if hidden.requires_grad else []):
-        inputs = [named[name] for name in names]
-        gradients = torch.autograd.grad(hidden, inputs, start, retain_graph=True, allow_unused=True)
-        for name, g in zip(names, gradients, strict=True):
-            if g is not None:
-                squares[name] = float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2
-    return squares
 
 
 def _can_share(model: nn.Module, structure: Structure, ids: Tensor) -> bool:
@@ -262,4 +194,8 @@ def _can_share(model: nn.Module, structure: Structure, ids: Tensor) -> bool:
         ids = ids[:1]
         whole = hidden_states(model, ids)[:, -3:]
         part = hidden_states(model, ids[:, -3:], read_before(model, ids[0, :-3]))
-    return torch.allclose(whole, part, rtol=0, atol=float(whole.abs().amax()) * _rounding(structure) ** 0.75)
+    eps = max(torch.finfo(p.dtype).eps for p in (structure.head.weight, *structure.named.values()))
+    if eps < 1e-6 and whole.is_cuda:  # products of matrices may be rounded to TF32 or bfloat16
+        eps = max(eps, {"highest": 0.0, "high": 2**-10}.get(torch.get_float32_matmul_precision(), 2**-7))
+    limit = max(eps, torch.finfo(torch.float32).eps) ** 0.5 * float(whole.abs().amax())
+    return torch.allclose(whole, part, rtol=0, atol=limit)

@@ -2,7 +2,7 @@
 
 Gradients of weights are not formed. That of a linear map is Σ_s b_s ⊗ a_s (inputs a, cotangents b of the outputs, positions s),
 that of a gain Σ_s b_s ∘ x̂_s, that of an embedding the sum of b_s for each word. Uses are met by hooks on linear maps, embeddings
-and norms; a parameter used in any other way has no use here, which `structure` finds by comparing with autograd.
+and norms; a parameter that is used in any other way, or twice, is `unhandled`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from sharpscope.policy import bare
@@ -109,23 +108,6 @@ def exact_squares(use: Use, g: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield use.bias, _squares(g.sum(1))
 
 
-def rate(use: Use, direction: Mapping[str, Tensor]) -> Tensor | None:
-    """What a direction moves the use's output by through its own parameters, (B, L, heads, d); or None."""
-    weight, bias = (direction.get(name or "") for name in (use.weight, use.bias))
-    if weight is None:
-        return bias
-    if use.kind == "gain":
-        moved = use.x * weight
-    elif use.kind == "linear":
-        moved = use.x @ (weight if use.transposed else weight.mT)
-    else:
-        moved = F.embedding(use.x, weight)
-        moved = moved if use.ignored is None else moved.masked_fill((use.x == use.ignored)[..., None], 0.0)
-    if use.kind != "gain":
-        moved = moved[..., None, :]  # (B, L, 1, d)
-    return moved if bias is None else moved + bias
-
-
 Measure = Callable[[Use, Tensor], None]
 
 
@@ -135,7 +117,7 @@ class UseRecorder:
     A parameter is known by the module that holds it, so that weights which exist only while it runs (FSDP2) are known too.
 
     Attributes:
-        repeated: parameters that were used more than once; their gradient does not follow from single uses.
+        used: how often each parameter was used, in the order of their first uses.
 
     Args:
         modules: module -> attribute -> name of its trainable parameters.
@@ -143,9 +125,8 @@ class UseRecorder:
     """
 
     def __init__(self, modules: Mapping[nn.Module, Mapping[str, str]], size: tuple[int, int]) -> None:
-        self.repeated: set[str] = set()
+        self.used: dict[str, int] = {}
         self._modules, self._size = modules, size
-        self._used: set[str] = set()
         self._anchor: Tensor | None = None
         self._measure: Measure | None = None
 
@@ -166,17 +147,23 @@ class UseRecorder:
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True, prepend=True).remove)
             yield
 
-    def pull(self, outputs: Any, cotangents: Any, measure: Measure, wanted: list[Any] | None = None) -> list[Any]:
-        """Backward pass that calls `measure` with each use and its cotangent; returns gradients of `wanted` (None: zero)."""
-        inputs = [*(wanted or []), *([] if self._anchor is None else [self._anchor])]
-        if not inputs:
-            return []
+    def unhandled(self, named: Mapping[str, nn.Parameter], output: Tensor) -> frozenset[str]:
+        """The parameters that `output` depends on in another way than through one recorded use."""
+        rest = [name for name in named if self.used.get(name) != 1]
+        if not rest or not output.requires_grad:
+            return frozenset()
+        gradients = torch.autograd.grad(output.sum(), [named[name] for name in rest], allow_unused=True)
+        return frozenset(name for name, gradient in zip(rest, gradients, strict=True) if gradient is not None)
+
+    def pull(self, outputs: Any, cotangents: Any, measure: Measure) -> None:
+        """Backward pass that calls `measure` with each use and its cotangent."""
+        if self._anchor is None:
+            return
         self._measure = measure
         try:
-            found = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(outputs, self._anchor, cotangents, retain_graph=True, allow_unused=True)
         finally:
             self._measure = None
-        return list(found[: len(wanted or [])])
 
     def _linear(self, module: nn.Module, args: tuple, kwargs: dict, out: Tensor) -> None:
         x = args[0] if args else kwargs["input"]
@@ -218,9 +205,9 @@ class UseRecorder:
         names = self._modules.get(module, {})
         if not names or not out.requires_grad:
             return
-        self.repeated |= self._used & {*names.values()}
-        self._used |= {*names.values()}
         use = Use(kind, names.get("weight"), names.get("bias"), x, self._size, **more)
+        for name in filter(None, (use.weight, use.bias)):
+            self.used[name] = self.used.get(name, 0) + 1
 
         def hook(g: Tensor) -> None:
             if self._measure is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
@@ -36,14 +35,14 @@ def test_a_padding_token_within_a_row_has_no_gradient_in_any_mode(tie):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-NORMS = ("local", "sketch", "exact")
+NORMS = ("local", "exact")
 
 
 def call(model, probe, batch=None, **options):
     """The checked error of one probe."""
     batch = random_batch() if batch is None else batch
     if probe in NORMS:
-        return score_norms(model, **given(batch), method=probe, directions=2, **options).checked
+        return score_norms(model, **given(batch), method=probe, **options).checked
     generator = torch.Generator().manual_seed(1)
     direction = [torch.randn(p.shape, generator=generator).to(p) for p in model.parameters() if p.requires_grad]
     attribute(model, **given(batch), coef=batch["mask"].to(direction[0]), direction=direction, **options)
@@ -87,9 +86,6 @@ def test_a_planted_fault_is_refused_by_name(probe, monkeypatch):
         call(model, probe)
     assert caught.value.probe == probe and caught.value.error > caught.value.tolerance
     assert call(model, probe, check="off") is None
-    if probe in ("local", "derivative"):
-        with pytest.raises(CheckError):
-            call(model, "sketch")
 
 
 def test_shares_that_do_not_sum_to_one(monkeypatch):
@@ -132,15 +128,6 @@ def test_always_sees_what_first_has_already_passed(monkeypatch):
         call(model, "exact", check="never")
 
 
-def test_diverged_weights_and_calls_without_a_token_check_nothing():
-    model, batch = tiny_model("llama", dtype=torch.float32), random_batch()
-    assert call(model, "local", batch | {"mask": torch.zeros_like(batch["mask"])}) is None
-    with torch.no_grad():
-        model.model.norm.weight[0] = math.nan
-    assert math.isnan(call(model, "local"))
-    assert structure_of(model).checked == {}
-
-
 # -- what is known of a model is known of that model only --------------------------------------------------------------
 
 
@@ -160,16 +147,9 @@ CHANGES = {
     "freezing": lambda m: m.model.layers[0].mlp.requires_grad_(False),
     "dtype": lambda m: m.to(torch.bfloat16),
     "layer": lambda m: m.model.layers.__setitem__(0, copy.deepcopy(m.model.layers[1])),
-    "order of layers": lambda m: (
-        m.model.layers.reverse() if hasattr(m.model.layers, "reverse") else swap(m.model.layers)
-    ),
     "forward of a module": lambda m: setattr(m.model.norm, "forward", lambda x: x),
     "hook": lambda m: m.model.norm.register_forward_hook(lambda *_: None),
 }
-
-
-def swap(layers):
-    layers[0], layers[1] = layers[1], layers[0]
 
 
 @pytest.mark.parametrize("change", sorted(CHANGES))
@@ -182,20 +162,17 @@ def test_a_changed_model_is_looked_at_again(change):
     assert remembered(model) is not before
 
 
-@pytest.mark.parametrize("change", ["merge_adapter", "unload", "add", "disable_adapter_layers", "scale"])
-def test_changed_adapters_are_looked_at_again(change):
-    model = adapted()
-    before = remembered(model)
-    if change == "add":
-        model.add_adapter("other", model.peft_config["default"])
-        model.set_adapter("other")
-    elif change == "scale":
+def test_changed_adapters_are_looked_at_again():
+    def scale(model):
         for module in model.modules():
             if hasattr(module, "scaling") and isinstance(module.scaling, dict):
                 module.scaling["default"] *= 2
-    else:
-        getattr(model, change)()
-    assert remembered(model) is not before
+
+    for change in (scale, lambda model: model.merge_adapter(), lambda model: model.disable_adapter_layers()):
+        model = adapted()
+        before = remembered(model)
+        change(model)
+        assert remembered(model) is not before
 
 
 def test_training_leaves_what_is_known():

@@ -1,4 +1,4 @@
-"""A use of a parameter that the hooks do not meet is formed whole by `exact` and refused by name by `local`."""
+"""A use of a parameter that the hooks do not meet is refused by name."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen2 import modeling_qwen2
 
-from sharpscope.errors import UserError
+from sharpscope.errors import CheckError, UserError
 from sharpscope.probes import attribute, score_norms
 from tests.models import random_batch, tiny_model, without_experts
 from tests.oracles.token_gradients import local_token_gradients, squared_norms, token_gradients
@@ -60,24 +58,23 @@ def using(operation):
 
 
 @pytest.mark.parametrize("way", sorted(WHOLE))
-def test_an_unknown_use_is_formed_whole_and_named(way):
+def test_an_unknown_use_is_named(way):
     model, batch = using(WHOLE[way]), random_batch()
-    close(run(model, batch, "exact"), expect(token_gradients, model, batch), 1e-8)
-    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp.*another way"):
-        run(model, batch, "local")
+    for method in ("exact", "local"):
+        with pytest.raises(UserError, match=r"model\.layers\.0\.mlp.*another way"):
+            run(model, batch, method)
 
 
 def test_experts():
     model, batch = tiny_model("qwen2_moe"), random_batch()
-    close(run(model, batch, "exact"), expect(token_gradients, model, batch), 1e-5)  # its router is in float32
-    with pytest.raises(UserError, match=r"mlp.*another way"):
-        run(model, batch, "local")
+    for method in ("exact", "local"):
+        with pytest.raises(UserError, match=r"mlp.*another way"):
+            run(model, batch, method)
     without_experts(model)
-    close(run(model, batch, "local"), expect(local_token_gradients, model, batch), 1e-5)
+    close(run(model, batch, "local"), expect(local_token_gradients, model, batch), 1e-5)  # its router is in float32
 
 
 def test_a_parameter_inside_the_models_own_attention(monkeypatch):
-    """The attention of `local` does not know the factor; exact norms and shares use the model's own."""
     model, batch = tiny_model("qwen2"), random_batch()
     model.config._attn_implementation = "eager"
     layer = model.model.layers[1].self_attn
@@ -88,57 +85,10 @@ def test_a_parameter_inside_the_models_own_attention(monkeypatch):
         return plain(module, query * getattr(module, "factor", 1.0), *rest, **others)
 
     monkeypatch.setattr(modeling_qwen2, "eager_attention_forward", attention)
-    close(run(model, batch, "exact"), expect(token_gradients, model, batch), 1e-6)
-    coef = batch["mask"].double()
-    shares = attribute(model, batch["input_ids"], batch["mask"], coef, None, batch["attention_mask"])
-    assert float(shares.sum()) == pytest.approx(1.0, abs=1e-6)
-    with pytest.raises(UserError, match=r"layers\.1\.self_attn.*method='exact'"):
+    with pytest.raises(UserError, match=r"layers\.1\.self_attn.*another way"):
         run(model, batch, "local")
-
-
-COMMON = dict(
-    hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64
-)
-GEMMA = dict(
-    COMMON,
-    num_key_value_heads=2,
-    head_dim=8,
-    sliding_window=8,
-    vocab_size_per_layer_input=37,
-    hidden_size_per_layer_input=6,
-    num_kv_shared_layers=0,
-    layer_types=["sliding_attention", "full_attention"],
-)
-FALCON = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0)
-# Settings, and relative accuracy: Gemma's norms and softmax are in float32.
-MODELS: dict[str, tuple[str, dict, float]] = {
-    "falcon": ("falcon", dict(FALCON, bias=False, multi_query=True, alibi=False), 1e-8),
-    "gemma4": ("gemma4_text", dict(GEMMA, global_head_dim=8), 1e-5),
-}
-
-
-def architecture(name, dtype=torch.float64):
-    kind, settings, _ = MODELS[name]
-    config = CONFIG_MAPPING[kind](vocab_size=37, pad_token_id=0, eos_token_id=1, bos_token_id=1, **settings)
-    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
-    draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
-            parameter.copy_(1 + 0.1 * noise if parameter.ndim == 1 and "bias" not in key else 0.3 * noise)
-    return model
-
-
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_exact_norms_of_architectures_with_unusual_uses(name):
-    model, batch = architecture(name), random_batch()
-    close(run(model, batch, "exact"), expect(token_gradients, model, batch), MODELS[name][2])
-
-
-@pytest.mark.parametrize("name", ["gemma4"])
-def test_local_norms_of_architectures_with_unusual_uses(name):
-    model, batch = architecture(name), random_batch()
-    close(run(model, batch, "local"), expect(local_token_gradients, model, batch), MODELS[name][2])
+    with pytest.raises(CheckError, match="derivative: differs from plain autograd"):
+        attribute(model, batch["input_ids"], batch["mask"], batch["mask"].double(), None, batch["attention_mask"])
 
 
 def adapted(**settings):
@@ -154,9 +104,8 @@ def adapted(**settings):
 
 def test_adapters_on_the_embedding():
     model, batch = adapted(target_modules=["embed_tokens", "q_proj"]), random_batch()
-    close(run(model, batch, "exact"), expect(token_gradients, model, batch), 1e-8)
     with pytest.raises(UserError, match="another way"):
-        run(model, batch, "local")
+        run(model, batch, "exact")
 
 
 def test_squares_do_not_overflow_float16(kind="gpt2"):
@@ -175,5 +124,3 @@ def test_squares_do_not_overflow_float16(kind="gpt2"):
     torch.testing.assert_close(run(model, batch, "exact"), full, rtol=3e-2, atol=1.0)
     torch.testing.assert_close(run(model, batch, "local"), local, rtol=3e-2, atol=1.0)
     torch.testing.assert_close(run(model, batch, "head"), run(wide, batch, "head"), rtol=1e-2, atol=1.0)
-    with pytest.raises(UserError, match="relative error inf"):
-        run(model, batch, "sketch")
