@@ -14,12 +14,9 @@ from sharpscope.cli.options import Json, Threads, split
 from sharpscope.cli.probe_output import Found, report
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from sharpscope.config.probes import ProbesSpec
-    from sharpscope.policy import Policy
 
-PARTS = ("curvature", "perturbation", "tokens")
+PARTS = ("curvature", "perturbation")
 WHOLE = 128  # prompts on which curvature is computed by default
 
 
@@ -38,7 +35,7 @@ def probe(
     ] = None,
     temperature: Annotated[float | None, Option(help="Of --rollouts' log-probabilities. Default: 1.")] = None,
     steps: Annotated[str | None, Option(help="Steps of --tokens or --rollouts: 10,20. Default: all.")] = None,
-    probes: Annotated[str | None, Option(help="curvature,perturbation,tokens (with --model). Default: all.")] = None,
+    probes: Annotated[str | None, Option(help="curvature,perturbation. Default: both.")] = None,
     functional: Annotated[
         list[str] | None, Option(help="nll or expected_failure, which needs rewards. Repeatable.")
     ] = None,
@@ -53,7 +50,7 @@ def probe(
     out: Annotated[Path | None, Option(help="Folder that is written. Default: probe, or RUN-probe.")] = None,
     json: Json = False,
 ) -> None:
-    """Probe a model: curvature, sharpness under perturbations and score norms of tokens.
+    """Probe a model: curvature and sharpness under perturbations; or the tokens of a batch of another trainer.
 
     Examples:
       sharpscope probe --model embedded:knights_knaves --data completions.jsonl --out probe
@@ -74,7 +71,7 @@ def probe(
     afterwards: dict[str, Any] = {"steps": steps, "force": force, "method": method, "temperature": temperature}
     if tokens is None and rollouts is None:
         _check(run, model, data, all_checkpoints, afterwards)
-        parts, out = _parts(run, probes), out or free_name("probe" if run is None else f"{run}-probe")
+        parts, out = _parts(probes), out or free_name("probe" if run is None else f"{run}-probe")
         check_free(out)
         options = {"curvature": "curvature" in parts, "perturbation": "perturbation" in parts, "backend": backend}
         if run is not None:
@@ -82,7 +79,7 @@ def probe(
         else:
             # The default of the spec needs rewards, which a file of texts need not have.
             spec = spec if "functionals" in values else spec.model_copy(update={"functionals": ("nll",)})
-            found = _models(model or [], data, spec, seed, parts, out, threads, options)
+            found = _models(model or [], data, spec, seed, threads, options)
         report(found, out, None if run is None else load_run(run).probes, json)
         return
     models = [*(model or []), *([str(run)] if rollouts is not None and run is not None else [])]
@@ -119,19 +116,16 @@ def _check(
             raise UserError(text)
 
 
-def _parts(run: Path | None, probes: str | None) -> list[str]:
-    """The parts that --probes names; by default all, without the tokens of a run, which records them itself."""
+def _parts(probes: str | None) -> Sequence[str]:
+    """The parts that --probes names; by default all."""
     from sharpscope.errors import UserError
 
     if probes is None:
-        return [part for part in PARTS if run is None or part != "tokens"]
+        return PARTS
     parts = split(probes)
     check_names("--probes", parts, PARTS)
     if not parts:
         raise UserError(f"--probes: names nothing; choose from {', '.join(PARTS)}")
-    if run is not None and "tokens" in parts:
-        where = f"a run's token gradients are in its tokens table, see `sharpscope tokens {run} --step S`"
-        raise UserError(f"--probes {probes}: {where}; leave tokens out")
     return parts
 
 
@@ -153,8 +147,6 @@ def _models(
     data: Path | None,
     spec: ProbesSpec,
     seed: int,
-    parts: list[str],
-    out: Path,
     threads: int | None,
     options: dict[str, Any],
 ) -> Found:
@@ -166,15 +158,12 @@ def _models(
     assert data is not None
     set_threads(threads, models[0])
     rows, radius = read_rows(data), None
-    for number, model in enumerate(models):
+    for model in models:
         policy = load_policy(PolicySpec(model=model))
-        if parts != ["tokens"]:
-            batches = text_batches(policy, rows, spec.functionals, seed=seed, label=data.stem)
-            for measured in run(policy.model, batches, spec, radius=radius, **options):
-                radius = measured.radius
-                yield model, 0, measured
-        if "tokens" in parts:
-            _write_tokens(policy, rows, spec, out, "tokens" if len(models) == 1 else f"tokens-{number + 1}")
+        batches = text_batches(policy, rows, spec.functionals, seed=seed, label=data.stem)
+        for measured in run(policy.model, batches, spec, radius=radius, **options):
+            radius = measured.radius
+            yield model, 0, measured
 
 
 def _checkpoints(
@@ -268,16 +257,3 @@ def _afterwards(
         assert rollouts is not None
         probe_rollouts(rollouts, policy, out, temperature=temperature, **common)
     typer.echo(f"Written: {out}/ (try: sharpscope tokens {out} --spikes)")
-
-
-def _write_tokens(policy: Policy, rows: pd.DataFrame, spec: ProbesSpec, out: Path, name: str) -> None:
-    from sharpscope.probes import token_norms
-
-    tokens = token_norms(policy, rows, spec)
-    out.mkdir(parents=True, exist_ok=True)
-    tokens.to_parquet(out / f"{name}.parquet", index=False)
-    norms = tokens["score_norm_local"]
-    typer.echo(
-        f"{len(tokens)} completion tokens: score norm ‖∇ ln π‖ (method local) median {norms.median():.3g}, largest {norms.max():.3g}",
-        err=True,
-    )

@@ -31,5 +31,5 @@ from sharpscope.probes.runner import (
     rollout_objective,
     run,
 )
-from sharpscope.probes.standalone import read_rows, text_batches, token_norms
+from sharpscope.probes.standalone import read_rows, text_batches
 from sharpscope.probes.token_gradients import ScoreNorms, score_norms

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sharpscope.config.probes import ObjectiveName, ProbesSpec
+from sharpscope.config.probes import ObjectiveName
 from sharpscope.errors import UserError
 from sharpscope.probes.objectives import Objective, TokenBatch, completion_batch
-from sharpscope.probes.runner import ProbeBatch, limited_surface
-from sharpscope.probes.token_gradients import score_norms
+from sharpscope.probes.runner import ProbeBatch
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -113,36 +112,3 @@ def text_batches(
         )
     batch = text_batch(policy, rows)
     return [ProbeBatch(label, tuple(Objective(name, batch) for name in functionals), seed)]
-
-
-def token_norms(policy: Policy, rows: pd.DataFrame, spec: ProbesSpec) -> pd.DataFrame:
-    """The log-probability and the score norm (method `local`) of each completion token.
-
-    Args:
-        policy: policy to probe.
-        rows: texts; see `read_rows`.
-        spec: memory limits and self-check.
-
-    Returns:
-        One row per completion token: `row` of the file, `position` in the completion, `token_id`, `logp` [nats] and
-        `score_norm_local`.
-    """
-    import pandas as pd
-
-    batch = text_batch(policy, rows)
-    mask = batch.scored
-    attention = torch.arange(mask.shape[1], device=mask.device) < batch.lengths[:, None]
-    with limited_surface(policy.model, Objective("nll", batch), spec) as surface:
-        logp = surface.logp()
-    norms = score_norms(
-        policy.model, batch.input_ids, mask, method="local", attention_mask=attention.long(), check=spec.check
-    )
-    row, column = mask.nonzero(as_tuple=True)
-    columns = {
-        "row": row,
-        "position": mask.long().cumsum(1)[row, column] - 1,
-        "token_id": batch.input_ids[row, column],
-        "logp": logp[row, column],
-        "score_norm_local": norms.values[row, column],
-    }
-    return pd.DataFrame({name: values.cpu().numpy() for name, values in columns.items()})

@@ -56,13 +56,9 @@ def test_probe_measures_models_on_a_file_side_by_side(tiny_policy: Path, texts: 
     output = invoke("probe", *place, *QUICK)
     frame = pd.read_parquet(out / "probes.parquet")
     assert {"largest", "sam"} <= set(frame["quantity"]) and (frame["functional"] == "nll").all()
-    tokens = pd.read_parquet(out / "tokens.parquet")
-    loss = frame[frame["quantity"] == "loss"].iloc[0]
-    assert loss["value"] == pytest.approx(-float(tokens["logp"].mean()), rel=1e-4)
-    assert (tokens["score_norm_local"] > 0).all()
     assert output.index("sharpest direction") < output.index("± prompts") < output.index(f"written to {out}/: ")
     assert "SAM sharpness at radius 0.05" in output
-    assert "probes.parquet" in output and "tokens.parquet" in output
+    assert "probes.parquet" in output
     with pytest.raises(UserError, match="not empty"):
         invoke("probe", "--model", one, "--data", str(texts), "--out", str(out))
     both = ["--model", one, "--model", two, "--data", str(texts), "--out", str(tmp_path / "both"), "--threads", "1"]
@@ -133,9 +129,7 @@ def test_the_sentences_say_what_the_numbers_mean():
         (["--model", "x", "--data", "y", "--force"], "goes with --tokens"),
         (["--model", "/no/such", "--data", "none.jsonl"], "no such file"),
         (["--model", "x", "--data", "y", "--set", "functionals=[]"], "names nothing"),
-        ([GRPO, "--probes", "tokens"], "a run's token gradients are in its tokens table"),
-        ([GRPO, "--probes", "curvature,tokens"], "leave tokens out"),
-        ([GRPO], "has no checkpoint to probe"),  # without --probes tokens are not asked for
+        ([GRPO], "has no checkpoint to probe"),
     ],
 )
 def test_a_mistake_with_probe_is_named(arguments, says, tmp_path: Path):
