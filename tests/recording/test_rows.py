@@ -185,7 +185,7 @@ def test_the_radius_of_a_run_is_found_once_and_kept(toy_config):
 @pytest.mark.parametrize("broken", [False, True])
 def test_every_estimate_that_is_not_to_be_believed_has_its_event(toy_config, broken):
     config = toy_config(
-        **SMALL | {"probes__max_products": 4}, probes__functionals=["expected_failure"], probes__rho=0.05
+        **SMALL | {"probes__max_products": 4}, probes__functionals=["expected_failure"], probes__rho=1e-4
     )
     probes, probes.probe_set, model = probes_of(config)
     if broken:
