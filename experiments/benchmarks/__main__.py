@@ -16,7 +16,7 @@ from experiments.benchmarks import analysis, gpu, measures, memory, training
 from experiments.benchmarks.common import SHAPES, Row, table
 
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
-    "step": lambda o: training.step(o.model, o.steps, o.size),
+    "step": lambda o: training.step(o.model, o.steps, o.size, o.tokens or (16, 64)),
     "trl": lambda o: training.recorded_trl(o.model, o.steps, o.size),
     "recording": lambda o: training.recording(o.model, o.steps, o.size),
     "rotation": lambda o: training.rotation(o.model, o.size),
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--task", default="math", help="task of `generation`")
     parser.add_argument("--steps", type=int, default=30, help="measured steps")
     parser.add_argument("--size", type=int, default=8, help="prompts of a step, completions of each, and rows")
+    parser.add_argument("--tokens", type=int, action="append", help="of a completion, for `step`; may be repeated")
     parser.add_argument("--length", type=int, default=512, help="tokens of a row")
     parser.add_argument("--prompts", type=int, default=128, help="prompts of `surface`")
     parser.add_argument("--repeats", type=int, default=3, help="measurements, of which the median counts")

@@ -148,8 +148,9 @@ def random_rows(model: nn.Module, rows: int, length: int, seed: int = 0) -> tupl
     return ids, mask
 
 
-def plain_gradient(model: nn.Module, ids: Tensor, microbatch: int = 8) -> Callable[[], None]:
-    """A forward and backward pass of the mean negative log-likelihood, in plain PyTorch."""
+def plain_gradient(model: nn.Module, ids: Tensor, microbatch: int | None = None) -> Callable[[], None]:
+    """A forward and backward pass of the mean negative log-likelihood, in plain PyTorch, in microbatches of about 1,024 tokens."""
+    microbatch = microbatch or max(8, 1024 // ids.shape[1])
 
     def work() -> None:
         for rows in ids.split(microbatch):

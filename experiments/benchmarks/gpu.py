@@ -16,6 +16,7 @@ import torch
 
 import sharpscope
 from experiments.benchmarks.common import SHAPES, Row, cost, random_model, random_rows
+from sharpscope.config import RecordingSpec
 from sharpscope.probes import score_norms
 from sharpscope.traces import load_run
 
@@ -69,8 +70,9 @@ def _shape(shape: str, rows: int, length: int, steps: int) -> list[Row]:
             if mode == "coefficients":
                 tokens = load_run(Path(folder) / "run").rows("tokens")
                 size = sum(f.stat().st_size for f in (Path(folder) / "run").glob("traces/tokens/*.parquet"))
-                gigabytes = size / tokens * 2e6 * 1000 / 1e9
-                note = f"{size / tokens:.0f} bytes a token, if every token of every step is written"
+                limit = RecordingSpec().token_rows
+                gigabytes = size / tokens * limit * 1000 / 1e9
+                note = f"{size / tokens:.0f} bytes a token; {limit:,} tokens of a step are written, spikes whole"
                 found.append(Row(f"{shape}: Parquet of 1,000 steps of 2 million tokens", gigabytes, "GB", "", "", note))
             del weights
     return [*found, *_norms(shape, device, length)]

@@ -192,11 +192,11 @@ def trl_steps(config: RunConfig, folder: Path, recorded: bool = False) -> tuple[
     return _between(marks), [p.detach().clone() for p in trainer.model.parameters()]
 
 
-def step(model: str, steps: int, size: int) -> list[Row]:
+def step(model: str, steps: int, size: int, lengths: Sequence[int] = (16, 64)) -> list[Row]:
     """A step of 16 and of 64 tokens against plain PyTorch and, with one update, against TRL."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for tokens in (16, 64):
+        for tokens in lengths:
             config = _config(model, tokens, steps + 1, f"{folder}/two-{tokens}", BARE, size)
             ours, plain = our_steps(config), plain_steps(config)
             note = f"{ours.cpu:.3g} against {plain.cpu:.3g} processor seconds"
@@ -258,13 +258,22 @@ def _child(arguments: Sequence[str], folder: str) -> tuple[float, str]:
 
 def startup(repeats: int) -> list[Row]:
     """Seconds from `run` to the first token, and processor seconds of a mistake in an option; the least of the repeats."""
-    first, mistake = [], []
+    first, mistake, needed = [], [], []
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as folder:
-            first.append(float(_child(["-c", FIRST_TOKEN, str(time.time())], folder)[1].split()[-1]))
+            cpu, said = _child(["-c", FIRST_TOKEN, str(time.time())], folder)
+            first.append(float(said.split()[-1]))
+            needed.append(cpu)
             mistake.append(_child(["-m", "sharpscope", "run", "--method", "grpo-sq"], folder)[0])
     return [
-        Row("`run` to the first token, embedded policy", min(first), "s", "≤ 4", "≤ 3"),
+        Row(
+            "`run` to the first token, embedded policy",
+            min(first),
+            "s",
+            "≤ 4",
+            "≤ 3",
+            f"{min(needed):.3g} s of processor time",
+        ),
         Row("a mistake in an option", min(mistake), "s CPU", "≤ 0.5"),
     ]
 
