@@ -25,7 +25,9 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "exact": lambda o: measures.exact(o.model, o.repeats, o.length),
     "shares": lambda o: measures.shares(o.model, o.repeats, o.size, o.length),
     "surface": lambda o: measures.surface(o.model, o.repeats, o.prompts, o.length),
-    "growth": lambda o: measures.growth(o.repeats, o.axis or list(measures.AXES), o.out, o.quick),
+    "growth": lambda o: measures.growth(
+        o.repeats, o.axis or list(measures.LIMITS), ["0.9m"] if o.quick else o.shape or ["0.9m"], o.out, o.quick
+    ),
     "diagnose": lambda o: analysis.diagnose(o.steps if o.quick else 10_000),
     "analyze": lambda o: analysis.analyze(),
     "startup": lambda o: training.startup(o.repeats),
@@ -48,8 +50,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=128, help="prompts of `surface`")
     parser.add_argument("--repeats", type=int, default=3, help="measurements, of which the median counts")
     parser.add_argument("--minutes", type=float, default=8, help="time for `gpu`")
-    parser.add_argument("--shape", action="append", choices=SHAPES, help="of `gpu`; may be repeated")
-    parser.add_argument("--axis", action="append", choices=measures.AXES, help="of `growth`; may be repeated")
+    parser.add_argument("--shape", action="append", choices=SHAPES, help="of `gpu` and `growth`; may be repeated")
+    parser.add_argument("--axis", action="append", choices=measures.LIMITS, help="of `growth`; may be repeated")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads")
     parser.add_argument("--out", type=Path, default=None, help="PNG file for `growth`")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run?")

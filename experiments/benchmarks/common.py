@@ -22,11 +22,12 @@ from sharpscope.policy import load_policy
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 2, "width": 32, "heads": 4, "key_heads": 2, "feed_forward": 48, "vocabulary": 512},
     "0.9m": {"layers": 4, "width": 128, "heads": 4, "key_heads": 4, "feed_forward": 384, "vocabulary": 624},
+    "135m": {"layers": 30, "width": 576, "heads": 9, "key_heads": 3, "feed_forward": 1536, "vocabulary": 49_152},
     "0.5b": {"layers": 24, "width": 896, "heads": 14, "key_heads": 2, "feed_forward": 4864, "vocabulary": 151_936},
     "1.5b": {"layers": 28, "width": 1536, "heads": 12, "key_heads": 2, "feed_forward": 8960, "vocabulary": 151_936},
     "3b": {"layers": 36, "width": 2048, "heads": 16, "key_heads": 2, "feed_forward": 11_008, "vocabulary": 151_936},
 }
-"""Sizes of the embedded policy (0.9m) and of Qwen2.5 models, with tied embeddings; `tiny` is for tests."""
+"""Sizes of the embedded policy (0.9m), SmolLM2 (135m) and Qwen2.5 models, with tied embeddings; `tiny` is for tests."""
 FIELDS = {
     "layers": "num_hidden_layers",
     "width": "hidden_size",

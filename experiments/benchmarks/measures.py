@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import time
+import io
+import shutil
+import statistics
+import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from experiments.benchmarks.common import (
+    SHAPES,
     Cost,
     Row,
+    cost,
     costs,
     described,
     model_of,
@@ -111,67 +117,105 @@ def surface(model_name: str, repeats: int, prompts: int, length: int) -> list[Ro
     return [*rows, Row("a Hessian product of nll, in gradients", passes, "gradients", "≤ 3.5", "≤ 2.5", note)]
 
 
-AXES: dict[str, tuple[tuple[int, ...], float]] = {
-    "length": ((64, 128, 256, 512, 1024), 2.0),
-    "batch": ((2, 4, 8, 16, 32), 1.1),
-    "width": ((64, 128, 256, 512), 2.0),
-    "vocabulary": ((624, 2_496, 9_984, 39_936), 1.1),
-    "layers": ((2, 4, 8, 16), 1.1),
+LIMITS = {"length": 2.0, "batch": 1.1, "width": 2.0, "vocabulary": 1.1, "layers": 1.1, "runs": 1.1}
+"""Axis -> the greatest allowed slope of log(seconds) over log(size)."""
+SIZES: dict[str, dict[str, tuple[int, ...]]] = {
+    "0.9m": {
+        "length": (64, 128, 256, 512, 1024),
+        "batch": (2, 4, 8, 16, 32),
+        "width": (64, 128, 256, 512),
+        "vocabulary": (624, 2_496, 9_984, 39_936),
+        "layers": (2, 4, 8, 16),
+        "runs": (4, 8, 16),
+    },
+    "135m": {
+        "length": (32, 64, 128, 256),
+        "batch": (1, 2, 4),
+        "width": (144, 288, 576),
+        "vocabulary": (3_072, 12_288, 49_152),
+        "layers": (8, 15, 30),
+    },
+    "0.5b": {
+        "length": (32, 64, 128),
+        "batch": (1, 2, 4),
+        "width": (224, 448, 896),
+        "vocabulary": (9_496, 37_984, 151_936),
+        "layers": (6, 12, 24),
+    },
 }
-"""Sizes, and the greatest allowed slope of log(seconds) over log(size)."""
+"""Shape -> the sizes of each axis; the others are those of the shape, with two rows of 128 tokens, or one of 64."""
 
 
-def growth(repeats: int, axes: list[str], out: Path | None, small: bool = False) -> list[Row]:
+def growth(repeats: int, axes: list[str], shapes: list[str], out: Path | None, small: bool = False) -> list[Row]:
     """Slopes of processor time over each axis, fitted at the three largest sizes; `out`: one figure of all."""
-    curves: dict[tuple[str, str], list[float]] = {}
-    for axis in axes:
-        for size in AXES[axis][0][: 3 if small else None]:
-            shape = {axis: size} if axis in ("width", "vocabulary", "layers") else {}
-            model = random_model(shape | ({"feed_forward": 3 * size} if axis == "width" else {}))
-            rows, length = (size if axis == name else usual for name, usual in (("batch", 2), ("length", 128)))
-            for name, work in _works(model, rows, length).items():
+    curves: dict[tuple[str, str, str], list[float]] = {}
+    for base, axis in ((base, axis) for base in shapes for axis in axes if axis in SIZES[base]):
+        for size in SIZES[base][axis][: 3 if small else None]:
+            for name, work in _runs(size).items() if axis == "runs" else _works(base, axis, size).items():
                 work()
-                seconds = []
-                for _ in range(repeats):
-                    began = time.process_time()
-                    work()
-                    seconds.append(time.process_time() - began)
-                curves.setdefault((axis, name), []).append(float(np.median(seconds)))
+                found = statistics.median(cost(work).cpu for _ in range(repeats))
+                curves.setdefault((base, axis, name), []).append(found)
+                print(f"{base} {axis} {size} {name}: {found:.3g} s", file=sys.stderr, flush=True)
     if out is not None:
         _picture(curves, out)
-    found = []
-    for (axis, name), values in curves.items():
-        sizes, limit = AXES[axis][0][: len(values)], AXES[axis][1]
+    rows = []
+    for (base, axis, name), values in curves.items():
+        sizes = SIZES[base][axis][: len(values)]
         slope = float(np.polyfit(np.log(sizes[-3:]), np.log(values[-3:]), 1)[0])
         note = f"{values[-1]:.3g} s at {sizes[-1]:,}"
-        found.append(Row(f"growth of {name} with {axis}", slope, "(slope)", f"≤ {limit:g}", "", note))
-    return found
+        rows.append(Row(f"{base}: growth of {name} with {axis}", slope, "(slope)", f"≤ {LIMITS[axis]:g}", "", note))
+    return rows
 
 
-def _works(model: nn.Module, rows: int, length: int) -> dict[str, Callable[[], object]]:
+def _works(base: str, axis: str, size: int) -> dict[str, Callable[[], object]]:
+    shape, tiny = dict(SHAPES[base]), base == "0.9m"
+    if axis in shape:
+        shape[axis] = size
+    if axis == "width":
+        shape["feed_forward"] = SHAPES[base]["feed_forward"] * size // SHAPES[base]["width"]
+    model = random_model(shape)
+    rows, length = size if axis == "batch" else 1 + tiny, size if axis == "length" else 64 * (1 + tiny)
     ids, mask = random_rows(model, rows, length)
     few = torch.zeros_like(ids)
-    few[:, torch.linspace(1, length - 1, 8).long()] = 1
+    few[:, torch.linspace(1, length - 1, 8 if tiny else 2).long()] = 1
     return {
         "forward and backward": plain_gradient(model, ids, rows),
         "local norms": lambda: score_norms(model, ids, mask),
-        "exact norms of 8 tokens a row": lambda: score_norms(model, ids, few, "exact"),
+        "exact norms of some tokens": lambda: score_norms(model, ids, few, "exact"),
         "shares": lambda: attribute(model, ids, mask, mask.float()),
     }
 
 
-def _picture(curves: dict[tuple[str, str], list[float]], out: Path) -> None:
-    """One panel an axis: processor seconds over size."""
+def _runs(count: int) -> dict[str, Callable[[], object]]:
+    """`analyze` of copies of the example's run, in this process."""
+    from sharpscope.cli import main
+
+    def work() -> None:
+        with tempfile.TemporaryDirectory() as folder, suppress(SystemExit), redirect_stdout(io.StringIO()):
+            source = next(path.parent for path in Path("data/example").rglob("run.json"))
+            for number in range(count):
+                shutil.copytree(source, Path(folder) / f"run-{number}")
+            main(["analyze", folder, "--out", f"{folder}/page"])
+            raise RuntimeError("analyze did not end")
+
+    return {"analyze": work}
+
+
+def _picture(curves: dict[tuple[str, str, str], list[float]], out: Path) -> None:
+    """A panel for each shape and axis: processor seconds over size."""
     from matplotlib.figure import Figure
 
-    axes = list(dict.fromkeys(axis for axis, _ in curves))
-    figure = Figure(figsize=(3.2 * len(axes), 2.8), layout="constrained")
-    panels = figure.subplots(1, len(axes), squeeze=False)[0]
-    for axis, panel in zip(axes, panels, strict=True):
-        for (one, name), values in curves.items():
-            if one == axis:
-                panel.loglog(AXES[axis][0][: len(values)], values, marker="o", label=name)
-        panel.set(xlabel=axis, title=f"slope at most {AXES[axis][1]:g}")
-    panels[0].set_ylabel("processor time [s]")
-    panels[-1].legend(fontsize=7)
+    bases, axes = (list(dict.fromkeys(key[at] for key in curves)) for at in (0, 1))
+    figure = Figure(figsize=(2.6 * len(axes), 2.4 * len(bases)), layout="constrained")
+    panels = figure.subplots(len(bases), len(axes), squeeze=False)
+    for panel in panels.flat:
+        panel.set_axis_off()
+    for (base, axis, name), values in curves.items():
+        panel = panels[bases.index(base)][axes.index(axis)]
+        panel.set_axis_on()
+        panel.loglog(SIZES[base][axis][: len(values)], values, marker="o", label=name)
+        panel.set(xlabel=axis, title=f"{base} parameters")
+    for row in panels:
+        row[0].set_ylabel("processor time [s]")
+    panels[0][0].legend(fontsize=6)
     figure.savefig(out, dpi=150)
