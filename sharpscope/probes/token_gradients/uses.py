@@ -167,7 +167,8 @@ class UseRecorder:
 
     def _linear(self, module: nn.Module, args: tuple, kwargs: dict, out: Tensor) -> None:
         x = args[0] if args else kwargs["input"]
-        if x.numel() == self._size[0] * self._size[1] * x.shape[-1]:
+        # A module with another output, such as a router's, is found to be unhandled.
+        if isinstance(out, Tensor) and x.numel() == self._size[0] * self._size[1] * x.shape[-1]:
             x = x.detach().reshape(*self._size, -1)
             self._add("linear", module, x, out, transposed=isinstance(module, Conv1D))
 
@@ -178,7 +179,9 @@ class UseRecorder:
             self._anchor = torch.zeros((), dtype=out.dtype, device=out.device, requires_grad=True)
         out = out + self._anchor
         ids = args[0] if args else kwargs["input"]
-        if isinstance(module, nn.Embedding) and ids.shape == self._size:
+        # Some learned positions get the words, or their shape.
+        looked_up = isinstance(ids, Tensor) and out.shape == (*ids.shape, out.shape[-1])
+        if isinstance(module, nn.Embedding) and looked_up and ids.shape == self._size:
             factor = getattr(module, "embed_scale", 1.0)  # as Gemma's
             self._add("embedding", module, ids, out, ignored=module.padding_idx, factor=factor)
         return out
