@@ -44,7 +44,7 @@ def score_completions(
     temperature: float,
     *,
     share_prompt: bool,
-    with_grad: bool,
+    with_grad: bool = False,
     stats: bool = False,
     compute: torch.dtype | None = None,
     gradient_checkpointing: bool = False,

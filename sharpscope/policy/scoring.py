@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,27 +65,17 @@ class Scorer:
     def _shares(self) -> bool:
         return self.share_prompt and not self.sharded
 
-    def score(
-        self,
-        rows: Rollouts,
-        *,
-        model: nn.Module | None = None,
-        with_grad: bool = False,
-        stats: bool = False,
-        function: PerToken | None = None,
-    ) -> Scored:
-        """Compute log-probabilities (n, T) of rows in one microbatch, with `model` instead of the policy if given."""
+    def score(self, rows: Rollouts, *, model: nn.Module | None = None, **options: Any) -> Scored:
+        """Score rows in one microbatch, with `model` instead of the policy if given; options of `score_completions`."""
         return score_completions(
             self.model if model is None else model,
             rows,
             self.temperature,
             share_prompt=self._shares,
-            with_grad=with_grad,
-            stats=stats,
             compute=self.compute,
             one_pass=self.sharded,
             gradient_checkpointing=self.gradient_checkpointing,
-            function=function,
+            **options,
         )
 
     @torch.no_grad()
