@@ -133,9 +133,8 @@ def save_checkpoint(
     """Write a checkpoint of unsharded weights, complete or not at all; `AutoModelForCausalLM.from_pretrained` loads it too."""
     bad = next((name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())), None)
     if bad is not None:
-        raise NonFiniteError(
-            f"checkpoint of step {progress.step}: the weights '{bad}' are not finite, so it is not saved; resume from an earlier one"
-        )
+        why = f"the weights '{bad}' are not finite, so it is not saved"
+        raise NonFiniteError(f"checkpoint of step {progress.step}: {why}; resume from an earlier one")
     final = checkpoint_dir(run_dir, progress.step)
     temporary = final.with_name(f".{final.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # what a crash left

@@ -133,8 +133,9 @@ class _Run:
         self.method = config.resolved_method
         self.reference = reference_policy(config, policy) if self.method.needs_reference else None
         self.reference_mark = None if self.reference is None else fingerprint(self.reference)
-        if launch.sharded:
-            self._shard(launch.reshard)
+        for model in (policy.model, self.reference) if launch.sharded else ():
+            if model is not None:
+                shard(model, launch.reshard)
         self.optimizer = build_optimizer(policy.model, config.optimizer)
         self.order = DataOrder(examples, config.seed)
         self.recent: list[float] = []  # log of the largest gradient norm of each of the last steps, for spikes
@@ -146,11 +147,6 @@ class _Run:
         self.shown: set[str] = set()  # warnings of the method that were reported
         self.learner = make_learner(config, policy, self.optimizer, reference=self.reference)
         self.observers = Observers(config, policy, self.learner.view, Drawer(config, policy, task))
-
-    def _shard(self, reshard: bool) -> None:
-        for model in (self.policy.model, self.reference):
-            if model is not None:
-                shard(model, reshard)
 
     # -- the whole run -----------------------------------------------------------------------------------------------
 
@@ -235,16 +231,8 @@ class _Run:
         set_learning_rate(self.optimizer, lr)
         self.display.status(f"step {step}: drawing completions")
         started = time.perf_counter()
-        batch = draw_rollouts(
-            self.policy,
-            self.task,
-            self.order,
-            self.method,
-            config.rollout,
-            config.seed,
-            step,
-            self.learner.scorer.statistics,
-        )
+        draws = self.policy, self.task, self.order, self.method, config.rollout, config.seed, step
+        batch = draw_rollouts(*draws, self.learner.scorer.statistics)
         drawn = time.perf_counter()
         method = self._calibrated(step, batch, progress)
         self.display.status(f"step {step}: learning")
@@ -280,11 +268,8 @@ class _Run:
         self._record(step, batch, result, observer)
         tables = time.perf_counter() - learned
         schedule.end_step(learned - started - probing, tables)
-        times = {
-            "generation_s": drawn - started,
-            "training_s": learned - drawn - probing,
-            "recording_s": tables + probing,
-        }
+        times = {"generation_s": drawn - started, "training_s": learned - drawn - probing}
+        times["recording_s"] = tables + probing
         self.writer.append("updates", update_columns(step, result.updates))
         self.writer.append("steps", row | times)
         self.writer.flush()

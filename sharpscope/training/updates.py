@@ -190,7 +190,7 @@ class Updates:
 
         Rows without advantage and penalty, whose part is 0 at all weights unless the loss has further terms, are not run.
         """
-        learner, rollouts, scorer = self.learner, self.rollouts, self.learner.scorer
+        rollouts, scorer = self.rollouts, self.learner.scorer
         normalizer, tokens = self._normalizer(rows)
         position = {int(row): index for index, row in enumerate(rows)}
         prompts = rollouts.group[rows].unique().cpu()
@@ -203,27 +203,19 @@ class Updates:
             local = torch.tensor([position[int(row)] for row in micro])
             part = rollouts.rows(micro)
             scored = scorer.score(part, function=self._entropy)
-            reference = self._frozen_logp(learner.reference, part)
+            reference = self._reference_logp(part)
             for index, prompt in enumerate(prompts.tolist()):
                 of = (part.group == prompt).nonzero()[:, 0].cpu()
                 if not len(of):
                     continue
-                plan = self.plan.rows(micro[of.to(micro.device)])
-                loss = policy_loss(
-                    self.method,
-                    plan,
-                    scored.logp[of],
-                    normalizer[local[of]],
-                    reference_logp=None if reference is None else reference[of],
-                    pass_index=pass_index,
-                ).loss
+                plan, logp = self.plan.rows(micro[of.to(micro.device)]), scored.logp[of]
+                options = {"reference_logp": None if reference is None else reference[of], "pass_index": pass_index}
+                loss = policy_loss(self.method, plan, logp, normalizer[local[of]], **options).loss
                 if scored.values is not None:
                     loss -= entropy_bonus(self._entropy_coef, plan, scored.values[of], tokens, pass_index=pass_index)
                 total[index] += float(loss) * len(prompts)
         for _ in range(scorer.idle_passes(batches)):
-            part = rollouts.rows(shortest(rollouts))
-            scorer.score(part)
-            self._frozen_logp(learner.reference, part)
+            self._idle_passes()
         return torch.stack(distributed.gather(total)).sum(0)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
@@ -258,7 +250,7 @@ class Updates:
                 loss, nats = self._microbatch(micro, local, normalizer[local], pass_index, index, tokens, loss_tokens)
             total, entropy = total + loss, entropy + nats
         for _ in range(idle):
-            self._idle_microbatch()
+            (self._idle_passes().sum() * 0.0).backward()
         distributed.sum_gradients(learner.parameters)
         if index is not None:
             local = torch.tensor([position[int(row)] for row in local_rows], dtype=torch.long)
@@ -282,18 +274,11 @@ class Updates:
 
         Without gradients enabled, no gradient is added.
         """
-        learner, rows, moves = self.learner, self.rollouts.rows(micro), torch.is_grad_enabled()
-        scored = learner.scorer.score(rows, with_grad=moves, function=self._entropy)
+        rows, moves = self.rollouts.rows(micro), torch.is_grad_enabled()
+        scored = self.learner.scorer.score(rows, with_grad=moves, function=self._entropy)
         logp, plan = scored.logp, self.plan.rows(micro)  # (n, T)
-        reference = self._frozen_logp(learner.reference, rows)
-        out = policy_loss(
-            self.method,
-            plan,
-            logp,
-            normalizer,
-            reference_logp=reference,
-            pass_index=pass_index,
-        )
+        reference = self._reference_logp(rows)
+        out = policy_loss(self.method, plan, logp, normalizer, reference_logp=reference, pass_index=pass_index)
         loss, nats = out.loss, 0.0
         kl_coef = torch.zeros_like(logp)
         if moves:
@@ -325,18 +310,18 @@ class Updates:
             self._record(index, micro, plan, out, known | {"loss_coef": coef}, pass_index)
         return float(loss.detach()), nats
 
-    def _idle_microbatch(self) -> None:
-        """All passes of a microbatch in their order, adding nothing to the gradient."""
+    def _idle_passes(self) -> Tensor:
+        """Log-probabilities of the shortest row, by all passes of a microbatch in their order."""
         rows = self.rollouts.rows(shortest(self.rollouts))
-        logp = self.learner.scorer.score(rows, with_grad=True).logp
-        self._frozen_logp(self.learner.reference, rows)
-        (logp.sum() * 0.0).backward()
+        logp = self.learner.scorer.score(rows, with_grad=torch.is_grad_enabled()).logp
+        self._reference_logp(rows)
+        return logp
 
-    def _frozen_logp(self, model: nn.Module | None, rows: Rollouts) -> Tensor | None:
-        """(n, T) log-probabilities of a frozen model; None without one."""
+    def _reference_logp(self, rows: Rollouts) -> Tensor | None:
+        """(n, T) log-probabilities of the reference policy; None without one."""
+        model, scorer = self.learner.reference, self.learner.scorer
         if model is None:
             return None
-        scorer = self.learner.scorer
         with without_adapters(model) if model is scorer.model else nullcontext():
             return scorer.score(rows, model=model).logp
 
