@@ -95,11 +95,10 @@ def _applies(method: Method, suffix: str) -> bool:
 
 
 def named_method(name: str) -> Method:
-    """Return the method called `name`.
+    """The method called `name`.
 
-    Args:
-        name: a method of `method_names`; `module:function`, plain GRPO with the user's own token weights; or either with
-            the suffix of a control (`SUFFIXES`).
+    It is one of `method_names`; `module:function`, plain GRPO with the user's own token weights; or either with the suffix of
+    a control (`SUFFIXES`).
 
     Raises:
         UserError: The method is unknown, or the control does not apply to it.
@@ -175,10 +174,7 @@ def expand_method(given: Any) -> dict[str, Any]:
 
 
 def parse_method(text: str) -> Method:
-    """The method written as `[label=]name[+field=value…]`, such as `flat=mine:flat_top` or `grpo-sg+weight.U=4`.
-
-    Args:
-        text: see `named_method` for the name; fields are those of a run's `method`.
+    """The method written as `[label=]name[+field=value…]`, such as `flat=mine:flat_top` or `grpo-sg+weight.U=4` (`named_method`).
 
     Raises:
         UserError: the method or a field is unknown, or a value is invalid.
@@ -188,11 +184,7 @@ def parse_method(text: str) -> Method:
 
 
 def parse_methods(texts: Sequence[str], token_weights: str | None = None) -> dict[str, Method]:
-    """Several methods by label (`arm_name`).
-
-    Args:
-        texts: see `parse_method`.
-        token_weights: given to the only method, or to those of several that have token weights.
+    """Several methods (`parse_method`) by label (`arm_name`); `token_weights` go to the only method, or to those that have some.
 
     Raises:
         UserError: a method is wrong or given twice, or none has the token weights that are to be replaced.
@@ -223,9 +215,7 @@ def arm_name(text: str) -> str:
 def with_token_weights(method: Method, text: str) -> Method:
     """The method with other token weights (`--token-weights`); inside a control, the innermost weight changes.
 
-    Args:
-        method: its other settings stay.
-        text: `paper` or `calibrated` (presets of the sigmoid), or `module:function`.
+    `text` is `paper` or `calibrated` (presets of the sigmoid), or `module:function`.
 
     Raises:
         UserError: the weights do not apply to the method.

@@ -90,14 +90,7 @@ def rotation_bound(low: float, high: float) -> float:
 
     The angle between Σ g_t and Σ w_t·g_t is at most arctan((U − L)/(2·√(L·U))), since its cosine is at least
     2·√(L·U)/(L + U) (Cassels' inequality). It is reached where all weights are L or U and the tokens at L carry U/(L + U)
-    of Σ ‖g_t‖². Gradients of correlated tokens can turn further.
-
-    Args:
-        low: L ≥ 0.
-        high: U ≥ L, may be infinite.
-
-    Returns:
-        Degrees in [0, 90]; 90 if L = 0 < U or U is infinite, 0 if L = U.
+    of Σ ‖g_t‖². Gradients of correlated tokens can turn further. It is 90 if L = 0 < U or U is infinite, 0 if L = U.
 
     Raises:
         ValueError: not 0 ≤ L ≤ U.

@@ -116,12 +116,8 @@ def build_config(
 ) -> RunConfig:
     """Build and validate a configuration from the defaults, a YAML file, values and overrides, in this order.
 
-    Args:
-        file: YAML file.
-        values: Field paths and values, such as `{"optimizer.lr": 1e-4}`.
-        overrides: Strings of the form `field.subfield=value`.
-        token_weights: Token weights of the method: `paper`, `calibrated` or `module:function`. A control keeps its kind
-            and applies to them.
+    Values are by field path, such as `{"optimizer.lr": 1e-4}`, overrides of the form `field.subfield=value`. `token_weights`
+    are those of the method (`with_token_weights`).
 
     Raises:
         UserError: A field is unknown or invalid; the message names the field, the value and the fix.

@@ -56,11 +56,7 @@ def add_adapters(model: nn.Module, spec: LoraSpec, base: str) -> nn.Module:
 
 
 def load_adapters(model: nn.Module, folder: Path) -> nn.Module:
-    """Add the trainable adapters saved in `folder` to a model, from safetensors only.
-
-    Raises:
-        UserError: peft or the weights are missing, or the adapters do not match the model.
-    """
+    """Add the trainable adapters saved in `folder`, as safetensors, to a model; raises UserError where they do not match it."""
     if not (folder / ADAPTER_WEIGHTS).is_file():  # peft would load a pickle, which can run code
         raise UserError(f"policy.model '{folder}': no {ADAPTER_WEIGHTS}; save the adapters with save_pretrained")
     peft = _peft()

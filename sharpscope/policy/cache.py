@@ -118,16 +118,10 @@ class PromptCache(Cache):
 
 
 def read_prompts(body: nn.Module, ids: Tensor, lengths: Tensor) -> tuple[Tensor, PromptCache]:
-    """Run B prompts once.
+    """Run B prompts of `lengths` (B,) once; `ids` (B, P) are padded on the right, so that causal attention needs no mask.
 
-    Args:
-        body: The model without its output layer.
-        ids: (B, P) token ids, padded on the right, so that causal attention needs no mask.
-        lengths: (B,) length of each prompt [tokens].
-
-    Returns:
-        The hidden state (B, d) of each prompt's last token, and the cache, padded on the *left*, so that completions are
-        adjacent to their prompts and distances in the cache are distances in the text.
+    Returns the hidden state (B, d) of each prompt's last token, and the cache, padded on the *left*, so that completions are
+    adjacent to their prompts and distances in the cache are distances in the text.
     """
     cache = PromptCache()
     # A mask of ones: only padding attends to padding.

@@ -59,19 +59,14 @@ def _mix(x: int) -> int:
 
 
 def draw(z: Tensor, u: Tensor, spec: SamplingSpec, row: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Sample n tokens by inverting the cumulative distribution at `u`.
+    """Sample n tokens from logits `z` (m, V) by inverting the cumulative distribution at `u` (n,), float64 in [0, 1).
 
-    Args:
-        z: (m, V) logits, not divided by the temperature.
-        u: (n,) float64 uniform random numbers in [0, 1).
-        spec: temperature, top_k and top_p. Top-k keeps exactly k tokens (ties are broken arbitrarily); top-p then keeps
-            the smallest set of most likely tokens whose share of the remaining probability reaches top_p. Temperature 0
-            selects the most likely token.
-        row: (n,) long, row of `z` from which each token is sampled; None: m = n, one token from each.
+    Top-k keeps exactly k tokens (ties are broken arbitrarily); top-p then keeps the smallest set of most likely tokens whose
+    share of the remaining probability reaches top_p. Temperature 0 selects the most likely token. `row` (n,) is the row of
+    `z` from which each token is sampled; None: m = n, one token from each.
 
-    Returns:
-        Tokens (n,) long; their log-probabilities (n,) [nats] under softmax(z/T) (T = 1 for temperature 0); and those under
-        the truncated distribution, (n,), or None without truncation.
+    Returns tokens (n,) long; their log-probabilities (n,) [nats] under softmax(z/T) (T = 1 for temperature 0); and those
+    under the truncated distribution, (n,), or None without truncation.
     """
     row = torch.arange(len(z), device=z.device) if row is None else row
     logp = torch.log_softmax(z / spec.temperature if spec.temperature not in (0, 1) else z, -1)  # (m, V)
@@ -298,12 +293,8 @@ class DirectDecoder:
     one matrix product per group and those of a text's later tokens one per text, followed by a joint softmax. Modules that
     are not plain linear layers or norms (adapters, quantized layers) are called as usual.
 
-    Args:
-        model: A model for which `can_decode_directly` is true.
-        prompts: Cache of B prompts, left-padded; the first texts are these.
-        lengths: (B,) length of each prompt [tokens].
-        room: Number of texts to reserve memory for.
-        positions: Maximum length of a text [tokens].
+    The first texts are the B prompts of a left-padded cache, of `lengths` (B,). Memory is reserved for `room` texts of at most
+    `positions` tokens.
     """
 
     def __init__(self, model: nn.Module, prompts: PromptCache, lengths: Tensor, room: int, positions: int) -> None:

@@ -183,17 +183,11 @@ def length_buckets(lengths: np.ndarray, device: torch.device) -> list[Tensor]:
 def microbatches(
     lengths: Tensor, token_budget: int, *, prompt_lengths: Tensor, group: Tensor | None = None
 ) -> list[Tensor]:
-    """Split rows into microbatches of at most `token_budget` tokens, with rows of similar length together.
+    """Split rows into microbatches of at most `token_budget` tokens with prompts, rows of similar length together.
 
-    Args:
-        lengths: (N,) completion tokens per row.
-        token_budget: Maximum tokens per microbatch, including prompts; a longer row is a microbatch by itself.
-        prompt_lengths: (N,) prompt tokens per row.
-        group: (N,) group of each row if prompts are shared: the rows of a group stay together and count their prompt
-            once; a group that exceeds the budget is split, and each part counts the prompt. None: rows are independent.
-
-    Returns:
-        Long index tensors on the CPU that contain each row once, each ascending.
+    Rows have `lengths` (N,) and `prompt_lengths` (N,); one that exceeds the budget is a microbatch by itself. With `group`
+    (N,), prompts are shared: the rows of a group stay together and count their prompt once; a group that exceeds the budget
+    is split, and each part counts the prompt. Returns index tensors on the CPU that contain each row once, each ascending.
     """
     unit = torch.arange(len(lengths)) if group is None else group.cpu().unique(return_inverse=True)[1]
     lengths, prompt_lengths = lengths.cpu(), prompt_lengths.cpu()

@@ -38,10 +38,7 @@ def make_task(spec: Spec) -> Task:
 
 
 def task_choice(text: str) -> Mapping[str, Any]:
-    """Convert the short form of a task on the command line to configuration fields.
-
-    Args:
-        text: a kind (`knights_knaves`) or an import path `module:function`.
+    """Configuration fields of a task's short form: a kind (`knights_knaves`) or an import path `module:function`.
 
     Raises:
         UserError: `text` is none of these.

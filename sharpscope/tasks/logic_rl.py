@@ -51,15 +51,10 @@ def read_answer(answer: str, names: Sequence[str]) -> dict[str, str] | None:
 
 
 def score_logic_rl(text: str, truth: Mapping[str, str]) -> Reward:
-    """Reward of a response (prefill and completion), in time linear in its length.
+    """Reward of a response (prefill and completion) given each name's role, "knight" or "knave", in time linear in its length.
 
-    Args:
-        text: the response.
-        truth: name -> "knight" or "knave".
-
-    Returns:
-        Total 3 if well formed and correct, −0.5 if well formed and wrong, −1 if well formed without a role for every name,
-        −3 if not well formed.
+    The total is 3 if well formed and correct, −0.5 if well formed and wrong, −1 if well formed without a role for every name,
+    −3 if not well formed.
     """
     if not well_formed(text):
         return Reward(-3.0, {"format": -1.0, "answer": -2.0}, correct=False)

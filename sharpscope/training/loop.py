@@ -68,13 +68,9 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
     """Train as `config` says and record it in `config.run_dir`.
 
     The input is checked before the folder is created. Ctrl-C ends the run after the current step, with a checkpoint; a
-    second one ends it at once. A disk that is full ends it as `failed`.
-
-    Args:
-        config: of the run.
-        display: shows progress; None shows nothing.
-        resume: continue from the folder's last valid checkpoint, and remove what was recorded after it. Without a
-            checkpoint, start again, and keep the old records under another name.
+    second one ends it at once. A disk that is full ends it as `failed`. With `resume`, continue from the folder's last valid
+    checkpoint, and remove what was recorded after it; without a checkpoint, start again, and keep the old records under another
+    name. `display` shows progress.
 
     Raises:
         UserError: the input is wrong, the folder exists or another process writes to it, or the run to resume is finished
