@@ -366,7 +366,8 @@ def test_commands_read_ten_steps_and_a_checkpoint_adds_shares(tmp_path: Path, qu
     trained(tmp_path, path, {"steps": 10, "data": {"epochs": 1}})
     run = sharpscope.load_run(path)
     assert run.info["steps_done"] == 10 and run.config["rollout"] == {"temperature": 1.0}
-    assert {"sampler_ratio"} <= set(run.events["rule"]) <= {"sampler_ratio", "probe"}  # a noisy sampler
+    noisy = {"sampler_ratio", "logp_mismatch"}  # the sampler's log-probabilities are off by 0.16 nats in the mean
+    assert noisy <= set(run.events["rule"]) <= noisy | {"probe"}
     for command, told in (
         (["show", str(path)], "10 of 10"),
         (["tokens", str(path), "--step", "1", "--by", "loss_coef"], "[w"),
