@@ -48,9 +48,8 @@ def import_(
     folder = out or Path("runs") / kind
     labels = Labels(method, task, seed, tokenizer, temperature)
     counts = import_files(kind, source, folder, labels, Options(pairs, adv_tau, kl_tau))
-    typer.echo(
-        f"{counts['steps']} steps, {counts['rollouts']} completions, {counts['tokens']} tokens. Written: {folder}/"
-    )
+    made = f"{counts['steps']} steps, {counts['rollouts']} completions, {counts['tokens']} tokens"
+    typer.echo(f"{made}. Written: {folder}/")
     typer.echo(f"Next: {next_command(folder)}")
 
 

@@ -241,9 +241,8 @@ def _afterwards(
     def tell(probed: Probed) -> None:
         """One line for each step."""
         shares = "norms and shares" if probed.attributed else "norms (no loss_coef, so no shares)"
-        typer.echo(
-            f"step {probed.step}: {shares} of {probed.tokens} tokens; |ln π − recorded| {probed.logp_gap:.2g} nats"
-        )
+        gap = f"|ln π − recorded| {probed.logp_gap:.2g} nats"
+        typer.echo(f"step {probed.step}: {shares} of {probed.tokens} tokens; {gap}")
 
     common: dict[str, Any] = {"check": spec.check, "on_step": tell, "force": force}
     common["steps"] = None if steps is None else [int(step) for step in split(steps)]

@@ -83,9 +83,7 @@ def _sections(rotations: Rotations) -> list[Section]:
     )
     noise = "unknown for one prompt" if math.isnan(rotations.noise) else f"about {rotations.noise:.0f}°"
     if rotations.noise >= NOISE_BOUND:
-        noise = (
-            "at least 90°, the bound of its estimate (the batch's two halves share no direction; take more prompts),"
-        )
+        noise = "at least 90°, the bound of its estimate (its two halves share no direction; take more prompts),"
     notes = [
         f"Noise of this batch: {noise} between its gradient (plain GRPO) and the expected one.",
         "gradient, update: rotation and ratio of norms against plain GRPO (*: against the same method with weights 1); kept: share of "

@@ -90,10 +90,8 @@ def read_log(path: str | Path, mapping: Mapping[str, str] | None = None, group_s
     frame, sources = _canonical(table, framework, mapping or {})
     if frame.empty or not len(frame.columns):
         keys = ", ".join(list(table.columns)[:12])
-        why = (
-            f"none of its keys is known: {keys}; name them, for example --map reward=KEY" if keys else "has no numbers"
-        )
-        raise UserError(f"{path}: {why}")
+        unknown = f"none of its keys is known: {keys}; name them, for example --map reward=KEY"
+        raise UserError(f"{path}: {unknown if keys else 'has no numbers'}")
     used = {key for keys in sources.values() for key in keys}
     unmapped = tuple(key for key in table.columns if key not in used)
     if group_size and "dead_groups" not in frame and "reward" in frame:

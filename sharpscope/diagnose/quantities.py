@@ -37,35 +37,21 @@ class Quantity:
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def _read() -> tuple[Quantity, ...]:
-    """The quantities of quantities.yaml."""
-    text = resources.files("sharpscope.diagnose").joinpath("quantities.yaml").read_text("utf-8")
-    entries = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return tuple(
-        Quantity(**entry | {"name": name, "keys": {trainer: tuple(keys) for trainer, keys in entry["keys"].items()}})
-        for name, entry in entries.items()
-    )
+def _read(file: str) -> dict[str, Any]:
+    """The content of a YAML file of this package."""
+    text = resources.files("sharpscope.diagnose").joinpath(file).read_text("utf-8")
+    entries: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return entries
 
 
-QUANTITIES: tuple[Quantity, ...] = _read()
-BY_NAME: dict[str, Quantity] = {quantity.name: quantity for quantity in QUANTITIES}
+def _quantity(name: str, entry: dict[str, Any]) -> Quantity:
+    keys = {trainer: tuple(keys) for trainer, keys in entry["keys"].items()}
+    return Quantity(**entry | {"name": name, "keys": keys})
 
-_SIGNATURES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("verl", (r"actor/.*", r"(critic|response_length)/.*")),
-    ("prime-rl", (r"optim/.*", r"(mismatch_kl|entropy/all)/.*")),
-    ("OpenRLHF", (r"train/actor_grad_norm",)),
-    ("slime", (r"train/pg_loss",)),
-    ("NeMo-RL", (r"train/token_mult_prob_error",)),
-    ("SkyRL", (r"policy/policy_lr",)),
-    ("Tinker", (r"env/all/.*",)),
-    ("open-instruct", (r"objective/.*", r"val/.*")),
-    ("AReaL", (r"ppo_actor/.*",)),
-    ("unsloth", (r"completion_length", r"completions/mean_length")),
-    ("TRL", (r"(frac_reward_zero_std|completions/mean_length|completion_length|rewards/.*|clip_ratio/.*)",)),
-    ("HF Trainer", (r"learning_rate",)),
-)
-"""Trainer -> expressions, each of which fits at least one of its keys. The first trainer that fits counts."""
 
+BY_NAME: dict[str, Quantity] = {name: _quantity(name, entry) for name, entry in _read("quantities.yaml").items()}
+QUANTITIES: tuple[Quantity, ...] = tuple(BY_NAME.values())
+_SIGNATURES = _read("trainers.yaml")
 LIKE = {"unsloth": "TRL"}
 """Trainers that write the keys of another: unsloth adds completion_length to TRL's, without its entropy."""
 
@@ -73,7 +59,7 @@ LIKE = {"unsloth": "TRL"}
 def framework_of(keys: Iterable[str]) -> str | None:
     """Name of the trainer that writes such keys; None if none is known to."""
     known = list(keys)
-    for name, expressions in _SIGNATURES:
+    for name, expressions in _SIGNATURES.items():
         if all(any(re.fullmatch(expression, key) for key in known) for expression in expressions):
             return name
     return None

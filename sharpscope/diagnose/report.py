@@ -140,9 +140,8 @@ class Diagnosis:
         )
         missing = [name for name in ("reward", "grad_norm", "entropy", "length") if name not in log.sources]
         if missing and log.unmapped:
-            lines.append(
-                f"Not found: {', '.join(missing)}. Keys not used: {', '.join(log.unmapped[:12])}; --map {missing[0]}=KEY"
-            )
+            unused = ", ".join(log.unmapped[:12])
+            lines.append(f"Not found: {', '.join(missing)}. Keys not used: {unused}; --map {missing[0]}=KEY")
         return "\n".join(lines)
 
 

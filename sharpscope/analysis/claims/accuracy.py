@@ -83,9 +83,7 @@ def greedy_finding(greedy: Mapping[str, pd.DataFrame], sampled: Mapping[str, pd.
     return ClaimData(parts=greedy, undecided=undecided, notes=(notes,) if notes else ())
 
 
-def temperature_effect(
-    greedy: pd.DataFrame, sampled: pd.DataFrame, level: float, name: str = ""
-) -> tuple[bool, str] | None:
+def temperature_effect(greedy: pd.DataFrame, sampled: pd.DataFrame, level: float, name: str) -> tuple[bool, str] | None:
     """Whether the effect depends on the temperature, so that neither verdict may be given; and the sentence that says so."""
     both = greedy.merge(sampled, on="seed", suffixes=("", "_sampled"))
     if not len(both):
@@ -207,9 +205,7 @@ def rates(study: Study) -> ClaimData:
         return ClaimData(missing=why)
     named = {rate: f"{study.baseline} at lr {rate:g}" for rate in pairings}
     tested = [rate for rate, pairing in pairings.items() if len(pairing.pairs) >= RATE_SEEDS]
-    finding = compare_accuracy(
-        study, {named[r]: pairing for r, pairing in pairings.items()}, [named[r] for r in tested]
-    )
+    finding = compare_accuracy(study, {named[r]: p for r, p in pairings.items()}, [named[r] for r in tested])
     sides = {"below": any(r < own for r in tested), "above": any(r > own for r in tested), "equal to": own in tested}
     if lacking := [side for side, there in sides.items() if not there]:
         why = (

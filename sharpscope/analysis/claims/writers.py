@@ -88,10 +88,9 @@ def write_claims(
 
 def claim_sections(runs: Runs) -> list[Section]:
     """The verdicts on all claims with their figures, the checks of the recording, and what the tests can decide."""
-    from sharpscope.analysis import power  # imports the claims itself
-    from sharpscope.analysis.claims.figures import (
-        paired_dots,
-    )  # draws with matplotlib, which `study claims` does not need
+    # power imports the claims itself; the figures need matplotlib, which `study claims` does not
+    from sharpscope.analysis import power
+    from sharpscope.analysis.figures.plots import paired_dots
 
     verdicts, checked = judge(study_of(runs))
     sections = [Section("Claims", verdict_table(verdicts), f"{LIMITS} {UNDECLARED}", "Claims", "claims")]

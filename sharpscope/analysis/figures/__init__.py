@@ -2,4 +2,3 @@
 
 from sharpscope.analysis.figures.plots import fork_effects, rotation_figure, weight_functions
 from sharpscope.analysis.figures.style import save, styled
-from sharpscope.analysis.frames import split_of

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -15,28 +15,41 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from sharpscope.analysis.curves import study_charts
-from sharpscope.analysis.figures.style import BLUE, COLORS, GRAY, finish, lines, panels, plain, setting_text, styled
+from sharpscope.analysis.figures.style import (
+    BLUE,
+    COLORS,
+    GRAY,
+    WIDTH,
+    finish,
+    lines,
+    panels,
+    plain,
+    setting_text,
+    styled,
+)
 from sharpscope.analysis.forks import COMPARISONS, NAMES, UNITS, fork_differences
 from sharpscope.analysis.report import laid_out, main_differences
+from sharpscope.analysis.statistics import contrast_interval, mean_interval
 from sharpscope.traces import Runs
+
+if TYPE_CHECKING:
+    from sharpscope.analysis.claims import Verdict
 
 FEW = 30
 """Points up to which intervals are bars and not a band."""
 
 
-def curves(charts: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Figure:
-    """A panel for each chart of `study_charts`: a curve for each setting with its interval, and thin lines of few seeds."""
-    styles = lines(labels)
+def curves(chart: Mapping[str, Any], labels: Sequence[str]) -> Figure:
+    """A chart of `study_charts`: a curve for each setting with its interval, and thin lines of few seeds."""
+    styles, x = lines(labels), np.array(chart["x"], dtype=float)
     with styled():
-        figure, axes = panels(len(charts), height=1.9)
-        for axis, chart in zip(axes, charts, strict=True):
-            x = np.array(chart["x"], dtype=float)
-            for label, series in zip(labels, chart["series"], strict=True):
-                _curve(axis, x, {name: np.array(values, dtype=float) for name, values in series.items()}, styles[label])
-                axis.lines[-1].set_label(setting_text(label))
-            axis.set(xlabel="step", ylabel=plain(chart["title"], 100), yscale="log" if chart["log"] else "linear")
-            axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        finish(figure, axes)
+        figure, (axis,) = panels(1, height=1.9)
+        for label, series in zip(labels, chart["series"], strict=True):
+            _curve(axis, x, {name: np.array(values, dtype=float) for name, values in series.items()}, styles[label])
+            axis.lines[-1].set_label(setting_text(label))
+        axis.set(xlabel="step", ylabel=plain(chart["title"], 100), yscale="log" if chart["log"] else "linear")
+        axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        finish(figure, [axis])
     return figure
 
 
@@ -96,6 +109,34 @@ def fork_effects(table: pd.DataFrame) -> Figure | None:
     return differences(ends.assign(quantity=names, contrast=contrast).iloc[rank])
 
 
+def paired_dots(verdict: Verdict) -> Figure:
+    """The numbers that were tested, a dot for each pair and a line for each part, with mean and 95 % interval; dashed: the margin."""
+    claim, parts = verdict.claim, verdict.finding.parts
+    margin = claim.margin_of_parts(verdict.terms) * (1 if claim.direction == "higher" else -1)
+    unit = {"points": "points", "percent": "%", "log": "%"}.get(claim.scale, claim.effect_unit)
+
+    def scaled(values: object) -> np.ndarray:
+        data = np.asarray(values, dtype=float)
+        return {"plain": data, "log": 100 * np.expm1(data)}.get(claim.scale, 100 * data)
+
+    with styled():
+        figure, (axis,) = panels(1, height=0.5 + 0.3 * len(parts))
+        figure.set_figwidth(WIDTH)
+        axis.axvline(0, color=GRAY, linewidth=0.8)
+        axis.axvline(float(scaled(margin)), color=GRAY, linewidth=0.8, linestyle="--")
+        for row, frame in enumerate(parts.values()):
+            data = frame["difference"].to_numpy(dtype=float)
+            interval = contrast_interval(data) or mean_interval(data)
+            axis.plot(scaled(data), np.full(len(data), row), ".", color=GRAY, alpha=0.7, markersize=7)
+            if interval is not None:
+                axis.plot(scaled([interval.low, interval.high]), [row, row], color=BLUE)
+            axis.plot(scaled(data.mean()), row, "o", color=BLUE, markersize=5)
+        axis.set_yticks(range(len(parts)), [plain(name) for name in parts])
+        axis.set(xlabel=fill(plain(f"{claim.effect} [{unit}]", 160), 60), ylim=(-0.6, len(parts) - 0.4))
+        finish(figure, [axis])
+    return figure
+
+
 def rotation_figure(table: pd.DataFrame, noise: float) -> Figure:
     """The angle by which each method turns the gradient and the optimizer's step, as dots on a line of degrees.
 
@@ -107,7 +148,7 @@ def rotation_figure(table: pd.DataFrame, noise: float) -> Figure:
     shown = shown.sort_values("gradient_rotation", ascending=False, na_position="first", kind="stable")
     with styled():
         figure, (axis,) = panels(1, height=0.9 + 0.2 * len(shown))
-        figure.set_figwidth(5.5)
+        figure.set_figwidth(WIDTH)
         height = np.arange(len(shown))
         axis.plot(shown["gradient_rotation"], height, "o", color=BLUE, label="gradient")
         axis.plot(shown["update_rotation"], height, "s", color=COLORS[1], label="optimizer's step")
@@ -160,7 +201,7 @@ def run_pictures(runs: Runs) -> Iterator[tuple[str, Figure]]:
         labels = [setting["label"] for setting in made["settings"]]
         for chart in made["charts"]:
             name = re.sub(r"\W+", "_", chart["title"].partition(" [")[0]).strip("_").lower()
-            yield f"{study.slug}{name}", curves([chart], labels)
+            yield f"{study.slug}{name}", curves(chart, labels)
         shown = study.only([setting.label for setting in settings])
         table = main_differences(study, shown.labels)
         if len(table) > 1:

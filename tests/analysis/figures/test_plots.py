@@ -18,13 +18,13 @@ def test_a_curve_is_the_chart_with_its_interval_as_bars_or_as_a_band(study, monk
     values = step_values(study, ["reward_mean"])
     chart = chart_of(values, study.labels)
     one = chart["series"][study.labels.index("grpo")]
-    (axis,) = plots.curves([chart], study.labels).axes
+    (axis,) = plots.curves(chart, study.labels).axes
     x, y = line(axis, "grpo")
     assert x.tolist() == chart["x"] and y.tolist() == one["y"]
     arms = axis.collections[study.labels.index("grpo")].get_segments()
     np.testing.assert_allclose([ends[:, 1] for ends in arms], list(zip(one["low"], one["high"], strict=True)))
     monkeypatch.setattr(plots, "FEW", 3)
-    (axis,) = plots.curves([chart], study.labels).axes
+    (axis,) = plots.curves(chart, study.labels).axes
     vertices = bands(axis, COLORS[0])[0].get_paths()[0].vertices
     for at, low, high in zip(x, one["low"], one["high"], strict=True):
         column = vertices[np.isclose(vertices[:, 0], at), 1]
@@ -34,7 +34,7 @@ def test_a_curve_is_the_chart_with_its_interval_as_bars_or_as_a_band(study, monk
 def test_saturated_points_are_hollow_and_few_seeds_are_thin_lines():
     frame = pd.DataFrame({"setting": "grpo", "seed": [0, 0, 1, 1], "step": [0, 5] * 2, "quantity": "q"})
     frame = frame.assign(value=[1.0, 2.0, 3.0, 6.0], saturated=[False, True, False, False])
-    (axis,) = plots.curves([chart_of(frame, ["grpo"])], ["grpo"]).axes
+    (axis,) = plots.curves(chart_of(frame, ["grpo"]), ["grpo"]).axes
     assert line(axis, "saturated")[1].tolist() == [4.0] and line(axis, "grpo")[1].tolist() == [2.0, 4.0]
     assert [each.get_ydata().tolist() for each in axis.lines[:2]] == [[1.0, 2.0], [3.0, 6.0]]
 
@@ -54,7 +54,7 @@ def test_hostile_labels_are_text_and_equal_figures_give_equal_files(tmp_path):
     values = pd.DataFrame({"setting": name, "seed": 0, "step": [1, 2], "quantity": "reward_mean", "value": [1.0, 2.0]})
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        paths = save(plots.curves([chart_of(values, [name])], [name]), tmp_path / folder, "figure")
+        paths = save(plots.curves(chart_of(values, [name]), [name]), tmp_path / folder, "figure")
     for path in paths:
         assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()
     assert b"<script>" not in paths[1].read_bytes()
