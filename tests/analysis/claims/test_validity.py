@@ -29,7 +29,7 @@ def test_equal_curvature_and_lower_accuracy_do_not_support_lower_sharpness():
     found = verdict(study(*runs), "C4")
     assert found.verdict in ("refuted", "inconclusive")
     raw = next(
-        other for other in found.finding.others if "SAM sharpness at matched step, the rise itself" in other.name
+        other for other in found.others if "SAM sharpness at matched step, the rise itself" in other.name
     )
     assert raw.value < -0.05 and raw.p_value < 0.05  # what version 0.2 called support
 
@@ -86,7 +86,7 @@ def test_runs_without_greedy_evaluation_are_untestable_and_name_the_setting():
             run.eval = run.eval[run.eval["temperature"] == 1.0]
         found = verdict(runs, claim)
         assert found.verdict == "untestable" and "evaluation.temperatures" in found.reason
-        assert any("T = 1" in other.name and other.p_value < 0.05 for other in found.finding.others)
+        assert any("T = 1" in other.name and other.p_value < 0.05 for other in found.others)
 
 
 def test_rare_collapse_is_not_reported_without_its_worst_pair():

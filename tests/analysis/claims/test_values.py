@@ -144,7 +144,7 @@ def test_the_granulated_coefficient_equals_its_definition():
 def test_learning_rate_as_hidden_cause_of_sharpness_and_gap():
     result = verdict(planted.grid("none", np.random.default_rng(5), 2, "normal"), "C6")
     assert result.verdict in NOT_SUPPORTED
-    plain = next(e for e in result.finding.others if e.name == "plain Kendall τ over all runs")
+    plain = next(e for e in result.others if e.name == "plain Kendall τ over all runs")
     assert plain.value > 0.3  # what a test that does not hold the learning rate would report
     assert abs(result.effect.value) < 0.4
     rates = [
@@ -221,7 +221,7 @@ def test_a_rate_of_few_seeds_is_shown_and_decides_nothing():
     result = verdict(study(*runs, *few), "C14")
     assert result.verdict == "supported" and result.n == 8
     assert any("lr 0.0009 has 2 seeds" in note for note in result.finding.notes)
-    assert any("against grpo at lr 0.0009" in other.name for other in result.finding.others)
+    assert any("against grpo at lr 0.0009" in other.name for other in result.others)
 
 
 @pytest.mark.parametrize("middle", [-0.002, -0.03], ids=["by chance", "in every pair"])
