@@ -244,18 +244,18 @@ def spike_text(run: Run) -> str:
     scores = gradient_scores(largest_gradients(run))
     if scores.empty:
         return "No step has a gradient norm, so there is nothing to compare."
-    scores = scores.assign(times=scores["grad_norm"] / scores["typical"]).set_index("step", drop=False)
+    scores = scores.assign(times=scores["grad_norm"] / scores["typical"])
     spikes = scores[scores["z"] >= SPIKE_Z]
     if len(spikes):
         each = ", ".join(f"{r.step} (z = {r.z:.1f}, {r.times:.1f} × typical)" for r in spikes.itertuples())
         count = f"{len(spikes)} step{'s' * (len(spikes) > 1)} with z ≥ {SPIKE_Z:g}"
-        return f"{count}: {each}. {_near(run, int(spikes['z'].idxmax()))}"
+        return f"{count}: {each}. {_near(run, int(spikes.nlargest(1, 'z')['step'].iloc[0]))}"
     said, named = [], None
     if scores["z"].isna().all():
         needs = f"A spike is judged against {FEWEST} earlier steps with a gradient"
         said.append(f"{needs}; this run has {len(scores)} such steps.")
     else:
-        top = scores.loc[scores["z"].idxmax()]
+        top = scores.nlargest(1, "z").iloc[0]
         named = top["step"]
         said.append(
             f"No step reaches z = {SPIKE_Z:g}: the highest is z = {top['z']:.1f} at step {named:.0f}, gradient norm "
@@ -264,7 +264,7 @@ def spike_text(run: Run) -> str:
         if (factor := math.exp(SPIKE_Z * top["scale"])) > 2 * LARGE:
             only = f"only {factor:.0f} × the typical norm would be a spike: the rule is insensitive here."
             said.append(f"Norms scatter so much in this run that {only}")
-    largest = scores.loc[scores["grad_norm"].idxmax()]
+    largest = scores.nlargest(1, "grad_norm").iloc[0]
     for _, row in large_steps(run.steps).head(1).iterrows():
         largest, times = row, row["grad_norm"] / row["typical"]
         is_ = f"its gradient is {times:.1f} × the typical one, and the reward falls by {row['fall']:.2f} with it."

@@ -28,9 +28,7 @@ def test_equal_curvature_and_lower_accuracy_do_not_support_lower_sharpness():
             runs.append(probed(method, seed, {0.05: share * accuracy}, accuracy))
     found = verdict(study(*runs), "C4")
     assert found.verdict in ("refuted", "inconclusive")
-    raw = next(
-        other for other in found.others if "SAM sharpness at matched step, the rise itself" in other.name
-    )
+    raw = next(other for other in found.others if "SAM sharpness at matched step, the rise itself" in other.name)
     assert raw.value < -0.05 and raw.p_value < 0.05  # what version 0.2 called support
 
 
