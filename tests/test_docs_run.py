@@ -121,7 +121,13 @@ def test_the_list_of_lines_that_do_not_run_is_current():
 def files(tmp_path_factory, tiny_policy):
     """A folder with the files that the pages name: runs, a model, dumps of trainers, questions, logs, Python files."""
     here = tmp_path_factory.mktemp("docs")
-    for name, source in {"x": "grpo-s0", "grpo-s0": "grpo-s0", "mine-s0": "grpo-sg-s0"}.items():
+    for name, source in {
+        "x": "grpo-s0",
+        "sft": "grpo-s0",
+        "loop": "grpo-s0",
+        "grpo-s0": "grpo-s0",
+        "mine-s0": "grpo-sg-s0",
+    }.items():
         shutil.copytree(ROOT / "tests" / "data" / "pair" / source, here / "runs" / name)
     for name in ("data", "experiments"):
         (here / name).symlink_to(ROOT / name)

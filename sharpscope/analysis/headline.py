@@ -22,7 +22,7 @@ from sharpscope.analysis.spikes import (
     step_shares,
 )
 from sharpscope.analysis.study import Setting, Study, last_step
-from sharpscope.analysis.text import method_label, number, percent, sampling, told_apart
+from sharpscope.analysis.text import method_label, number, percent, sampling, told_apart, visible
 from sharpscope.traces import Run
 from sharpscope.traces.token_text import piece_maker
 
@@ -156,7 +156,7 @@ def moved_sections(runs: Sequence[Run], top: int = 4, why: str = "") -> list[Sec
         texts = told_apart([str(text) for text in spike.prompts["prompt"]], 90)
         note = (
             f"{concentration_text(run, spike.step)} Gradient norm {number(spike.grad_norm)}{many}. ↑ made more likely, ↓ less likely; "
-            f"shares are of its square. Largest prompt: {percent(spike.prompts['share'].iloc[0], sign=True)}, {texts[0]!r}."
+            f"shares are of its square. Largest prompt: {percent(spike.prompts['share'].iloc[0], sign=True)}, “{visible(texts[0])}”"
         )
         result.append(moved_section(run, spike.step, top, title, note.strip()))
     if not result and runs:

@@ -30,7 +30,7 @@ def demo(
     seed: Annotated[int, Option(help="Seed of both runs.")] = 0,
     steps: Annotated[int, Option(min=2, help="Steps per run.")] = 20,
 ) -> None:
-    """Train the embedded policy on puzzles with GRPO and GRPO-SG, measure both, and say what was found, in less than 5 minutes.
+    """Train a tiny policy on logic puzzles with GRPO and GRPO-SG and say what was found, in about three minutes.
 
     Example:
       sharpscope demo
