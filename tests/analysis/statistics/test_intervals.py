@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import scipy.stats
 
-from experiments.benchmarks.reliability import halves, lengthened
+from experiments.studies.reliability import halves, lengthened
 from sharpscope.analysis.statistics import (
     ClusterSlope,
     accuracy_interval,

@@ -1,6 +1,6 @@
 """Which measure of sharpness tells trained policies apart, at radii where none is at its ceiling, and at which cost.
 
-    python -m experiments.benchmarks.reliability FOLDER --values FILE.csv    # repeat to continue
+    python -m experiments.studies.reliability FOLDER --values FILE.csv    # repeat to continue
 
 FOLDER holds runs `ARM-sSEED` of one study with checkpoints and one probe set, such as those of `experiments/studies/2/rerun.py`.
 The last checkpoint of each is measured twice, on two halves of the training prompts with completions and gradients of their own.
