@@ -238,7 +238,8 @@ class Recorder(Guard):
     def _choose_places(self, steps: int) -> None:
         """Choose the places of what is measured by default."""
         schedule, options = self.observers.schedule, self._options
-        plan = places(steps, self.work, critical=self._every is True, rotation=self.rotate is not None)
+        exact = self.config.recording.exact_tokens
+        plan = places(steps, self.work, critical=self._every is True, rotation=self.rotate is not None, exact=exact)
         every = "recording={'token_gradients_every': 1}, critical_sharpness=1"
         why = f"{plan.reason}; to measure every step: {every}"
         if "token_gradients_every" not in options:

@@ -14,9 +14,9 @@ MOST_PLACES, MOST_SHARE = 10, 0.12
 """Steps of a training at which norms, shares and critical sharpness are measured by default, spikes included; and the largest share of the
 training's passes that this costs."""
 TRAINING, GENERATION = 3, 1
-NORMS, EXACT, CRITICAL, ROTATION = 8, 32, 12, 3
-"""Passes of local norms and shares; of the exact norms, divided by the completions of an update; of a critical sharpness, at most,
-divided by the updates of an epoch; of a rotation."""
+NORMS, EXACT, CRITICAL, ROTATION = 8, 8, 12, 3
+"""Passes of local norms and shares; of the exact norms of one large and one random token, divided by the completions of an update;
+of a critical sharpness, at most, divided by the updates of an epoch; of a rotation."""
 
 
 class Places(NamedTuple):
@@ -47,7 +47,7 @@ class Work:
     reference: bool = False
 
 
-def places(steps: int, work: Work, *, critical: bool, rotation: bool = False) -> Places:
+def places(steps: int, work: Work, *, critical: bool, rotation: bool = False, exact: int = 2) -> Places:
     """The default places of a training: the first and the last step and others between, as many as the price allows.
 
     Args:
@@ -55,9 +55,10 @@ def places(steps: int, work: Work, *, critical: bool, rotation: bool = False) ->
         work: of a step.
         critical: whether the critical sharpness is measured; it is left out where it does not fit and the others do.
         rotation: whether the rotation by token weights is.
+        exact: recording.exact_tokens.
     """
     budget = MOST_SHARE * ((TRAINING + work.reference) * work.epochs + GENERATION * work.generated)  # passes a step
-    cost = NORMS + EXACT / max(work.rows, 1) + ROTATION * rotation
+    cost = NORMS + EXACT * exact / max(work.rows, 1) + ROTATION * rotation
     both = cost + critical * CRITICAL * (1 + work.reference) / work.parts
     enough = math.ceil(both / budget)
     reason = f"{steps} steps are too few for it within {MOST_SHARE:.0%} of the training's time; {enough} are enough"

@@ -34,8 +34,9 @@ def test_the_price_is_bounded():
         work = Work(
             draw.randint(1, 8), draw.randint(1, 8), draw.randint(1, 512), *(draw.random() < 0.5 for _ in range(2))
         )
-        plan = places(steps, work, critical=critical)
-        norms = NORMS + EXACT / work.rows
+        exact = draw.choice([0, 2, 100])
+        plan = places(steps, work, critical=critical, exact=exact)
+        norms = NORMS + EXACT * exact / work.rows
         cost = (len(plan.norms) + plan.spikes) * norms + len(plan.critical) * CRITICAL * (
             1 + work.reference
         ) / work.parts
@@ -49,7 +50,7 @@ def test_the_price_is_bounded():
 def test_without_a_known_end_the_share_holds_at_every_step():
     for epochs in range(1, 9):
         for rows in (1, 8, 200):
-            plan, cost = places(0, Work(epochs, 1, rows), critical=True), NORMS + EXACT / rows + CRITICAL
+            plan, cost = places(0, Work(epochs, 1, rows), critical=True), NORMS + EXACT * 2 / rows + CRITICAL
             for done, step in enumerate(sorted(plan.norms), 1):
                 assert done * cost <= MOST_SHARE * TRAINING * epochs * step * (1 + 1e-9)
 
