@@ -30,7 +30,7 @@ def terminal() -> str:
     """The output of COMMAND as SVG."""
     console = Console(width=100, record=True, file=io.StringIO(), force_terminal=True)
     console.print(f"$ {COMMAND}")
-    console.print(to_terminal(spike_sections(load_run(RUN), 4.0, 6)))
+    console.print(to_terminal(spike_sections(load_run(RUN), 6)))
     picture = console.export_svg(title=COMMAND, unique_id="tokens")
     return re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)  # they would be loaded from another host
 

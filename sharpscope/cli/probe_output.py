@@ -75,7 +75,7 @@ def sentences(estimates: pd.DataFrame, recorded: pd.DataFrame | None = None) -> 
     return lines
 
 
-def _known(row: dict[str, Any] | None) -> bool:
+def _known(row: dict[Any, Any] | None) -> bool:
     return row is not None and row["value"] is not None and math.isfinite(row["value"])
 
 
@@ -91,7 +91,7 @@ def _compared(name: str, rows: pd.DataFrame) -> Iterator[str]:
             yield f"{name}, {title}: {one}, {row['value'] / same[0]['value']:.3g} times that of {other}"
 
 
-def _error(row: dict[str, Any]) -> str:
+def _error(row: dict[Any, Any]) -> str:
     return f" ± {row['prompt_std_error']:.2g}" if math.isfinite(row["prompt_std_error"]) else ""
 
 
