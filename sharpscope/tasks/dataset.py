@@ -120,11 +120,12 @@ class DatasetTask:
     def _example(self, row: Row, columns: ColumnsSpec, where: Location) -> Example:
         spec = self.spec
         prompt, messages = _read_prompt(_cell(row, columns.prompt, where, "prompt"), where)
-        truth = _nested(_cell(row, columns.answer, where, "answer"))
+        truth = _cell(row, columns.answer, where, "answer")
         meta: dict[str, Any] = {"scorer": self._scorer(row, truth, where), "level": "all"}
         meta["content"] = content_id(" ".join(prompt.split()))
         if meta["scorer"] == "logic_rl":
-            answer = truth["solution_text_format"] if isinstance(truth, dict) else truth
+            truth = _nested(truth)
+            answer = truth.get("solution_text_format") if isinstance(truth, dict) else truth
             roles = roles_of(answer) if isinstance(answer, str) else {}
             if not roles:
                 raise UserError(f"{where}: the answer must be like '(1) Ava is a knight', got {answer!r:.60}")

@@ -142,8 +142,9 @@ def evaluate_model(
     made = make_task(config.task)
     asked = config.evaluation.model_copy(update={"splits": tuple(_present_splits(made, splits))})
     policy = load_policy(config.policy, base=read_recorded(folder).policy.model if recorded else None)
-    for split in asked.splits if isinstance(made, DatasetTask) else ():
-        on_progress(_rows_used(made, split))
+    if isinstance(made, DatasetTask):
+        for split in asked.splits:
+            on_progress(_rows_used(made, split))
     options: dict[str, Any] = {"step": step, "seed": seed, "on_progress": on_progress, "pass_at": pass_at}
     rows = evaluate(policy, made, asked, config.rollout, **options)
     return [row | _intervals(row, pass_at) for row in rows]

@@ -209,8 +209,10 @@ class Updates:
                 if not len(of):
                     continue
                 plan, logp = self.plan.rows(micro[of.to(micro.device)]), scored.logp[of]
-                options = {"reference_logp": None if reference is None else reference[of], "pass_index": pass_index}
-                loss = policy_loss(self.method, plan, logp, normalizer[local[of]], **options).loss
+                options: dict[str, Any] = {"reference_logp": None if reference is None else reference[of]}
+                loss = policy_loss(
+                    self.method, plan, logp, normalizer[local[of]], pass_index=pass_index, **options
+                ).loss
                 if scored.values is not None:
                     loss -= entropy_bonus(self._entropy_coef, plan, scored.values[of], tokens, pass_index=pass_index)
                 total[index] += float(loss) * len(prompts)

@@ -118,7 +118,7 @@ def test_a_held_out_file_takes_its_contents_out_of_training(tmp_path):
         ({"data_source": "kk_logick"}, "did you mean 'kk_logic'"),
         ({"data_source": None}, "data_source None has no scorer"),
         ({"reward_model": None}, "no column 'ground_truth'"),
-        ({"reward_model": {"ground_truth": None}}, "the answer must be like"),
+        ({"reward_model": {"ground_truth": {"solution": TRUTH}}}, "the answer must be like"),
         ({"reward_model": {"ground_truth": "{broken"}}, "the answer must be like"),
     ],
 )
@@ -152,6 +152,7 @@ def test_common_column_names_are_used_as_they_are(tmp_path, names, suffix):
         ("so\n#### 72", "numeric"),
         ("7 or 8", "exact_match"),
         (r"\frac{1}{2}", "math"),
+        ("{1, 2}", "exact_match"),
         ({"target": ["Lena"]}, "exact_match"),
     ],
 )
