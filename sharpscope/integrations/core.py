@@ -105,7 +105,7 @@ class Recorder(Guard):
     fields = "sharpscope"
     rules: Mapping[str, Any] = {}
     weights: Method | None = None
-    info: Mapping[str, Any]
+    info: dict[str, Any]
     work = Work()
     period = 1
 
@@ -272,7 +272,7 @@ class Recorder(Guard):
         self.policy.tokenizer.save_pretrained(folder / "tokenizer")
         launch = distributed.Launch(distributed.world_size(), is_sharded(self.model))
         info = run_info(self.config, self.policy, torch.get_num_threads(), launch)
-        named = {"task": self.task, "rotation": self.rotate.name if self.rotate else None, "config": {}}
+        named: dict[str, Any] = {"task": self.task, "rotation": self.rotate.name if self.rotate else None, "config": {}}
         create_run_info(folder, info | named | self.info)
         return folder, 1
 

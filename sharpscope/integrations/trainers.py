@@ -77,8 +77,10 @@ class TrainerRecorder(Recorder):
         for name, own in self.wrapped.items():
             setattr(trainer, name, getattr(self, own))
         self.callback: Any = TrainerCallback()
-        self.callback.on_train_begin = lambda *_, **__: self._train_begins()
-        self.callback.on_save = lambda *_, **__: self.safely(self.flush)  # from there a resumed training goes on
+        vars(self.callback)["on_train_begin"] = lambda *_, **__: self._train_begins()
+        vars(self.callback)["on_save"] = lambda *_, **__: self.safely(
+            self.flush
+        )  # from there a resumed training goes on
         trainer.add_callback(self.callback)
         trainer._sharpscope = self
 
