@@ -102,17 +102,23 @@ def _configuration() -> str:
         "`sharpscope config PART` those of a part.",
     ]
     for title, model, prefix in (("Run", RunConfig, ""), ("Fork (--set fork.…)", ForkSpec, "fork.")):
-        section = None
+        sections: dict[str, list[str]] = {}
         for row in settings_of(model, prefix):
             part = row.path.removeprefix(prefix).split(".")[0] if "." in row.path.removeprefix(prefix) else ""
             heading = f"{title}: {part}" if part else title
             heading += f", kind {row.kind}" if row.kind else ""
-            if heading != section:
-                section = heading
-                lines += ["", f"## {heading}", "", "| setting | values | default | description |", "|---|---|---|---|"]
             code = [f"<code>{html.escape(text)}</code>" if text else "" for text in (row.path, row.values, row.default)]
             cells = (text.replace("|", "&#124;").replace("\n", " ") for text in (*code, html.escape(row.description)))
-            lines.append("| " + " | ".join(cells) + " |")
+            sections.setdefault(heading, []).append("| " + " | ".join(cells) + " |")
+        for heading, rows in sections.items():
+            lines += [
+                "",
+                f"## {heading}",
+                "",
+                "| setting | values | default | description |",
+                "|---|---|---|---|",
+                *rows,
+            ]
     return "\n".join(lines) + "\n"
 
 
