@@ -179,9 +179,9 @@ class UseRecorder:
             self._anchor = torch.zeros((), dtype=out.dtype, device=out.device, requires_grad=True)
         out = out + self._anchor
         ids = args[0] if args else kwargs["input"]
-        # Some learned positions get the words, or their shape.
-        looked_up = isinstance(ids, Tensor) and out.shape == (*ids.shape, out.shape[-1])
-        if isinstance(module, nn.Embedding) and looked_up and ids.shape == self._size:
+        # Learned positions are often subclasses that are called with the words.
+        plain = type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale")
+        if isinstance(module, nn.Embedding) and plain and ids.shape == self._size:
             factor = getattr(module, "embed_scale", 1.0)  # as Gemma's
             self._add("embedding", module, ids, out, ignored=module.padding_idx, factor=factor)
         return out

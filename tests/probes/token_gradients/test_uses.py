@@ -65,6 +65,21 @@ def test_an_unknown_use_is_named(way):
             run(model, batch, method)
 
 
+class Positions(nn.Embedding):
+    """Learned positions that are called with the words, as in OPT and MVP."""
+
+    def forward(self, x):
+        return super().forward(torch.arange(x.shape[1]).expand(x.shape))
+
+
+def test_an_embedding_of_something_else_than_its_input_is_refused():
+    model, batch = tiny_model("qwen2", tie=False), random_batch()
+    given = model.model.embed_tokens
+    model.model.embed_tokens = Positions(*given.weight.shape, dtype=torch.float64)
+    with pytest.raises(UserError, match=r"embed_tokens.*another way"):
+        run(model, batch, "exact")
+
+
 def test_experts():
     model, batch = tiny_model("qwen2_moe"), random_batch()
     for method in ("exact", "local"):
