@@ -1,4 +1,4 @@
-"""Make the pictures of README and the pages from the example runs: `python docs/screenshots.py`.
+"""Make the pictures of README and the pages from the example run: `python docs/screenshots.py`.
 
 The report is photographed in headless Chromium (Debian's package `chromium`, and the Python package `playwright`); terminal output is
 saved by rich as SVG. `tests/test_examples.py` checks that the terminal output is current.
@@ -16,21 +16,21 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sharpscope.analysis import analyze, spike_sections
+from sharpscope.analysis import analyze, token_sections
 from sharpscope.analysis.sections import to_terminal
 from sharpscope.traces import load_run
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
-RUN = ROOT / "data" / "example" / "spike"
-COMMAND = "sharpscope tokens data/example/spike --spikes --top 6"
+RUN = ROOT / "data" / "example" / "sums"
+COMMAND = "sharpscope tokens data/example/sums --top 6"
 
 
 def terminal() -> str:
-    """The output of COMMAND as SVG."""
+    """The beginning of COMMAND's output, its tokens and prompts, as SVG."""
     console = Console(width=100, record=True, file=io.StringIO(), force_terminal=True)
     console.print(f"$ {COMMAND}")
-    console.print(to_terminal(spike_sections(load_run(RUN), 6)))
+    console.print(to_terminal(token_sections(load_run(RUN), top=6)[:2]))
     picture = console.export_svg(title=COMMAND, unique_id="tokens")
     return re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)  # they would be loaded from another host
 

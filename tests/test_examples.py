@@ -65,15 +65,18 @@ def test_the_numbers_of_the_readme_are_those_of_the_files_behind_them():
 
     picture = page("images/tokens.svg")
     step, times, prompt = re.search(
-        r"at step (\d+) the gradient is ([\d.]+) times .*? one prompt, `(.+?)`", readme
+        r"At step (\d+) the gradient is ([\d.]+) times .*? are behind it, `(.+?)` first", readme
     ).groups()
     assert f"step {step}," in picture and f"{times} × the typical" in picture and prompt in picture
-    before, after, steps = map(int, re.search(r"(\d+) → (\d+) % greedily in (\d+) steps", readme).groups())
+    text = re.search(r"(\d+) → (\d+) % greedily in (\d+) steps, and has (\d+) % after (\d+),", readme)
+    before, best, at, after, steps = map(int, text.groups())
     run = sharpscope.load_run(ROOT / "data" / "example" / "sums")
-    greedy = run.eval.query("temperature == 0 and split == 'heldout'").sort_values("step")
-    assert (greedy["accuracy"].iloc[[0, -1]] * 100).round().tolist() == [before, after] and greedy[
-        "step"
-    ].max() == steps
+    greedy = run.eval.query("temperature == 0 and split == 'heldout'").set_index("step")["accuracy"]
+    assert [round(100 * greedy[step]) for step in (0, at, steps)] == [
+        before,
+        best,
+        after,
+    ] and steps == greedy.index.max()
     angles = dict(
         re.findall(
             r"^\| `?([^|`]*?)`?(?:\\\*)? \| (\d.*) \|$",

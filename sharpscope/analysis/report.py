@@ -505,8 +505,9 @@ def cost_table(runs: Runs) -> pd.DataFrame:
         if run.steps.empty or run.steps["training_s"].isna().all():
             continue
         parts = {kind: float(run.steps[f"{kind}_s"].sum()) for kind in ("generation", "training", "recording")}
-        total = sum(parts.values())
         seconds = (run.info.get("measuring") or {}).get("seconds") or {}
+        parts["recording"] = sum(map(float, seconds.values())) or parts["recording"]  # also before and after the steps
+        total = sum(parts.values())
         held = run.info.get("peak_memory_bytes")
         sizes = {kind: n for kind, n in (held if isinstance(held, dict) else {"process": held}).items() if n}
         row = {"run": name, "a step [s]": f"{total / len(run.steps):.2f}", "all [min]": f"{total / 60:.1f}"}

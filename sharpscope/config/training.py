@@ -72,7 +72,7 @@ class RecordingSpec(Spec):
     """Also record score norms and attribution of all groups with a gradient if the log gradient norm exceeds its median by this many
     robust standard deviations (1.4826·MAD over the last 50 steps), at up to 8 steps of a run; null: never. Only the
     first inner epoch is recorded."""
-    exact_tokens: int = Field(2, ge=0)
+    exact_tokens: int = Field(1, ge=0)
     """Number of tokens with the largest local norm, and of random others, whose exact norm is computed as well."""
     rotation_every: int = Field(50, ge=0)
     """Interval of the rotation of gradients and updates against the reference objective, also at step 1; every update

@@ -347,7 +347,8 @@ class _UpdateProbes:
         if not sampled or share < 1 or not bool(written.all()):
             seeded, group = generator(self.config.seed, "groups", observer.step, update.index), group.cpu()
             moved = (update.loss_coef != 0).any(dim=1).cpu()
-            self.rows, self.probability = sample_groups(group, moved, share if sampled else 1.0, seeded, written)
+            least = math.ceil(2 / self.config.update.mini_batches)  # two groups a step
+            self.rows, self.probability = sample_groups(group, moved, share if sampled else 1.0, seeded, written, least)
             still = ~torch.isin(group, group[moved])
             self.still = (still & written).nonzero()[:, 0]
             self.still_probability = len(group[self.still].unique()) / max(len(group[still].unique()), 1)
@@ -543,7 +544,12 @@ def layer_values(groups: Mapping[str, Tensor], at: tuple[int, int]) -> dict[str,
 
 
 def sample_groups(
-    group: Tensor, moved: Tensor, share: float, seeded: torch.Generator, written: Tensor | None = None
+    group: Tensor,
+    moved: Tensor,
+    share: float,
+    seeded: torch.Generator,
+    written: Tensor | None = None,
+    least: int = 2,
 ) -> tuple[Tensor, float]:
     """Rows of a simple random sample of the groups with a gradient, in order, and the probability that such a group is in it.
 
@@ -552,13 +558,14 @@ def sample_groups(
     Args:
         group: (n,) group of each row.
         moved: (n,) bool, whether a row has a gradient; without any, all groups count.
-        share: of these groups that are drawn, in (0, 1]; at least two are drawn.
+        share: of these groups that are drawn, in (0, 1].
         seeded: draws them.
         written: (n,) bool, whether a row's group may be drawn, itself a simple random sample of the groups; None: all may.
+        least: number of groups that are drawn at least.
     """
     groups = torch.unique(group[moved] if bool(moved.any()) else group)
     among = groups if written is None else groups[torch.isin(groups, group[written])]
-    size = min(len(among), max(2, round(share * len(groups))))
+    size = min(len(among), max(least, round(share * len(groups))))
     drawn = among[torch.randperm(len(among), generator=seeded)[:size]]
     return torch.isin(group, drawn).nonzero()[:, 0], size / len(groups)
 

@@ -370,7 +370,7 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> Runs:
         >>> import sharpscope
         >>> runs = sharpscope.load_runs("data/example")
         >>> [run.name for run in runs]
-        ['spike', 'sums']
+        ['sums']
         >>> list(runs.steps)[:3]  # one row per run and step
         ['run', 'method', 'seed']
     """

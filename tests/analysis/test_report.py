@@ -127,12 +127,16 @@ def test_rewards_that_are_not_numbers_are_shown_as_such(tmp_path: Path):
 
 
 def test_costs_are_those_of_the_tables_and_name_the_setting_to_change(tmp_path: Path):
-    folder = new_run(tmp_path / "a", measuring={"share": 0.25, "seconds": {"norms": 2.0, "tables": 1.0}})
+    folder = new_run(tmp_path / "a", measuring={"share": 0.4, "seconds": {"norms": 0.25, "surface": 0.25}})
     seconds = {"generation_s": 0.5, "training_s": 0.25, "recording_s": 0.25}
     with TraceWriter(folder) as writer:
         writer.append("steps", rows("steps", 1, 1) | seconds)
     (cost,) = cost_table(load_runs(tmp_path)).to_dict("records")
-    assert (cost["a step [s]"], cost["generation"], cost["recording"]) == ("1.00", "50 %", "25 %")
+    assert (cost["a step [s]"], cost["generation"], cost["recording"]) == (
+        "1.25",
+        "40 %",
+        "40 %",
+    )  # with what is measured between steps
     assert cost["mostly"] == "norms"
     (section,) = [one for one in problem_sections(load_runs(tmp_path)) if one.title == "Cost"]
     assert "To record less, change recording.token_gradients_every." in section.note

@@ -135,6 +135,12 @@ def test_tokenizers_that_do_not_fit():
     with pytest.raises(UserError, match="no chat template"):
         make_policy(tiny_model(), word_tokenizer(), "x", "chat")
     assert make_policy(tiny_model(), word_tokenizer(pad_token=None), "x").pad_id == 1
+    ends = tiny_model()
+    ends.generation_config.eos_token_id = [5, 1]
+    assert set(make_policy(ends, word_tokenizer(), "x").eos_ids) == {
+        1,
+        5,
+    }  # the tokenizer's and the generation config's
 
 
 def test_a_model_that_sees_later_tokens_is_refused():
