@@ -215,6 +215,9 @@ def _picture(curves: dict[tuple[str, str, str], list[float]], out: Path) -> None
         panel.set_axis_on()
         panel.loglog(SIZES[base][axis][: len(values)], values, marker="o", label=name)
         panel.set(xlabel=axis, title=f"{base} parameters")
+        shown = SIZES[base][axis]
+        panel.set_xticks(shown, [f"{size:,}" if size < 10_000 else f"{size // 1000}k" for size in shown], fontsize=7)
+        panel.minorticks_off()
     for row in panels:
         row[0].set_ylabel("processor time [s]")
     panels[0][0].legend(fontsize=6)
