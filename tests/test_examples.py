@@ -91,7 +91,8 @@ def test_the_numbers_of_the_readme_are_those_of_the_files_behind_them():
     assert f"| {knights}° | | {smollm2}° |" in readme
     study = re.search(r"greedy accuracy (\S+ ± \S+ points, \d+ seeds)", readme)[1].replace(", 12 seeds", "")
     assert f"mass 4 − plain GRPO: {study};" in page("study.md") and "over 12 seeds" in page("study.md")
-    price = page("trainers/index.md")
+    price, speed = page("trainers/index.md"), page("../experiments/benchmarks/speed.md")
+    assert f"| {re.search(r'of SmolLM2-135M it takes ([0-9.]+ %)', readme)[1]} on SmolLM2" in speed
     cap, ratio = re.search(r"at most (\d+ %) of its forward.*? took ([\d.]+) times", readme).groups()
     assert f"at most {cap} of its forward and backward passes" in price and re.search(
         rf"GRPOTrainer,.*?\| \d+ \| {ratio}\d? \|", price
