@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -133,8 +134,9 @@ def _segments(
             with torch.no_grad(), attention_implementation(model, attn.FORWARD):
                 hidden_states(model, part.ids, cache, after)
         cache = after[0]
-        for layer in cache.layers:  # without the graph of the part
-            layer.keys, layer.values = (x[:, :, : shared + stop].detach() for x in (layer.keys, layer.values))  # type: ignore[index]
+        layers: Any = cache.layers
+        for layer in layers:  # without the graph of the part
+            layer.keys, layer.values = (x[:, :, : shared + stop].detach() for x in (layer.keys, layer.values))
 
 
 @torch.no_grad()

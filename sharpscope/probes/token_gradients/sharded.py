@@ -153,12 +153,13 @@ class ShardedProbes:
             wide = torch.promote_types(logits.dtype, torch.float32)
             self._dtype = logits.dtype
             (logits[0, -2].to(wide) / temperature).log_softmax(-1)[ids[0, -1]].backward()
-        factor, found = summation_factor(self.model), []
+        factor, found = summation_factor(self.model), list[Tensor | None]()
         for parameter in self.model.parameters():
             gradient, parameter.grad = parameter.grad, None
             if parameter.requires_grad:
-                whole = gradient is None or not is_shard(gradient) or factor == 1.0
-                found.append(gradient if whole else gradient / factor)
+                if gradient is not None and is_shard(gradient) and factor != 1.0:
+                    gradient = gradient / factor
+                found.append(gradient)
         return found
 
     def _check(self, name: str, found: float, expected: float, scale: float) -> None:
