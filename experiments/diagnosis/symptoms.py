@@ -56,7 +56,7 @@ def _section(rule: Rule) -> list[str]:
     lines += ["| | TRL | verl | sharpscope |", "|---|---|---|---|", *rows, ""]
     lines += [f"*What it means.* {_sentence(meaning)}", ""]
     lines += [
-        f"*The command.* `sharpscope {rule.look.format(run='RUN', step='STEP')}` on a recorded run; see [record](trainers/index.md).",
+        f"*The command.* `sharpscope {rule.command.format(run='RUN', step='STEP')}` on a recorded run; see [record](trainers/index.md).",
         "",
     ]
     lines += [f"*What to change.* {_sentence(advice)}", ""]

@@ -47,10 +47,10 @@ def study_charts(study: Study, settings: Sequence[Setting], runs: Runs) -> dict[
     labels = [setting.label for setting in settings]
     part = study.only(labels)
     steps = step_values(part, list(STEPS))
-    frames = [own for name in STEPS if len(own := steps[steps["quantity"] == name])]
+    frames = [selected for name in STEPS if len(selected := steps[steps["quantity"] == name])]
     for frame in (eval_values(part), sharpness_values(part)):
-        frames += [own for _, own in frame.groupby("quantity", sort=False)] if len(frame) else []
-    frames = [own for own in frames if own["step"].nunique() > 1]
+        frames += [selected for _, selected in frame.groupby("quantity", sort=False)] if len(frame) else []
+    frames = [selected for selected in frames if selected["step"].nunique() > 1]
     tables = [run.steps for _, _, run in part.each()]
     columns = {name for table in tables for name in STEPS if name in table and table[name].notna().any()}
     order = in_order(labels)
@@ -66,7 +66,7 @@ def study_charts(study: Study, settings: Sequence[Setting], runs: Runs) -> dict[
     return {
         "name": shown(study.name) if study.slug else "",
         "settings": described,
-        "charts": [chart_of(own, labels) for own in sorted(frames, key=_rank)],
+        "charts": [chart_of(selected, labels) for selected in sorted(frames, key=_rank)],
         "events": _events(part),
         "still": [STEPS[name].name for name in STEPS if name in columns - set(steps["quantity"])],
     }
@@ -93,9 +93,9 @@ def chart_of(frame: pd.DataFrame, labels: Sequence[str]) -> dict[str, Any]:
     return {"title": shown(quantity.name), "log": log, "x": _list(x), "series": series}
 
 
-def _series(own: pd.DataFrame, points: range) -> dict[str, list[Any]]:
+def _series(part: pd.DataFrame, points: range) -> dict[str, list[Any]]:
     """`y`, `low`, `high`, `seeds` and `hollow` of one setting's rows, by `at`."""
-    table = own.pivot_table(index="at", columns="seed", values="value").reindex(points)
+    table = part.pivot_table(index="at", columns="seed", values="value").reindex(points)
     mean, count = table.mean(axis=1), table.count(axis=1)
     made: dict[str, list[Any]] = {"y": _list(mean)}
     if table.shape[1] >= FEWEST:
@@ -103,11 +103,11 @@ def _series(own: pd.DataFrame, points: range) -> dict[str, list[Any]]:
         made |= {"low": _list(mean - half), "high": _list(mean + half)}
     elif table.shape[1] > 1:
         made["seeds"] = [_list(table[seed]) for seed in table]
-    elif "low" in own and own["low"].notna().any():
-        ends = own.groupby("at")[["low", "high"]].mean().reindex(points)
+    elif "low" in part and part["low"].notna().any():
+        ends = part.groupby("at")[["low", "high"]].mean().reindex(points)
         made |= {"low": _list(ends["low"]), "high": _list(ends["high"])}
-    if "saturated" in own and own["saturated"].any():
-        made["hollow"] = sorted(set(map(int, own.loc[own["saturated"], "at"])))
+    if "saturated" in part and part["saturated"].any():
+        made["hollow"] = sorted(set(map(int, part.loc[part["saturated"], "at"])))
     return made
 
 
@@ -122,11 +122,11 @@ def _events(study: Study) -> list[tuple[int, str]]:
             text = f"gradient spike, {row['grad_norm'] / row['typical']:.1f} × typical{who}"
             spikes.append((float(row["z"]), int(row["step"]), text))
     found: dict[int, list[str]] = {}
-    for rule, own in pd.DataFrame(rows, columns=["rule", "step", "who"]).groupby("rule", sort=False):
-        runs = own["who"].unique()
-        times = f", first of {len(own)} times" if len(own) > 1 else ""
+    for rule, part in pd.DataFrame(rows, columns=["rule", "step", "who"]).groupby("rule", sort=False):
+        runs = part["who"].unique()
+        times = f", first of {len(part)} times" if len(part) > 1 else ""
         where = f" in {len(runs)} runs" if len(runs) > 1 else runs[0]
-        found.setdefault(int(own["step"].min()), []).append(str(rule).replace("_", " ") + times + where)
+        found.setdefault(int(part["step"].min()), []).append(str(rule).replace("_", " ") + times + where)
     for _, step, text in sorted(spikes, reverse=True)[:MARKED]:
         found.setdefault(step, []).append(text)
     return [(step, shown(" · ".join(found[step][:4]))[:300]) for step in sorted(found)]

@@ -84,10 +84,10 @@ def fork_differences(forks: pd.DataFrame, reference: str | None = None) -> pd.Da
     for key, places in pairs.groupby(_SERIES, sort=False).groups.items():
         common = dict(zip(_SERIES, key, strict=True))  # type: ignore[call-overload]
         states = numbers.loc[places].groupby(pairs.loc[places, "state"], sort=False)
-        used = {str(name): own[own["both"]] for name, own in states}
+        used = {str(name): part[part["both"]] for name, part in states}
         invalid = states["both"].agg(lambda both: int((~both).sum()))
-        for name, own in used.items():
-            result.append({"state": name, **common, **_summary([own], invalid[name])})
+        for name, part in used.items():
+            result.append({"state": name, **common, **_summary([part], invalid[name])})
         if len(used) > 1:
             pooled = _summary(list(used.values()), int(invalid.sum()))
             result.append({"state": ALL_STATES, **common, **pooled})
@@ -168,18 +168,18 @@ def fork_table(differences: pd.DataFrame, state: str, comparison: str, most: int
     outcomes = [name for name in NAMES if name in chosen.index.get_level_values("outcome")][:most]
     rows = []
     for arm in dict.fromkeys(chosen.index.get_level_values("arm")):
-        own = chosen.loc[arm]
-        is_reference = arm == own["reference"].iloc[0]
+        part = chosen.loc[arm]
+        is_reference = arm == part["reference"].iloc[0]
         columns = ("change", "change_low", "change_high") if is_reference else ("difference", "low", "high")
         row = {"arm": f"{arm} (reference)" if is_reference else arm}
         row["rotation of the update [°]"] = number(angles.get((arm, "update_rotation")))
         for name in outcomes:
             unit, factor = UNITS.get(name, ("", 1.0))
-            mean, low, high = (factor * own[column].get(name, math.nan) for column in columns)
+            mean, low, high = (factor * part[column].get(name, math.nan) for column in columns)
             interval = "" if math.isnan(low) else f" [{low:+.3g}, {high:+.3g}]"
             title = NAMES[name] + f" [{unit}]" * bool(unit)
             row[title] = "–" if math.isnan(mean) else f"{mean:+.3g}{interval}"
-        main = own.loc["heldout_failure"] if "heldout_failure" in own.index else own.iloc[0]
+        main = part.loc["heldout_failure"] if "heldout_failure" in part.index else part.iloc[0]
         row |= {"p": "–" if is_reference else number(main["p"]), "batches": str(int(main["batches"]))}
         row["left out"] = str(int(main["invalid"]))
         rows.append(row)

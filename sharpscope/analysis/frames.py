@@ -161,18 +161,18 @@ def sharpness_rows(run: Run) -> pd.DataFrame:
     rows = rows.assign(measure="", half=Z * known(rows["prompt_std_error"]), saturation=math.nan, rank=0)
     pieces = []
     for (quantity, functional), group in rows.groupby(["quantity", rows["functional"].fillna("")]):
-        own, rho = group, known(group["rho"])
+        part, rho = group, known(group["rho"])
         if quantity == "sam":
             table = sharpness(run, quantity, functional)["saturation"]
-            keys = zip(own["step"], (float(f"{one:.9g}") for one in rho), strict=True)
-            own = own.assign(saturation=np.array([table.get(key, math.nan) for key in keys], dtype=float))
-            worst = own["saturation"].groupby(rho).max().sort_index()
+            keys = zip(part["step"], (float(f"{one:.9g}") for one in rho), strict=True)
+            part = part.assign(saturation=np.array([table.get(key, math.nan) for key in keys], dtype=float))
+            worst = part["saturation"].groupby(rho).max().sort_index()
             fit = worst.index[(worst <= MAX_SATURATION) | worst.isna()]
             kept = np.isclose(rho, fit[-1] if len(fit) and worst.notna().any() else worst.index[0], rtol=1e-6)
-            own, rho = own[kept], rho[kept]
+            part, rho = part[kept], rho[kept]
         name = SHARPNESS[str(quantity)] + ("" if quantity == "critical_sharpness" else f" of {functional}")
         name += f", radius {rho[0]:.3g}" if len(rho) and math.isfinite(rho[0]) else ""
-        pieces.append(own.assign(measure=name, rank=list(SHARPNESS).index(str(quantity))))
+        pieces.append(part.assign(measure=name, rank=list(SHARPNESS).index(str(quantity))))
     return (pd.concat(pieces) if pieces else rows).sort_values(["rank", "measure", "step"], kind="stable")
 
 

@@ -102,5 +102,5 @@ def _sample(run: Run, count: int) -> pa.Table:
     chosen[half] = chosen[rest] = True
     ends = np.cumsum([0, *map(len, measured)])
     parts = [chosen[a:b] for a, b in pairwise(ends)]
-    pieces = [run.arrow("tokens", steps=[step]).filter(pa.array(own)) for step, own in zip(steps, parts, strict=True)]
+    pieces = [run.arrow("tokens", steps=[step]).filter(pa.array(kept)) for step, kept in zip(steps, parts, strict=True)]
     return pa.concat_tables([run.arrow("tokens", steps=[]), *pieces])

@@ -132,8 +132,8 @@ def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
     largest = [(choice.run, spike) for choice in choices.values() for spike in choice.spikes]
     largest.sort(key=lambda one: one[1].z if one[1].z >= SPIKE_Z else -math.inf, reverse=True)
     for run, spike in largest[:LARGEST_STEPS]:
-        own = [*step_sections(run, spike, LARGEST_TOKENS), *layer_sections(run, spike.step)]
-        sections += [replace(section, part="Tokens") for section in own]
+        details = [*step_sections(run, spike, LARGEST_TOKENS), *layer_sections(run, spike.step)]
+        sections += [replace(section, part="Tokens") for section in details]
     sections += [Section("Runs", run_table(runs), part="Compare"), *problem_sections(runs)]
     if len(runs) == 1:  # there is nothing to compare
         instead = {"Runs": "Events and cost"}
@@ -209,8 +209,8 @@ def difference_sections(study: Study, settings: Sequence[Setting]) -> list[Secti
         return []
     second = compared[compared["treatment"].isin([setting.label for setting in settings[:2]])]
     baseline, treatment = (second if len(second) else compared)[["baseline", "treatment"]].iloc[0]
-    own = compared[(compared["baseline"] == baseline) & (compared["treatment"] == treatment)]
-    main = own.assign(rank=own["quantity"].map(_rank)).sort_values("rank", kind="stable")
+    part = compared[(compared["baseline"] == baseline) & (compared["treatment"] == treatment)]
+    main = part.assign(rank=part["quantity"].map(_rank)).sort_values("rank", kind="stable")
     main = main[main["rank"] < len(HEADLINE)].head(6).drop(columns="rank")
     runs = [run for label, _, run in study.each() if label == treatment and rotates(run)]
     said = []
@@ -235,13 +235,13 @@ _PAIRS = ["pairs", "worst pair"]
 def comparison_sections(study: Study, settings: Sequence[Setting]) -> list[Section]:
     """All paired differences, a table for each of the `settings` that has pairs with the baseline."""
     result, labels = [], [setting.label for setting in settings]
-    for (first, second), own in comparison(study).groupby(["baseline", "treatment"], sort=False):
+    for (first, second), part in comparison(study).groupby(["baseline", "treatment"], sort=False):
         if second in labels or len(study.settings) < 3:
-            n = int(own["n"].max())
+            n = int(part["n"].max())
             note = f"{n} pair{'s' * (n > 1)} of runs. {COVERED}"
             title = f"{method_label(str(second))} − {method_label(str(first))}"
-            records: Any = own.to_dict("records")
-            result.append(Section(title, difference_table(own), note, "Compare", records=records))
+            records: Any = part.to_dict("records")
+            result.append(Section(title, difference_table(part), note, "Compare", records=records))
     return result
 
 
@@ -275,7 +275,9 @@ def setting_sections(study: Study) -> list[Section]:
 
     rows = []
     for key in dict.fromkeys(key for facts in columns.values() for one in facts for key in one):
-        cells = [printable(", ".join(dict.fromkeys(text(one.get(key)) for one in own)), 60) for own in columns.values()]
+        cells = [
+            printable(", ".join(dict.fromkeys(text(one.get(key)) for one in part)), 60) for part in columns.values()
+        ]
         if len(set(cells)) > 1 and key not in ("name", "out", "method.name", "seed"):
             rows.append((key, *cells))
     frame = pd.DataFrame(rows, columns=["setting", *map(method_label, columns)])
@@ -290,8 +292,8 @@ def accuracy_sections(settings: Sequence[Setting]) -> list[Section]:
     each = [(s.label, n, run) for s in settings for n, run in enumerate(s.runs.values())]
     whole = pd.concat([accuracy_values(run).assign(setting=label, run=n) for label, n, run in each], ignore_index=True)
     rows = []
-    for (split, heat, label), own in whole.groupby(["split", "temperature", "setting"], sort=False):
-        runs = [one.sort_values("step") for _, one in own.groupby("run")]
+    for (split, heat, label), part in whole.groupby(["split", "temperature", "setting"], sort=False):
+        runs = [one.sort_values("step") for _, one in part.groupby("run")]
         first, last = ([(100 * one["accuracy"].iloc[k], 100 * one["half"].iloc[k]) for one in runs] for k in (0, -1))
         changes = [(b[0] - a[0], math.hypot(a[1], b[1])) for a, b in zip(first, last, strict=True)]
         paired = all(len(one) > 1 for one in runs)
@@ -324,13 +326,13 @@ def sharpness_sections(settings: Sequence[Setting]) -> list[Section]:
     for setting in settings:
         each = [(run, sharpness_rows(run)) for run in setting.runs.values()]
         for measure in dict.fromkeys(name for _, one in each for name in one["measure"]):
-            parts = [(run, own) for run, one in each if len(own := one[one["measure"] == measure])]
-            longer = [(run, own) for run, own in parts if own["step"].nunique() > 1]
-            first = [(own["value"].iloc[0], own["half"].iloc[0]) for _, own in parts]
-            last = [(own["value"].iloc[-1], own["half"].iloc[-1]) for _, own in longer]
-            changes = [_paired(run, own.iloc[0], own.iloc[-1]) for run, own in longer]
-            steps = [_span([own["step"].iloc[k] for _, own in several]) for k, several in ((0, parts), (-1, longer))]
-            worst = max(known(pd.concat([own["saturation"] for _, own in parts]).fillna(-1.0)))
+            parts = [(run, part) for run, one in each if len(part := one[one["measure"] == measure])]
+            longer = [(run, part) for run, part in parts if part["step"].nunique() > 1]
+            first = [(part["value"].iloc[0], part["half"].iloc[0]) for _, part in parts]
+            last = [(part["value"].iloc[-1], part["half"].iloc[-1]) for _, part in longer]
+            changes = [_paired(run, part.iloc[0], part.iloc[-1]) for run, part in longer]
+            steps = [_span([part["step"].iloc[k] for _, part in several]) for k, several in ((0, parts), (-1, longer))]
+            worst = max(known(pd.concat([part["saturation"] for _, part in parts]).fillna(-1.0)))
             filled = percent(worst) + " (saturated)" * bool(worst > MAX_SATURATION) if worst >= 0 else "–"
             row = {"measure": measure, "setting": method_label(setting.label)}
             row |= {

@@ -100,12 +100,12 @@ def to_records(sections: Iterable[Section]) -> dict[str, Any]:
     """Sections for scripts: `title`, `part`, `note`, and `text` or `rows`; a cell with a token is an object."""
     made: list[dict[str, Any]] = []
     for section in sections:
-        own: dict[str, Any] = {"text": section.content}
+        content: dict[str, Any] = {"text": section.content}
         if isinstance(section.content, pd.DataFrame):
             rows = section.records or section.content.to_dict("records")
-            own = {"rows": [{str(name): _plain(cell) for name, cell in row.items()} for row in rows]}
-        if "rows" in own or isinstance(section.content, str):
-            made.append({"title": section.title, "part": section.part, **own, "note": section.note})
+            content = {"rows": [{str(name): _plain(cell) for name, cell in row.items()} for row in rows]}
+        if "rows" in content or isinstance(section.content, str):
+            made.append({"title": section.title, "part": section.part, **content, "note": section.note})
     return {"sections": made}
 
 

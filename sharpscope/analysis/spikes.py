@@ -171,11 +171,11 @@ def explain_step(run: Run, step: int, top: int = 8) -> Spike:
     """The causes of one step's gradient."""
     tokens = step_shares(run, step)
     scores = gradient_scores(largest_gradients(run)).set_index("step").reindex([step]).iloc[0]
-    own = run.updates[run.updates["step"] == step].set_index("update")["grad_norm"]
+    norms = run.updates[run.updates["step"] == step].set_index("update")["grad_norm"]
     norm, named = scores["grad_norm"], ""
-    if len(own) > 1:
-        chosen = int(own.index[int(own.argmax())] if tokens.empty else tokens["update"].iloc[0])
-        norm, named = own[own.index == chosen].iloc[0], f"update {chosen + 1} of {len(own)}"
+    if len(norms) > 1:
+        chosen = int(norms.index[int(norms.argmax())] if tokens.empty else tokens["update"].iloc[0])
+        norm, named = norms[norms.index == chosen].iloc[0], f"update {chosen + 1} of {len(norms)}"
     head = (step, float(norm), float(scores["z"]), float(scores["typical"]))
     if tokens.empty:
         how = recorded_by(run, "recording.token_gradients_every")

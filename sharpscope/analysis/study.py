@@ -346,7 +346,7 @@ def _settings(runs: Mapping[str, Run]) -> tuple[tuple[Setting, ...], tuple[str, 
     by_setting: dict[tuple[str, str], dict[str, Run]] = defaultdict(dict)
     for name, run in runs.items():
         by_setting[run.method, _text(setting_of(run))][name] = run
-    used = {cell: kept for cell, own in by_setting.items() if (kept := _one_per_seed(own, notes))}
+    used = {cell: kept for cell, members in by_setting.items() if (kept := _one_per_seed(members, notes))}
     settings = []
     for (method, key), kept in used.items():
         rivals = {other: len(its) for (m, other), its in used.items() if m == method and other != key}
@@ -371,10 +371,10 @@ def _differing(mine: Mapping[str, Any], rivals: Iterable[Mapping[str, Any]]) -> 
     return ", ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
 
 
-def _one_per_seed(own: Mapping[str, Run], notes: list[str]) -> dict[Any, Run]:
+def _one_per_seed(members: Mapping[str, Run], notes: list[str]) -> dict[Any, Run]:
     """One run per seed: finished ones if there are any, the longer of two with one seed; adds to `notes` what is left out."""
-    with_steps = {name: run for name, run in own.items() if last_step(run)}
-    without = [name for name, run in own.items() if name not in with_steps and not run.rows("forks")]
+    with_steps = {name: run for name, run in members.items() if last_step(run)}
+    without = [name for name, run in members.items() if name not in with_steps and not run.rows("forks")]
     notes += [f"{name} has no steps yet and is left out." for name in without]
     finished = {name: run for name, run in with_steps.items() if run.status == "finished"}
     if finished:

@@ -49,7 +49,7 @@ def with_values(tokens: pd.DataFrame, names: Iterable[str] | None = None) -> pd.
     """
     chosen = [n for n, (needs, _) in VALUES.items() if (set(needs) <= set(tokens) if names is None else n in names)]
     numbers = {name: tokens[list(VALUES[name][0])].astype(np.float64) for name in chosen}
-    return tokens.assign(**{name: VALUES[name][1](own) for name, own in numbers.items()})
+    return tokens.assign(**{name: VALUES[name][1](column) for name, column in numbers.items()})
 
 
 BINS = {

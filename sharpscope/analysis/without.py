@@ -65,11 +65,11 @@ def without_sections(run: Run, name: str, layers: int = 4) -> list[Section]:
         Section("", table, note),
     ]
     for prefix, title in LAYERS.items():
-        own = values.loc[values.index.str.startswith(prefix), arms]
-        own = own.set_axis(own.index.str.removeprefix(prefix))
-        if len(own):
-            order = (own[arms[0]] - own[arms[1]]).abs().sort_values(ascending=False, kind="stable").index[:layers]
-            parts.append(Section(title, own.loc[order].map(number).reset_index(names="parameters")))
+        part = values.loc[values.index.str.startswith(prefix), arms]
+        part = part.set_axis(part.index.str.removeprefix(prefix))
+        if len(part):
+            order = (part[arms[0]] - part[arms[1]]).abs().sort_values(ascending=False, kind="stable").index[:layers]
+            parts.append(Section(title, part.loc[order].map(number).reset_index(names="parameters")))
     known = run.tokens(steps=[step], columns=["rollout", "position", "loss_coef", "advantage", "logp"])
     tokens = pd.DataFrame(settings["tokens"]).merge(known, on=["rollout", "position"], how="left")
     cells = {"completion": tokens["rollout"].astype(str), "position": tokens["position"].astype(str)}

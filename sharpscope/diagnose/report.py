@@ -69,7 +69,7 @@ class Diagnosis:
         log, step = self.log, finding.step
         checkpoint = _checkpoint_before(log.path, step)
         if log.framework == "sharpscope":
-            return "sharpscope " + finding.rule.look.format(run=shlex.quote(str(log.path)), step=step)
+            return "sharpscope " + finding.rule.command.format(run=shlex.quote(str(log.path)), step=step)
         none = "" if checkpoint else "  (no checkpoint before it was found: from the start)"
         if log.framework in ("TRL", "unsloth", "HF Trainer"):
             start = f"resume_from_checkpoint={str(checkpoint)!r}" if checkpoint else ""

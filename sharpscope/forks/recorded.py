@@ -80,11 +80,11 @@ class TrainerStep(StepAgain):
         }
         made = []
         for update in self.updates:
-            own = first == update["update"]
-            values = torch.where(own, coef, 0.0)
+            of_update = first == update["update"]
+            values = torch.where(of_update, coef, 0.0)
             for use in again[again["update"] == update["update"]].to_dict("records"):
                 values[row_of[int(use["rollout"])], int(use["position"])] += float(use["loss_coef"])
-            made.append((values, own))
+            made.append((values, of_update))
         return made
 
     def restore(self) -> None:
@@ -154,7 +154,10 @@ def load_adamw(folder: Path, model: nn.Module) -> torch.optim.AdamW:
         raise UserError(f"--model {path}: has moments of more parameters than the model trains")
     first = groups[0]
     optimizer = torch.optim.AdamW(
-        [{"params": own, "weight_decay": group["weight_decay"]} for own, group in zip(chosen, groups, strict=True)],
+        [
+            {"params": params, "weight_decay": group["weight_decay"]}
+            for params, group in zip(chosen, groups, strict=True)
+        ],
         lr=first["lr"],
         betas=tuple(first["betas"]),
         eps=first["eps"],

@@ -310,7 +310,7 @@ class _Start(Start):
         used: Tensor,
         before: TokenStats,
         after: TokenStats,
-        own: Tensor,
+        curvature: Tensor,
     ) -> dict[str, float]:
         """Predicted and measured change of entropy by bin, and the rank correlations over tokens."""
         from scipy.stats import spearmanr
@@ -326,8 +326,8 @@ class _Start(Start):
             row[f"entropy_measured_{name}"] = float(change[inside].mean()) if bool(inside.any()) else math.nan
         for name, one, other, places in (
             ("entropy_rank", predicted, change, used & (predicted != 0)),
-            ("kl_rank", own.double(), divergence, used & (own > 0)),
-            ("kl_rank_norm", before.logit_grad_norm.cpu().double(), divergence, used & (own > 0)),
+            ("kl_rank", curvature.double(), divergence, used & (curvature > 0)),
+            ("kl_rank_norm", before.logit_grad_norm.cpu().double(), divergence, used & (curvature > 0)),
         ):
             row[name] = float(spearmanr(one[places], other[places]).statistic) if int(places.sum()) > 2 else math.nan
         return row

@@ -417,10 +417,10 @@ class Recorder(Guard):
         prompt = torch.zeros_like(rollouts.input_ids[:, : rollouts.prompt_width])
         mask = torch.cat([prompt, rollouts.completion_mask], 1)  # (n, P+T)
         wide = torch.cat([prompt.to(coef.dtype), coef.to(prompt.device)], 1)
-        own, view = distributed.local_slice(len(mask)), self._view()
+        rows, view = distributed.local_slice(len(mask)), self._view()
         with own_forward(self.model):
-            ids, there = rollouts.input_ids[own], rollouts.attention_mask[own]
-            turned = logp_gradient(view.model, ids, mask[own], wide[own], there, self.temperature)
+            ids, there = rollouts.input_ids[rows], rollouts.attention_mask[rows]
+            turned = logp_gradient(view.model, ids, mask[rows], wide[rows], there, self.temperature)
         distributed.gather(None)  # before the sum, in which a process that has failed takes no part
         turned = distributed.sum_tensors(turned)
         plain = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in view.parameters]

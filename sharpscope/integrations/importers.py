@@ -476,8 +476,8 @@ def _check_export(record: dict[str, Any], where: str) -> None:
 def _weights(record: dict[str, Any]) -> list[float | None]:
     """Each token's weight in the RL loss; None outside it. prime-rl leaves tokens of weight 0 out of the denominator."""
     if record.get("losses") is not None:  # since 2026-09, in place of the weights
-        own = [(losses or {}).get("rl") for losses in record["losses"]]
-        return [1.0 if one is not None and one.get("mask") else None for one in own]
+        of_rl = [(losses or {}).get("rl") for losses in record["losses"]]
+        return [1.0 if one is not None and one.get("mask") else None for one in of_rl]
     given = record.get("rl_weights") or [None] * len(record["token_ids"])
     weights = [1.0 if weight is None else float(weight) for weight in given]
     return [weight if keep and weight else None for keep, weight in zip(record["loss_mask"], weights, strict=True)]

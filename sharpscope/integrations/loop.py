@@ -89,8 +89,8 @@ class LoopRecorder(Recorder):
             rows: (n,) names by which a row is known again in a later update of the step; None: by its tokens.
         """
         values = {"old_logp": old_logp, "sampler_logp": sampler_logp, "ref_logp": ref_logp}
-        own = {"advantages": advantages, "rewards": rewards, "groups": groups, "rows": rows}
-        given = {name: value for name, value in (values | own).items() if value is not None}
+        per_row = {"advantages": advantages, "rewards": rewards, "groups": groups, "rows": rows}
+        given = {name: value for name, value in (values | per_row).items() if value is not None}
         self.in_step(partial(self._tokens, logp, input_ids, completion_mask, attention_mask, given))
 
     def step(self, loss: Tensor | float | None = None, *, loss_fn: Callable[[], Tensor | float] | None = None) -> None:

@@ -74,8 +74,8 @@ class TrainerRecorder(Recorder):
         self._kept: list[Callable[[], Any]] = []  # losses of the micro-batches of the update that is measured
         self._instance = {name: vars(trainer)[name] for name in self.wrapped if name in vars(trainer)}
         self._original = {name: getattr(trainer, name) for name in self.wrapped}
-        for name, own in self.wrapped.items():
-            setattr(trainer, name, getattr(self, own))
+        for name, original in self.wrapped.items():
+            setattr(trainer, name, getattr(self, original))
         self.callback: Any = TrainerCallback()
         vars(self.callback)["on_train_begin"] = lambda *_, **__: self._train_begins()
         vars(self.callback)["on_save"] = lambda *_, **__: self.safely(

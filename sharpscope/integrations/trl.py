@@ -168,8 +168,8 @@ class GrpoRecorder(TrainerRecorder):
         self._serial += 1
         tokenizer, device = self.policy.tokenizer, advantage.device
         # TRL has gathered the rewards, in the order of processes; rows and advantages are each process's own.
-        own = torch.arange(len(advantage), device=device) + distributed.rank() * len(advantage)
-        part = rollouts_of(output, ids, total[own.to(total.device)], tokenizer, self.policy.eos_ids)
+        rows = torch.arange(len(advantage), device=device) + distributed.rank() * len(advantage)
+        part = rollouts_of(output, ids, total[rows.to(total.device)], tokenizer, self.policy.eos_ids)
         parts = distributed.gather((part.to(torch.device("cpu")), advantage.detach().cpu()))
         rollouts = join_rollouts(*(each for each, _ in parts)).to(device)
         rollouts = replace(rollouts, group=torch.arange(len(rollouts), device=device) // self.group_size)
@@ -188,13 +188,13 @@ class GrpoRecorder(TrainerRecorder):
             self.weights, plan = self.plan_of(self.weights, batch, stats)
             for text in plan.warnings:
                 self._warn("method", "warning", text)
-            factor = (plan.weight * plan.keep.to(plan.weight)).to(advantage)[own]
+            factor = (plan.weight * plan.keep.to(plan.weight)).to(advantage)[rows]
             output["advantages"] = advantage[:, None] * factor[:, : output["completion_ids"].shape[1]]  # (n, T)
         tokens = unused_tokens(stats, every, None if plan is None else plan.weight)
         labels: list[Hashable] = [(self._serial, group) for group in rollouts.group.tolist()]
         sampled = "sampling_per_token_logps" in output
         self._step.batches.append(Batch(self._serial, batch, tokens, sampled, labels, shared=True))
-        output[ROW] = torch.stack([torch.full_like(own, self._serial), own], 1)
+        output[ROW] = torch.stack([torch.full_like(rows, self._serial), rows], 1)
 
     # -- one micro-batch ---------------------------------------------------------------------------------------------
 
@@ -293,13 +293,13 @@ def token_loss(trainer: Any, inputs: dict[str, Any], logp: Tensor) -> dict[str, 
         inside = inside & inputs["tool_mask"].bool()
     sequences = trainer.importance_sampling_level == "sequence"
     old, reference = inputs.get("old_per_token_logps"), inputs.get("ref_per_token_logps")
-    change = own = torch.zeros_like(logp) if old is None else torch.where(inside, logp - old, 0.0)
+    change = deviation = torch.zeros_like(logp) if old is None else torch.where(inside, logp - old, 0.0)
     if sequences:
         change = (change.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True).clamp(min=1)).expand(logp.shape)
     ratio, advantage = change.exp(), inputs["advantages"]
     advantage = (advantage if advantage.dim() == 2 else advantage[:, None]).expand(logp.shape)
     clipped = _clipped(trainer, ratio, advantage)
-    made = {"ratio": torch.where(inside, ratio, 1.0), "log_ratio": own, "clipped": clipped * inside}
+    made = {"ratio": torch.where(inside, ratio, 1.0), "log_ratio": deviation, "clipped": clipped * inside}
     if inputs.get("importance_sampling_ratio") is not None:
         made["correction"] = inputs["importance_sampling_ratio"]
     if reference is None:

@@ -227,10 +227,10 @@ def _solutions(drawn: Drawn, prompts: int) -> list[tuple[int, ...]]:
     ended = [False] * prompts
     for row in range(len(rollouts.input_ids)):
         prompt, length = int(rollouts.group[row]), int(rollouts.completion_mask[row].sum())
-        own = length > 0 and bool(rollouts.completion_mask[row, :length].all())
+        complete = length > 0 and bool(rollouts.completion_mask[row, :length].all())
         ends = not bool(rollouts.truncated[row])
         better = not solutions[prompt] or (ends and not ended[prompt])
-        if own and better and float(drawn.correct[row]) == 1.0:
+        if complete and better and float(drawn.correct[row]) == 1.0:
             solutions[prompt], ended[prompt] = tuple(rollouts.completion_ids[row, :length].tolist()), ends
     return solutions
 

@@ -54,8 +54,8 @@ def squares(parts: Iterable[Tensor | None]) -> list[float]:
             found.append(0.0)
         elif is_shard(part):
             shards.append(number)
-            own = float(torch.linalg.vector_norm(local.to_local(), dtype=torch.float64)) ** 2
-            found.append(own / copies(part))
+            square = float(torch.linalg.vector_norm(local.to_local(), dtype=torch.float64)) ** 2
+            found.append(square / copies(part))
         else:
             found.append(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2)
     if shards:

@@ -173,17 +173,17 @@ def replay(rows: StepRows, method: Method) -> tuple[dict[str, Tensor], dict[str,
         made = {"loss_coef": coef, "kl_coef": kl, "ratio": out.ratio, "clipped": out.clipped, "weight": plan.weight}
         return made | {"advantage": plan.advantage, "update": torch.zeros_like(logp)}
 
-    own, plain = first_update(method), first_update(reference_method(method))
-    return own, _rotation(rows, own["loss_coef"], plain["loss_coef"])
+    weighted, plain = first_update(method), first_update(reference_method(method))
+    return weighted, _rotation(rows, weighted["loss_coef"], plain["loss_coef"])
 
 
-def _rotation(rows: StepRows, own: Tensor, plain: Tensor) -> dict[str, float]:
+def _rotation(rows: StepRows, weighted: Tensor, plain: Tensor) -> dict[str, float]:
     """Angle and ratio of the gradient to the reference objective's, and the angle of the noise, from two halves of the groups."""
     group = rows.rollouts.group
     groups = group.unique()
     parts = [torch.isin(group, half)[:, None] for half in (groups[::2], groups[1::2])]
     halves = [rows.gradient(torch.where(inside, plain, 0.0)) for inside in parts]
-    turned = rotation(rows.gradient(own), [a + b for a, b in zip(*halves, strict=True)])
+    turned = rotation(rows.gradient(weighted), [a + b for a, b in zip(*halves, strict=True)])
     noise = noise_rotation(halves[0], halves[1], len(groups[::2]) / len(groups)) if len(groups) > 1 else math.nan
     return {"gradient_rotation": turned.angle, "gradient_scale": turned.scale, "noise_rotation": noise}
 

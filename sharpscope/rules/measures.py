@@ -36,25 +36,25 @@ class OfLastStep(dict[str, Values]):
 
 def value(name: str) -> Measure:
     """The quantity itself."""
-    return lambda history: _on_known(history, (name,), lambda x: x, look=1)
+    return lambda history: _on_known(history, (name,), lambda x: x, depends_on=1)
 
 
 def mean(name: str) -> Measure:
     """Mean of the quantity over the last WINDOW steps that have it."""
-    return lambda history: _on_known(history, (name,), lambda x: trailing(x, WINDOW), look=WINDOW)
+    return lambda history: _on_known(history, (name,), lambda x: trailing(x, WINDOW), depends_on=WINDOW)
 
 
 def negative(name: str) -> Measure:
     """Share of the last WINDOW steps (of at least 5) whose value is negative beyond rounding."""
     return lambda history: _on_known(
-        history, (name,), lambda x: trailing((x < -1e-6).astype(float), WINDOW, 5), look=WINDOW
+        history, (name,), lambda x: trailing((x < -1e-6).astype(float), WINDOW, 5), depends_on=WINDOW
     )
 
 
 def zero(name: str) -> Measure:
     """Share of the last WINDOW steps (of at least 5) whose value is exactly 0."""
     return lambda history: _on_known(
-        history, (name,), lambda x: trailing((x == 0).astype(float), WINDOW, 5), look=WINDOW
+        history, (name,), lambda x: trailing((x == 0).astype(float), WINDOW, 5), depends_on=WINDOW
     )
 
 
@@ -69,7 +69,7 @@ def relative(name: str, window: int = WINDOW) -> Measure:
         ratio[:EARLY] = np.nan
         return ratio
 
-    return lambda history: _on_known(history, (name,), of, first=EARLY, look=window)
+    return lambda history: _on_known(history, (name,), of, first=EARLY, depends_on=window)
 
 
 def spike(name: str, z: float = 4.0) -> Measure:
@@ -91,7 +91,7 @@ def spike(name: str, z: float = 4.0) -> Measure:
             return _nothing(history)
         kind = OfLastStep if isinstance(history, OfLastStep) else dict
         positive = kind({name: np.where(history[name] > 0, history[name], np.nan)})
-        return _on_known(positive, (name,), of, look=SPIKE_WINDOW + 1)
+        return _on_known(positive, (name,), of, depends_on=SPIKE_WINDOW + 1)
 
     return measure
 
@@ -157,7 +157,7 @@ def constant_reward(history: History) -> Values:
         out[: WINDOW // 2 - 1] = np.nan
         return out
 
-    return _on_known(history, ("reward",), of, look=WINDOW)
+    return _on_known(history, ("reward",), of, depends_on=WINDOW)
 
 
 def entropy_rise(history: History) -> Values:
@@ -299,17 +299,17 @@ def _nothing(history: History) -> Values:
 
 
 def _on_known(
-    history: History, names: tuple[str, ...], of: Callable[..., Values], first: int = 0, look: int | None = None
+    history: History, names: tuple[str, ...], of: Callable[..., Values], first: int = 0, depends_on: int | None = None
 ) -> Values:
     """`of` the steps at which all of `names` are known and finite, NaN at the others.
 
-    `look`: how many of these the value at a step depends on, besides the `first` ones; None: on all up to it.
+    `depends_on`: how many of these the value at a step depends on, besides the `first` ones; None: on all up to it.
     """
     out = _nothing(history)
     if all(name in history for name in names):
         known = np.flatnonzero(np.all([np.isfinite(history[name]) for name in names], axis=0))
-        if look is not None and isinstance(history, OfLastStep) and len(known) > first + look:
-            known = np.concatenate([known[:first], known[-look:]])
+        if depends_on is not None and isinstance(history, OfLastStep) and len(known) > first + depends_on:
+            known = np.concatenate([known[:first], known[-depends_on:]])
         if len(known):
             out[known] = of(*(history[name][known] for name in names))
     return out

@@ -44,7 +44,7 @@ class Rule:
         below: whether small values are the problem.
         window: steps that the measure averages.
         known: when it can be judged: before a step's updates, after them, at an evaluation, or from a log only.
-        look: command that looks closer in a recorded run.
+        command: command that shows more in a recorded run.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Rule:
     below: bool = False
     window: int = 1
     known: Literal["before", "after", "evaluation", "log"] = "before"
-    look: str = "show {run}"
+    command: str = "show {run}"
 
     def level(self, value: float, outcome: int = 1) -> Severity:
         """How bad a value beyond the threshold is; `outcome`: position in `severity`."""

@@ -132,8 +132,8 @@ def _undecided(rewards: list[Reward], groups: int) -> list[int]:
     members = [rewards[group * size : (group + 1) * size] for group in range(groups)]
     return [
         group
-        for group, own in enumerate(members)
-        if len({one.correct for one in own}) == 1 or not all(math.isfinite(one.total) for one in own)
+        for group, rows in enumerate(members)
+        if len({one.correct for one in rows}) == 1 or not all(math.isfinite(one.total) for one in rows)
     ]
 
 

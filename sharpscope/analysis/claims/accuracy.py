@@ -199,17 +199,21 @@ def rates(study: Study) -> ClaimData:
     treated = study.of(study.treatment)
     if not pairings:
         return ClaimData(missing=f"no run of {study.baseline if treated else study.treatment} to compare")
-    own = grid_settings(study.finished[next(iter(pairings.values())).pairs[0].treatment]).get("learning rate")
-    if own is None:
+    treated_rate = grid_settings(study.finished[next(iter(pairings.values())).pairs[0].treatment]).get("learning rate")
+    if treated_rate is None:
         why = f"the learning rate of {study.treatment} is not recorded (optimizer.lr in config.yaml)"
         return ClaimData(missing=why)
     named = {rate: f"{study.baseline} at lr {rate:g}" for rate in pairings}
     tested = [rate for rate, pairing in pairings.items() if len(pairing.pairs) >= RATE_SEEDS]
     finding = compare_accuracy(study, {named[r]: p for r, p in pairings.items()}, [named[r] for r in tested])
-    sides = {"below": any(r < own for r in tested), "above": any(r > own for r in tested), "equal to": own in tested}
+    sides = {
+        "below": any(r < treated_rate for r in tested),
+        "above": any(r > treated_rate for r in tested),
+        "equal to": treated_rate in tested,
+    }
     if lacking := [side for side, there in sides.items() if not there]:
         why = (
-            f"no learning rate of {study.baseline} {' and '.join(lacking)} that of {study.treatment} ({own:g}) has "
+            f"no learning rate of {study.baseline} {' and '.join(lacking)} that of {study.treatment} ({treated_rate:g}) has "
             f"{RATE_SEEDS} seeds in common with it"
         )
         return replace(finding, missing=why)
@@ -218,7 +222,7 @@ def rates(study: Study) -> ClaimData:
         for rate, pairing in pairings.items()
         if rate not in tested
     ]
-    at = f"{study.treatment} at lr {own:g} against {study.baseline} at {', '.join(f'{rate:g}' for rate in tested)}"
+    at = f"{study.treatment} at lr {treated_rate:g} against {study.baseline} at {', '.join(f'{rate:g}' for rate in tested)}"
     return replace(finding, notes=(*finding.notes, at, *few))
 
 

@@ -101,10 +101,10 @@ def measure(study: Study) -> ClaimData:
         if (r := partial_correlation(*(rows[c].to_numpy() for c in ("predicted", "measured", "step")))) is not None
     ]
     by_seed = pd.DataFrame(found, columns=["seed", "r"]).groupby("seed")["r"].mean().to_numpy(dtype=float)
-    own = _drifts(study, study.treatment)
+    treated = _drifts(study, study.treatment)
     others = (
         mean_estimate("partial correlation of predicted and measured change", by_seed, "correlation"),
-        mean_estimate(f"drift of entropy of {study.treatment}", own, DRIFT, "", "log"),
+        mean_estimate(f"drift of entropy of {study.treatment}", treated, DRIFT, "", "log"),
     )
     if not len(by_seed):
         return ClaimData(missing=_unmeasured(study), others=others)

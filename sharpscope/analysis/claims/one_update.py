@@ -131,8 +131,10 @@ def unlikely(study: Study) -> ClaimData:
         f"{name}+tokens.side=high",
     )
     frame = paired(study, low, high, "heldout_failure")
-    own, more = frame["change"] / frame["gain"], (frame["change"] - frame["rival_change"]) / frame["gain"]
-    parts = {name: clusters(frame.assign(share=values), "share") for name, values in (("the start", own), (high, more))}
+    gained, more = frame["change"] / frame["gain"], (frame["change"] - frame["rival_change"]) / frame["gain"]
+    parts = {
+        name: clusters(frame.assign(share=values), "share") for name, values in (("the start", gained), (high, more))
+    }
     if not len(parts["the start"]):
         arms_text = f"{study.baseline},low={name},high={name}+tokens.side=high"
         return ClaimData(missing=f"no counterfactual update with the unlikely tokens alone ({COMMAND} {arms_text})")

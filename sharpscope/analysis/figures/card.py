@@ -80,9 +80,9 @@ def card(run: Run) -> Figure:
     axis = figure.add_axes((0.08, 0.13, 0.88, 0.24))
     if len(values):  # the reward by step, or else the first quantity that varies
         name = next(name for name in STEPS if name in set(values["quantity"]))
-        own = values[values["quantity"] == name]
-        marker = "o" if len(own) <= 20 else ""
-        axis.plot(own["step"], STEPS[name].factor * own["value"], color=COLORS[0], linewidth=2, marker=marker)
+        part = values[values["quantity"] == name]
+        marker = "o" if len(part) <= 20 else ""
+        axis.plot(part["step"], STEPS[name].factor * part["value"], color=COLORS[0], linewidth=2, marker=marker)
         axis.set_title(f"{STEPS[name].name}, by step", loc="left", fontsize=12)
         axis.tick_params(labelsize=11)
     _write(figure, 0.04, 0.035, printable(" ".join(accuracy_texts(study.settings)[:1]), 110), size=12, color="#333333")

@@ -80,10 +80,10 @@ def differences(table: pd.DataFrame) -> Figure:
     with styled():
         figure, axes = panels(len(quantities), height=0.7 + 0.18 * len(contrasts), sharey=True)
         for axis, quantity in zip(axes, quantities, strict=True):
-            own = table[table["quantity"] == quantity].set_index("contrast").reindex(contrasts).astype({"low": float})
+            part = table[table["quantity"] == quantity].set_index("contrast").reindex(contrasts).astype({"low": float})
             axis.axvline(0, color=GRAY, linewidth=0.8)
-            axis.hlines(height, own["low"], own["high"], color=BLUE, linewidth=1.2)
-            axis.plot(own["difference"], height, "o", color=BLUE)
+            axis.hlines(height, part["low"], part["high"], color=BLUE, linewidth=1.2)
+            axis.plot(part["difference"], height, "o", color=BLUE)
             axis.set_yticks(height, [setting_text(name) for name in contrasts])
             axis.set(xlabel=fill(plain(quantity, 80), 26), ylim=(-0.6, len(contrasts) - 0.4))
         finish(figure, axes)
@@ -210,6 +210,6 @@ def run_pictures(runs: Runs) -> Iterator[tuple[str, Figure]]:
             named = table["quantity"] + np.where(share, " [points]", "")
             yield f"{study.slug}differences", differences(table.assign(**ends, quantity=named))
     forked = fork_differences(runs.forks) if any(run.rows("forks") for run in runs) else pd.DataFrame({"fork": []})
-    for name, own in forked.groupby("fork", sort=False):  # type: ignore[assignment]
-        if (figure := fork_effects(own)) is not None:
+    for name, part in forked.groupby("fork", sort=False):  # type: ignore[assignment]
+        if (figure := fork_effects(part)) is not None:
             yield f"fork_{name}" if forked["fork"].nunique() > 1 else "forks", figure

@@ -54,7 +54,9 @@ def report_html(page: Page, pictures: Mapping[str, str]) -> str:
         return f"#token-{numbers[cell.run]}-{cell.step}-{cell.rollout}-{cell.position}" if known else ""
 
     parts = {name: [section for section in page.sections if section.part == name] for name in PARTS}
-    held = {name: own for name, own in parts.items() if own or name == "Tokens" or (name == "Curves" and charts)}
+    held = {
+        name: content for name, content in parts.items() if content or name == "Tokens" or (name == "Curves" and charts)
+    }
     html = _environment().get_template("report.html.j2")
     return html.render(
         version=__version__,

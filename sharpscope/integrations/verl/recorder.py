@@ -381,11 +381,11 @@ class VerlRecorder(Guard):
 
     def _update_norm(self, optimizer: torch.optim.AdamW) -> float:
         """The size of the update just made with FSDP 1, over all processes."""
-        own, config = update_norm(optimizer), self.worker.engine_config
+        norm, config = update_norm(optimizer), self.worker.engine_config
         # FSDP 1: each process's parameters are its part, as plain tensors, which several hold if fsdp_size divides the processes.
         processes, size = distributed.world_size(), config.fsdp_size
         copies = processes // size if 0 < size < processes else 1
-        return math.sqrt(distributed.sum_values(own**2) / copies)
+        return math.sqrt(distributed.sum_values(norm**2) / copies)
 
     def _critical(self, rows: _Rows, data: Any, loss_fn: Any, factor: float) -> None:
         """Measure the critical sharpness of the update; all processes call it, when verl has multiplied the gradient by `factor`."""
@@ -394,18 +394,18 @@ class VerlRecorder(Guard):
 
         def loss() -> float:
             """The loss of the update's batch at the present weights, over all processes."""
-            own: list[float] = []
+            losses: list[float] = []
 
             def kept(**given: Any) -> Any:
                 """The loss of verl, whose value is kept."""
                 found = loss_fn(**given)
-                own.append(float(found[0]))  # a micro-batch's part of the loss
+                losses.append(float(found[0]))  # a micro-batch's part of the loss
                 return found
 
             distributed.gather(None)  # the forward passes exchange weights
             with guarded(engine.module), torch.no_grad():
                 engine.forward_backward_batch(data, loss_function=kept, forward_only=True)
-            return distributed.sum_values(math.fsum(own)) / processes
+            return distributed.sum_values(math.fsum(losses)) / processes
 
         try:
             check_loss(loss_fn)

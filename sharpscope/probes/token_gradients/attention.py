@@ -52,8 +52,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, c
         rows, end, at = q[:, :, start:stop], before + stop, before + start  # `end`: of the keys that the block sees
         S = torch.bmm(rows.flatten(1, 2), k[:, :end].mT).unflatten(1, (groups, -1))  # (B·kv, groups, b, end)
         if cut:
-            own = S.diagonal(at, -2, -1) + torch.linalg.vecdot(rows.detach(), own_k[:, :, start:stop])
-            S = torch.diagonal_scatter(S, own, at, -2, -1)
+            diagonal = S.diagonal(at, -2, -1) + torch.linalg.vecdot(rows.detach(), own_k[:, :, start:stop])
+            S = torch.diagonal_scatter(S, diagonal, at, -2, -1)
         if cap is not None:
             S = cap * torch.tanh(S / cap)
         if mask is None:

@@ -75,8 +75,8 @@ class ShardedProbes:
             rows = _together(lambda: make_rows(model, input_ids, mask, attention_mask, temperature))
             if check and "local" not in self.checked and (row := _first(rows)) is not None:
                 found = float(_local_sums(model, row, temperature).total[0]) ** 0.5
-                own = self._gradient(row.ids, temperature)
-                reference = math.sqrt(inner(own, own))
+                gradient = self._gradient(row.ids, temperature)
+                reference = math.sqrt(inner(gradient, gradient))
                 self._check("local", found, reference, reference)
             collector = Collector(rows, torch.promote_types(next(model.parameters()).dtype, torch.float32))
             for chunk, mine in _passes(rows):
@@ -111,9 +111,9 @@ class ShardedProbes:
             rows = _together(lambda: make_rows(model, input_ids, mask, attention_mask, temperature))
             if check and "along" not in self.checked and (row := _first(rows)) is not None:
                 found = float(_rates(model, row, tangents, temperature)[0])
-                own = self._gradient(row.ids, temperature)
-                scale = math.sqrt(inner(own, own) * inner(direction, direction))
-                self._check("along", found, inner(own, direction), scale)
+                gradient = self._gradient(row.ids, temperature)
+                scale = math.sqrt(inner(gradient, gradient) * inner(direction, direction))
+                self._check("along", found, inner(gradient, direction), scale)
             out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.ids.device)
             for chunk, mine in _passes(rows):
                 rates = _rates(model, chunk, tangents, temperature)

@@ -49,7 +49,7 @@ const Colors = (() => {
     weight: { label: "weight", signed: false, floor: true, of: (c) => c.c.weight, says: "the method's token weight" },
     score: {
       label: "score norm", signed: false, of: (c) => c.c.score || c.c.exact,
-      says: "norm of the gradient of ln π over all parameters; local tier where it was recorded, else the exact one",
+      says: "norm of the gradient of ln π over all parameters; by the local method where it was recorded, else the exact one",
     },
     influence: {
       label: "influence", signed: true, of: (c) => c.c.influence,
