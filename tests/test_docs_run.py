@@ -332,13 +332,6 @@ def test_the_documented_probes_run():
     }
     (code,) = blocks("docs/guides/probes.md")
     exec(compile(code, "probes.md", "exec"), names)
-    largest = names["norms"].values.max().item()
-    for shown, text in (
-        (names["norms"], f"<td>{largest:.4g}</td>"),
-        (names["found"], "eigenvalue 1</th><td>48 "),
-        (names["rise"], "<td>1.612</td>"),  # 0.05·√(4² + 32²)
-    ):
-        assert text in shown._repr_html_()
     assert names["shares"].sum().item() == pytest.approx(1, abs=1e-4)
     assert names["found"].largest == pytest.approx(48, rel=1e-3)  # of Σ θ⁴: 12 θ² at −2
     at = torch.tensor([4.0, -32.0], dtype=torch.float64)

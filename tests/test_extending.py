@@ -6,6 +6,7 @@ import math
 import re
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -83,7 +84,7 @@ def test_a_claim_is_one_object(monkeypatch, change, expected):
 
 def test_a_probe_is_one_function(monkeypatch):
     function, check = blocks("CONTRIBUTING.md", "Add a probe")
-    names: dict[str, Any] = {"Point": runner.Point, "Found": runner.Found, "Estimate": Estimate, "math": math}
+    names: dict[str, Any] = {"Point": runner.Point, "Iterator": Iterator, "Estimate": Estimate, "math": math}
     exec(function, names)
     monkeypatch.setitem(runner.PROBES, "weights", names["weight_norm"])
     model, spec = small_model().double(), ProbesSpec(rho=0.05)

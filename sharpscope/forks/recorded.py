@@ -108,7 +108,7 @@ class TrainerStep(StepAgain):
                 observe(PendingUpdate(int(recorded["update"]), every, first, coef, norm.total))
             clipped = float(recorded["clip_factor"])
             factor = clip_factor(norm.total, recorded["grad_norm"] * clipped if clipped < 1 else None)
-            torch._foreach_mul_([p.grad for p in self.parameters], factor)
+            torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
             for group in self.optimizer.param_groups:
                 group["lr"] = float(recorded["lr"])
             self.optimizer.step()

@@ -420,7 +420,8 @@ def weight_curves(methods: Mapping[str, Method]) -> pd.DataFrame:
     for name, method in methods.items():
         for axis, x in (("logit", np.linspace(-5.0, 35.0, 401)), ("probability", np.linspace(0.001, 0.999, 500))):
             values = torch.from_numpy(x)
-            step = StepTensors.from_columns(**({"logit": values} if axis == "logit" else {"logp": values.log()}))
+            column = {"logit": values} if axis == "logit" else {"logp": values.log()}
+            step = StepTensors.from_columns(**column)  # type: ignore[arg-type]
             try:
                 weight = token_weights(method.weight, step, torch.Generator().manual_seed(0))[:, 0].numpy()
             except (UserError, ValueError):

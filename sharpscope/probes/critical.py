@@ -283,9 +283,12 @@ class _Search:
     def _outside(self) -> float:
         """The next η while all losses are on one side of L(θ)."""
         margin, root = self.tolerance / 3, self._secant()
-        # Where the quotient is far from a line, secants creep: after one of them, step by at least a factor of 2.
+        # Where the quotient is far from a line, secants creep: after one of them, step by at least a factor of 2. Not where the
+        # loss has risen again by half of its fall: the first crossing is near, and the loss may fall again behind it.
         least = 1 + self.tolerance if len(self.quotient) < 2 else 2.0
         if math.isinf(self.upper):
+            if self.depth > self.noise and -self.quotient[self.lower] * self.lower < self.depth / 2:
+                return 1.25 * self.lower
             if root is None:
                 return 2 * self.lower
             return min(max(root * (1 + margin), self.lower * least), EXPAND * self.lower)

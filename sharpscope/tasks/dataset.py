@@ -125,10 +125,11 @@ class DatasetTask:
         meta["content"] = content_id(" ".join(prompt.split()))
         if meta["scorer"] == "logic_rl":
             truth = _nested(truth)
-            answer = truth.get("solution_text_format") if isinstance(truth, dict) else truth
-            roles = roles_of(answer) if isinstance(answer, str) else {}
+            given = truth.get("solution_text_format") if isinstance(truth, dict) else truth
+            roles = roles_of(given) if isinstance(given, str) else {}
             if not roles:
-                raise UserError(f"{where}: the answer must be like '(1) Ava is a knight', got {answer!r:.60}")
+                raise UserError(f"{where}: the answer must be like '(1) Ava is a knight', got {given!r:.60}")
+            answer = str(given)
             meta |= {"level": len(roles), "names": tuple(roles)}
         else:
             meta["truths"] = _read_truths(truth, meta["scorer"], where)

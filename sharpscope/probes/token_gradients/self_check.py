@@ -189,7 +189,7 @@ def _sample(model: nn.Module, structure: Structure, rows: Rows, temperature: flo
     """Two tokens after the beginning of the first row that has a chosen token; None if the weights have diverged."""
     row = int(rows.chosen.any(1).nonzero()[0])
     ids = rows.ids[row : row + 1, : max(1, min(LENGTH, int(rows.lengths[row]) - 2))]
-    vocabulary = bare(model).get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    vocabulary = bare(model).get_input_embeddings().weight.shape[0]  # type: ignore[index]
     for _ in range(2):
         with torch.no_grad():
             logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -1]
