@@ -16,6 +16,7 @@ import math
 import multiprocessing
 import os
 import sys
+import textwrap
 import traceback
 import warnings
 from pathlib import Path
@@ -169,7 +170,7 @@ def one_line(problem: BaseException) -> str:
     """Type and message, and where in the package it was raised."""
     frames = [f for f in traceback.extract_tb(problem.__traceback__) if f"{os.sep}sharpscope{os.sep}" in f.filename]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}{place}"
+    return f"{type(problem).__name__}: {textwrap.shorten(str(problem), 200, placeholder=' …')}{place}"
 
 
 def examine(name: str) -> dict[str, str]:
