@@ -54,10 +54,15 @@ class Moved:
 
 
 def largest_update(run: Run, top: int = 8) -> Spike | None:
-    """The step whose tokens are shown: the largest spike with shares, a large step with them, or the largest gradient with them."""
+    """The step whose tokens are shown: the spike, large step or gradient with shares that is the most times the typical one.
+
+    Not the spike with the largest z, which also says how alike the steps before were.
+    """
     notable = [spike for spike in notable_steps(run, top) if spike.tokens is not None]
     found = notable or [one for one in explain_largest(run, top) if one.tokens is not None]
-    return max(found, key=lambda spike: spike.z if spike.z >= SPIKE_Z else -math.inf, default=None)
+    return max(
+        found, key=lambda spike: spike.grad_norm / spike.typical if spike.z >= SPIKE_Z else -math.inf, default=None
+    )
 
 
 def moved_tokens(run: Run, step: int, top: int = 4) -> list[Moved]:

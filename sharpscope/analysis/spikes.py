@@ -249,7 +249,7 @@ def spike_text(run: Run) -> str:
     if len(spikes):
         each = ", ".join(f"{r.step} (z = {r.z:.1f}, {r.times:.1f} × typical)" for r in spikes.itertuples())
         count = f"{len(spikes)} step{'s' * (len(spikes) > 1)} with z ≥ {SPIKE_Z:g}"
-        return f"{count}: {each}. {_near(run, int(spikes.nlargest(1, 'z')['step'].iloc[0]))}"
+        return f"{count}: {each}. {_near(run, int(spikes.nlargest(1, 'times')['step'].iloc[0]))}"
     said, named = [], None
     if scores["z"].isna().all():
         needs = f"A spike is judged against {FEWEST} earlier steps with a gradient"
