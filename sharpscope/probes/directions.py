@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sharpscope import distributed
-from sharpscope.policy.sharding import is_shard
+from sharpscope.policy.sharding import copies, is_shard
 
 NOISE_BOUND = 90.0
 """The largest noise rotation that can be estimated [degrees]; at it the estimate says "at least", not "equal"."""
@@ -100,7 +100,7 @@ def inner(first: Gradient, second: Gradient) -> float:
 
 
 def _sums(first: Gradient, second: Gradient, terms: Any, *, count: int) -> list[float]:
-    """Sums over all parameters of `terms` of two flat float64 tensors; parts of shards are summed over the processes."""
+    """Sums over all parameters of `terms` of two flat float64 tensors; parts of shards are summed over the processes, each once."""
     whole, local, divided = [0.0] * count, [0.0] * count, False
     for a, b in zip(first, second, strict=True):
         like = b if a is None else a
@@ -110,7 +110,7 @@ def _sums(first: Gradient, second: Gradient, terms: Any, *, count: int) -> list[
         values = terms(*(_flat(torch.zeros_like(like) if x is None else x) for x in (a, b)))
         target = local if shard else whole
         for index, value in enumerate(values):
-            target[index] += float(value)
+            target[index] += float(value) / (copies(like) if shard else 1)
         divided = divided or shard
     if divided:
         local = [distributed.sum_values(value) for value in local]
