@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from sharpscope.diagnose import Log, findings, read_log
+from sharpscope.diagnose import Log, findings
 from sharpscope.diagnose.quantities import LIKE, QUANTITIES, keys_of
 from sharpscope.rules import RULES, applies
 from tests.diagnose.simulated import healthy
@@ -49,12 +49,16 @@ def recorded(folder: Path) -> Iterator[pd.DataFrame]:
 
 def runs() -> dict[str, list[pd.DataFrame]]:
     """Healthy runs by kind."""
-    logs = ROOT / "tests" / "diagnose" / "logs"
+    logs = pd.read_csv(ROOT / "tests" / "diagnose" / "logs.csv").set_index("step")
+    of_logs = {
+        str(name): run.drop(columns="run").dropna(axis=1, how="all")
+        for name, run in logs[logs["run"].str.startswith("healthy-")].groupby("run")
+    }
     return {
         "reference": list(recorded(ROOT / "data" / "reference")),
         "study": list(recorded(ROOT / "data" / "studies" / "2" / "runs")),
-        "embedded": [read_log(file).frame for file in sorted(logs.glob("healthy-*.csv"))],
-        "smollm2": [read_log(file).frame for file in sorted((logs / "smollm2").glob("healthy-*.csv"))],
+        "embedded": [log for name, log in of_logs.items() if "smollm2" not in name],
+        "smollm2": [log for name, log in of_logs.items() if "smollm2" in name],
         "simulated": [
             frame_of(healthy(steps, seed, rate=steps / 5), "TRL")
             for steps in (20, 60, 200, 1000)

@@ -12,6 +12,7 @@ import argparse
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +26,7 @@ from sharpscope.traces import load_run
 from sharpscope.training import loop, train
 from sharpscope.training.rollouts import draw_group
 
-LOGS = Path(__file__).parents[2] / "tests" / "diagnose" / "logs"
+LOGS = Path(__file__).parents[2] / "tests" / "diagnose" / "logs.csv"
 BASE: dict[str, Any] = {
     "task.kind": "math",
     "rollout.prompts_per_step": 10,
@@ -100,8 +101,8 @@ HEALTHY: dict[str, dict[str, Any]] = {
 }
 
 
-def make(name: str, changes: dict[str, Any], steps: int, at: int, out: Path) -> Path:
-    """Run one training whose fault, if it has one, begins at step `at`, and keep its scalars as CSV."""
+def make(name: str, changes: dict[str, Any], steps: int, at: int, out: Path) -> None:
+    """Run one training whose fault, if it has one, begins at step `at`, and keep its scalars as rows of a CSV file."""
     rows: list[dict[str, float]] = []
     fault, plain_draw, plain_rate, after = (
         FAULTS.get(name),
@@ -134,9 +135,10 @@ def make(name: str, changes: dict[str, Any], steps: int, at: int, out: Path) -> 
     kept = pd.DataFrame(rows)
     if len(evaluated):
         kept["accuracy"] = kept["step"].map(evaluated.groupby("step")["accuracy"].mean())
-    out.mkdir(parents=True, exist_ok=True)
-    kept.to_csv(out / f"{name}.csv", index=False, float_format="%.4g")
-    return out / f"{name}.csv"
+    made = pd.read_csv(StringIO(kept.to_csv(index=False, float_format="%.4g")), dtype=str)
+    made.insert(0, "run", name)
+    others = pd.read_csv(out, dtype=str).query("run != @name") if out.exists() else made[:0]
+    pd.concat([others, made]).sort_values("run", kind="stable").to_csv(out, index=False)
 
 
 def main() -> None:
@@ -152,7 +154,8 @@ def main() -> None:
     for name in given.only:
         changes = (SICK | HEALTHY)[name] | ({"policy.model": given.model} if given.model else {})
         changes |= dict(pair.split("=", 1) for pair in given.set)
-        print(make(name, changes, given.steps, 1 if name == "kl_k1" else given.at, given.out), flush=True)
+        make(name, changes, given.steps, 1 if name == "kl_k1" else given.at, given.out)
+        print(name, flush=True)
 
 
 if __name__ == "__main__":

@@ -373,7 +373,7 @@ class Recorder(Guard):
         factor = clip_factor(norm, self.max_grad_norm)
         step.gradient = (loss, norm, factor)
         joined, tokens, update = step.pending_update()
-        self._observed.append(self.observers.for_step(self.step_number, joined.rollouts, self.recent))
+        self._observed.append(StepObserver(self.observers, self.step_number, joined.rollouts, self.recent))
         if norm == 0:
             text = "the gradient of an update is 0, so it has no shares and no critical sharpness"
             self._warn("zero_gradient", "info", f"{text} (were all rewards of each group equal?)", 0.0)
@@ -403,7 +403,10 @@ class Recorder(Guard):
     def _rotation(
         self, method: Method, batch: RolloutBatch, tokens: StepTokens, update: PendingUpdate
     ) -> UpdateRotation | None:
-        """How far a method's token weights would turn the update's gradient: Σ w c ∇log π, a KL term as it is, against Σ c ∇log π."""
+        """How far a method's token weights w would turn the update's gradient g: g + Σ (w − 1)·c·∇log π against g.
+
+        c is a token's coefficient without its KL term: that and terms of the loss that no token has stay as they are.
+        """
         started, width = time.perf_counter(), update.loss_coef.shape[1]
         kl = self._step.pending_values(width, "kl_coef")
         if bool(kl.isnan().any()):
@@ -412,7 +415,7 @@ class Recorder(Guard):
             return None
         self.rotate, plan = self.plan_of(method, batch, tokens.stats)
         factor = (plan.weight * plan.keep.to(plan.weight)).cpu()[update.rows, :width]
-        coef = factor * (update.loss_coef - kl) + kl  # (n, T)
+        coef = (factor - 1) * (update.loss_coef - kl)  # (n, T)
         rollouts = batch.rollouts.rows(update.rows.to(batch.rollouts.group.device))
         prompt = torch.zeros_like(rollouts.input_ids[:, : rollouts.prompt_width])
         mask = torch.cat([prompt, rollouts.completion_mask], 1)  # (n, P+T)
@@ -420,10 +423,11 @@ class Recorder(Guard):
         rows, view = distributed.local_slice(len(mask)), self._view()
         with own_forward(self.model):
             ids, there = rollouts.input_ids[rows], rollouts.attention_mask[rows]
-            turned = logp_gradient(view.model, ids, mask[rows], wide[rows], there, self.temperature)
+            change = logp_gradient(view.model, ids, mask[rows], wide[rows], there, self.temperature)
         distributed.gather(None)  # before the sum, in which a process that has failed takes no part
-        turned = distributed.sum_tensors(turned)
+        change = distributed.sum_tensors(change)
         plain = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in view.parameters]
+        turned = [gradient + more for gradient, more in zip(plain, change, strict=True)]
         seconds = time.perf_counter() - started
         self.observers.schedule.spend("rotation", seconds)
         return UpdateRotation(rotation(turned, plain), Rotation(math.nan, math.nan), math.nan, seconds)
@@ -493,7 +497,7 @@ class Recorder(Guard):
             self._append("rollouts", columns if self.correct else columns | {"correct": None})
         if probed or (spec.tokens_every and number % spec.tokens_every == 0):
             layers = {at: values for one in self._observed for at, values in one.by_layer.items()}
-            written = self._written(batch.rollouts, probed)
+            written = self._written(batch.rollouts)
             columns = token_columns(number, batch, result, probed, self.policy.head, self.temperature, layers, written)
             sampled = all(one.sampled for one in step.batches)
             self._append("tokens", columns if sampled else columns | {"behavior_logp": None})
@@ -521,14 +525,14 @@ class Recorder(Guard):
         note(self.run_dir, steps_done=self.step_number - 1)
         self._flushed = time.perf_counter()
 
-    def _written(self, rollouts: Rollouts, probed: Mapping[str, Tensor]) -> tuple[Tensor, float] | None:
-        """Which rollouts' tokens are written, and the share of groups that are; None: all, as at a spike."""
-        if any(one.spike for one in self._observed):
+    def _written(self, rollouts: Rollouts) -> tuple[Tensor, float] | None:
+        """Which rollouts' tokens are written, and the share of groups that are; None: all, as at a spike.
+
+        All too where an update was measured before the step's last completions came: its sample was one of the others.
+        """
+        if any(one.spike or (one.columns and len(one.rollouts) < len(rollouts)) for one in self._observed):
             return None
-        drawn, share = written_groups(rollouts, self.config.recording.token_rows, self._seed, self.step_number)
-        for values in probed.values():  # of an update before all the step's completions were known
-            drawn = drawn | ~values.isnan().all(1)
-        return drawn, share
+        return written_groups(rollouts, self.config.recording.token_rows, self._seed, self.step_number)
 
     def _probed(self, like: Tensor) -> dict[str, Tensor]:
         """The columns (N, T) that the observers of the step's updates have measured."""
@@ -572,14 +576,17 @@ class Recorder(Guard):
             self._event("trl_statistics", "warning", text + "the recorder's", gap, limit)
 
     def _kl_step(self, batch: RolloutBatch, before: Tensor) -> float | None:
-        """Mean k3 of KL(π_old‖π) over the tokens of the step's first completions, after its last update [nats]; not with FSDP2."""
+        """Mean k3 of KL(π_old‖π) over the tokens of KL_ROWS of the step's completions, after its last update [nats]; not with FSDP2."""
         if is_sharded(self.model):  # a forward pass before zero_grad would change the training
             return None
-        rollouts = batch.rollouts.rows(torch.arange(min(KL_ROWS, len(before)), device=batch.rollouts.group.device))
+        rows = torch.linspace(
+            0, len(before) - 1, min(KL_ROWS, len(before))
+        ).long()  # of different prompts where there are
+        rollouts = batch.rollouts.rows(rows.to(batch.rollouts.group.device))
         mask = rollouts.completion_mask.bool().cpu()
         with self.whole():
             after = own_statistics(replace(self.scorer, share_prompt=False), rollouts).logp.cpu()
-        x = (after - before[: len(mask)].cpu())[mask].double()
+        x = (after - before.cpu()[rows])[mask].double()
         return float((torch.expm1(x) - x).mean()) if len(x) else None
 
     def _append(self, table: str, columns: dict[str, Any]) -> None:

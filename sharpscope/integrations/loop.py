@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from sharpscope import distributed
 from sharpscope.errors import UserError
-from sharpscope.integrations.core import Recorder
+from sharpscope.integrations.core import Recorder, dropout_of
 from sharpscope.integrations.price import Work
 from sharpscope.integrations.steps import prompt_texts, sequences_of
 from sharpscope.objective import k3
@@ -52,7 +53,7 @@ class LoopRecorder(Recorder):
         self._seen = Counter[Hashable]()  # how often the present update has used a name
         self.begin(optimizer, steps)
         self._closed = time.perf_counter()
-        atexit.register(self.close)
+        atexit.register(self._at_exit)
 
     def tokens(
         self,
@@ -77,7 +78,8 @@ class LoopRecorder(Recorder):
         Args:
             logp: (n, W) ln π of the tokens, from which the loss is made [nats].
             input_ids: (n, L) prompts and completions.
-            completion_mask: (n, L), or (n, T) of the last T columns: 1 on the tokens in the loss.
+            completion_mask: (n, L), or (n, T) of the last T columns: 1 on the tokens in the loss. A completion whose last one is
+                no end token counts as cut.
             attention_mask: (n, L) 0 on padding; None: padding is what equals the padding token on the left, and what follows
                 the last token in the loss.
             old_logp: ln π_old, for the ratio; None: the ratio is 1.
@@ -106,7 +108,7 @@ class LoopRecorder(Recorder):
 
     def close(self) -> None:
         """End the run. It is also ended when the process ends."""
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
         self.end(partial(self.stop, "finished", "the loop has ended"))
         self.unhook()
 
@@ -115,8 +117,14 @@ class LoopRecorder(Recorder):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self.end(partial(self.stop, "failed", f"{type(error).__name__}: {error}"))
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            self.end(partial(self.stop, status, f"{type(error).__name__}: {error}"))
         self.close()
+
+    def _at_exit(self) -> None:
+        """End the run with the error that has ended the process, if one has; an interactive session goes on after errors."""
+        error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+        self.__exit__(None, error, None)
 
     # -- one micro-batch ---------------------------------------------------------------------------------------------
 
@@ -227,7 +235,7 @@ class LoopRecorder(Recorder):
 
     def observe_update(self, observer: StepObserver) -> None:
         """Measure the critical sharpness of a step's first update."""
-        function, factor = self._loss_fn, self._step.gradient[2]
+        function, factor = self._loss_fn, None if dropout_of(self.model) else self._step.gradient[2]  # of another loss
         if function is None:
             self._warn("probe", "info", "critical sharpness is not measured: step() was not given loss_fn")
             return

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from sharpscope.config.method import Method
-from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
 from sharpscope.integrations.completions import Labels
-from sharpscope.integrations.importers import FORMATS, Options, import_files, recognize
+from sharpscope.integrations.importers import FORMATS, import_files, recognize
 from sharpscope.policy import Policy
 from sharpscope.recording.from_checkpoint import Probed, probe_trace
 from sharpscope.traces import Run, load_run
@@ -22,13 +21,8 @@ def probe_rollouts(
     out: Path,
     *,
     method: Method | None = None,
-    kind: str | None = None,
-    options: Options | None = None,
     temperature: float | None = None,
-    steps: Sequence[int] | None = None,
-    check: Check = "first",
-    on_step: Callable[[Probed], None] | None = None,
-    force: bool = False,
+    **options: Any,
 ) -> list[Probed]:
     """Read a dump of another trainer and write it as a run with shares, norms, layers and rotation at a checkpoint.
 
@@ -37,22 +31,20 @@ def probe_rollouts(
         policy: the checkpoint that drew the batch, or the one that the first update of the step changed.
         out: folder of the new run.
         method: whose loss gives the tokens' coefficients; None: those in the files.
-        kind: format; None: recognized.
-        options: of the format.
         temperature: of the log-probabilities; None: 1, or what the files say.
-        steps, check, on_step, force: see `probe_trace`.
+        options: further ones of `probe_trace`.
 
     Raises:
         UserError: IDs, log-probabilities or advantages are missing (the message says what makes the trainer write them), or the
             checkpoint does not fit.
     """
-    kind = kind or recognize(source)
+    kind = recognize(source)
     labels = Labels(method=method.name if method is not None and method.name else "unknown", temperature=temperature)
     with tempfile.TemporaryDirectory() as folder:
-        import_files(kind, source, Path(folder) / "imported", labels, options)
+        import_files(kind, source, Path(folder) / "imported", labels)
         run = load_run(Path(folder) / "imported")
         _check(run, kind, source, method)
-        return probe_trace(run, policy, out, steps=steps, method=method, check=check, on_step=on_step, force=force)
+        return probe_trace(run, policy, out, method=method, **options)
 
 
 def _check(run: Run, kind: str, source: Path, method: Method | None) -> None:

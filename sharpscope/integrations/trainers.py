@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 
 from sharpscope import distributed
 from sharpscope.errors import UserError
-from sharpscope.integrations.core import Recorder, own_forward
+from sharpscope.integrations.core import Recorder, dropout_of, own_forward
 from sharpscope.integrations.price import Work
 from sharpscope.integrations.steps import sequences_of
 from sharpscope.policy.adapters import has_adapters
@@ -170,7 +170,8 @@ class TrainerRecorder(Recorder):
         if self._kept:
             start, (loss, _, factor) = self.loss_again(), self._step.gradient
             # With dropout the gradient is of another loss, so its slope is not that of the loss computed again.
-            clip = factor if self.work.generated or math.isclose(start, loss, rel_tol=1e-2) else None
+            same = not dropout_of(self.model) if self.work.generated else math.isclose(start, loss, rel_tol=1e-2)
+            clip = factor if same else None
             observer.critical(self.model, self.optimizer, self.loss_again, start=start, clip_factor=clip)
         self._kept = []
 

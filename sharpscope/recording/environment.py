@@ -84,6 +84,7 @@ def commit() -> str | None:
         return None
 
     def git(*arguments: str) -> str:
+        """The output of a git command."""
         command = ["git", *arguments]
         return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -103,54 +104,41 @@ class Quantities:
         return {name: self._columns[name][: at + 1] for name in row}
 
 
+@dataclass
 class StepHealth:
     """The health rules of one step.
 
     Attributes:
         events: of the rules that applied so far.
         values: canonical quantities of the step.
-
-    Args:
-        spec: thresholds and actions.
-        step: number of the step.
-        batch: its rollouts.
-        method: its objective.
-        progress: share of the run done.
-        device: of the model.
-        vocabulary: number of tokens that the policy can draw.
-        quantities: of the steps so far; None: there are none. Add `values` to its rows when the step is done.
-        trainer: whose names of the settings messages use, a key of `sharpscope.rules.FIELDS`.
-        lr: learning rate of the step.
-        checkpoint: newest checkpoint, by name.
     """
 
-    def __init__(
-        self,
-        spec: HealthSpec,
-        step: int,
-        batch: RolloutBatch,
-        method: Method,
-        progress: float,
-        device: torch.device,
-        *,
-        vocabulary: int | None = None,
-        quantities: Quantities | None = None,
-        trainer: str = "sharpscope",
-        lr: float | None = None,
-        checkpoint: str | None = None,
-    ) -> None:
-        self.spec, self.step, self.batch, self.method, self.progress = spec, step, batch, method, progress
-        self.device, self.vocabulary, self.quantities = device, vocabulary, quantities or Quantities()
-        self._said: dict[str, Any] = {"trainer": trainer, "lr": lr, "checkpoint": checkpoint}
-        self.values: dict[str, float] = {}
-        bad = batch.rollouts.reward[~torch.isfinite(batch.rollouts.reward)]
-        self.events = check_finite(spec, step, [("a reward is not finite", float(bad[0]))], False) if len(bad) else []
+    spec: HealthSpec
+    step: int
+    batch: RolloutBatch
+    method: Method
+    progress: float  # share of the run done
+    device: torch.device  # of the model
+    vocabulary: int | None = None  # tokens that the policy can draw
+    quantities: Quantities = field(
+        default_factory=Quantities
+    )  # of the steps so far; add `values` when the step is done
+    trainer: str = "sharpscope"  # whose names of the settings messages use, a key of `sharpscope.rules.FIELDS`
+    lr: float | None = None  # of the step
+    checkpoint: str | None = None  # the newest, by name
+    values: dict[str, float] = field(init=False, default_factory=dict)
+    events: list[Event] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        reward = self.batch.rollouts.reward
+        for value in reward[~torch.isfinite(reward)].tolist()[:1]:
+            self.events += check_finite(self.spec, self.step, [("a reward is not finite", value)], False)
 
     def _judge(self, values: Mapping[str, float | None], known: str) -> None:
         """Add quantities of the step, and the events of the rules that are known then."""
         self.values |= {name: value for name, value in values.items() if value is not None}
-        history = self.quantities.history(self.values)
-        self.events += judge(self.step, history, self.spec.limits, known=known, **self._said)
+        history, said = self.quantities.history(self.values), (self.trainer, self.lr, self.checkpoint)
+        self.events += judge(self.step, history, self.spec.limits, *said, known=known)
 
     def allows_updates(self, stats: TokenStats, weight: Tensor) -> bool:
         """`before_updates`, decided by the first process: memory differs between processes, and every one must call it."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,7 +65,7 @@ HELDOUT_SAMPLES = 8  # completions per prompt for held-out influence
 
 
 class Observers:
-    """The probes of a run: `for_step` observes the updates of a step, `surface` the weights between steps.
+    """The probes of a run: a `StepObserver` observes the updates of a step, `surface` the weights between steps.
 
     Args:
         config: of the run.
@@ -145,13 +145,15 @@ class Observers:
         """Whether `StepObserver.critical` measures the first update of a step."""
         return self.surface.update_due(step) and "critical_sharpness" not in self.refused
 
-    def for_step(self, step: int, rollouts: Rollouts, recent: Sequence[float]) -> StepObserver:
-        """An observer of the updates of one step; `recent` are the log gradient norms of the last steps."""
-        return StepObserver(self, step, rollouts, recent)
-
 
 class StepObserver:
     """Called with each update of a step between its gradient and the optimizer's step.
+
+    Args:
+        run: its probes.
+        step: number of the step.
+        rollouts: of the step, as far as they are known.
+        recent: log gradient norms of the last steps, for spikes.
 
     Attributes:
         columns: of the tokens table, (N, T) each, NaN where nothing was measured.
@@ -244,17 +246,9 @@ class StepObserver:
         start: Tensor | float | None = None,
         clip_factor: float | None,
     ) -> None:
-        """Measure the critical sharpness of the first update, if it is due.
+        """Measure the critical sharpness of the first update, if it is due; see `critical_rows` for the arguments.
 
         Call it between clipping and the optimizer's step. Every process must call it.
-
-        Args:
-            model: in training, as the optimizer has it; its `.grad` is what the optimizer gets.
-            optimizer: about to make the step.
-            loss_fn: the update's loss at the present weights, or one value for each prompt, (k,), with this mean; everything else
-                as it was at the start of the step.
-            start: its value, by prompt if `loss_fn` is, if already computed.
-            clip_factor: what clipping has multiplied the gradient by; None if `.grad` is not the gradient of the loss (SAM).
         """
 
         def measure(_: Check) -> None:
@@ -303,7 +297,12 @@ def critical_rows(
     """The critical sharpness of the update that `optimizer` is about to make, and its rows, with the threshold 2/lr.
 
     Args:
-        model, optimizer, loss_fn, start, clip_factor: as for `StepObserver.critical`.
+        model: in training, as the optimizer has it; its `.grad` is what the optimizer gets.
+        optimizer: about to make the step.
+        loss_fn: the update's loss at the present weights, or one value for each prompt, (k,), with this mean; everything else
+            as it was at the start of the step.
+        start: its value, by prompt if `loss_fn` is, if already computed.
+        clip_factor: what clipping has multiplied the gradient by; None if `.grad` is not the gradient of the loss (SAM).
         compute: dtype of the forward pass.
         scale: Σ_t |∂L/∂log π_t|, the size of the loss's terms, which sets the size of its rounding.
         last: critical learning rate found last, to start from.
@@ -392,7 +391,8 @@ class _UpdateProbes:
             """Local score norms of all tokens."""
             by_layer: dict[int, Mapping[str, Tensor]] = {}  # first row that this process measures -> norms by layer
 
-            def probe(some: Tensor, **given: Any) -> Tensor:
+            def measured(some: Tensor, **given: Any) -> Tensor:
+                """Local norms of some rows, whose parts by layer are kept."""
                 if self.sharded is not None:
                     found = self.sharded.local(check=check != "off", **given)
                 else:
@@ -403,7 +403,7 @@ class _UpdateProbes:
 
             # Also of tokens with a zero coefficient: their norms are defined, and the passes over a row cost the same.
             every = torch.arange(len(self.mask), device=self.mask.device)
-            local.append(self._each(probe, self.mask, every, together=self.sharded is not None))
+            local.append(self._each(measured, self.mask, every, together=self.sharded is not None))
             self.put("score_norm_local", local[0])
             self._leading(local[0], by_layer)
 
@@ -456,14 +456,15 @@ class _UpdateProbes:
         live = ((self.coef != 0) & self.mask.bool()).any(dim=1).nonzero()[:, 0]
         out = torch.zeros_like(self.coef)
 
-        def probe(some: Tensor, **given: Any) -> Tensor:
+        def measured(some: Tensor, **given: Any) -> Tensor:
+            """Values of some rows with a gradient."""
             if sharded is None:
                 return attribute(self.view.model, coef=self.coef[some], direction=direction, check=check, **given)
             rates = sharded.along(direction=direction, check=check != "off", **given)
             return self.coef[some].to(rates) * rates
 
         if len(live):
-            out[live] = self._each(probe, self.mask, live, together=sharded is not None).to(out)
+            out[live] = self._each(measured, self.mask, live, together=sharded is not None).to(out)
         return out
 
     def _exact(self, local: Tensor | None, check: Check) -> None:
@@ -474,8 +475,8 @@ class _UpdateProbes:
         part, count = self.part, self.config.recording.exact_tokens
         first = self.update.first_use[self.rows].to(part.input_ids.device)
         places = first.nonzero()  # (M, 2)
-        norms = torch.zeros(len(places), device=first.device) if local is None else local[:, part.prompt_width :][first]
-        order = norms.argsort(descending=True, stable=True)
+        size = torch.zeros(len(places), device=first.device) if local is None else local[:, part.prompt_width :][first]
+        order = size.argsort(descending=True, stable=True)
         top = order[: 0 if local is None else count]
         rest = order[len(top) :].sort().values
         seeded = generator(self.config.seed, "exact", self.observer.step, self.update.index)
@@ -483,20 +484,17 @@ class _UpdateProbes:
         chosen = torch.cat([top, drawn])
         if not len(chosen):
             return
-        probability = torch.ones(len(chosen), device=norms.device)
+        probability = torch.ones(len(chosen), device=size.device)
         probability[len(top) :] = len(drawn) / max(len(rest), 1)
         rows, columns = places[chosen].T
         columns = columns + part.prompt_width
         mask = torch.zeros_like(part.input_ids)
         mask[rows, columns] = 1
         keep = mask.any(dim=1).nonzero()[:, 0]  # only completions that hold a chosen token are run
-
-        def probe(some: Tensor, **given: Any) -> Tensor:
-            return score_norms(self.view.model, method="exact", check=check, **given).values
-
-        values = torch.full(part.input_ids.shape, math.nan, device=norms.device)
+        values = torch.full(part.input_ids.shape, math.nan, device=size.device)
         if self.sharded is None:
-            found = self._each(probe, mask, keep)
+            exact = partial(score_norms, self.view.model, method="exact", check=check)
+            found = self._each(lambda _, **given: exact(**given).values, mask, keep)
         else:
             temperature = self.config.rollout.temperature
             found = self.sharded.exact(part.input_ids[keep], mask[keep], part.attention_mask[keep], temperature)

@@ -221,6 +221,7 @@ def token_columns(
     rollout, position = torch.nonzero(mask, as_tuple=True)
 
     def flat(values: Tensor) -> np.ndarray:
+        """(tokens,) of the rows that are written."""
         return values.detach().cpu()[mask].numpy()
 
     used = flat(tokens.update) >= 0

@@ -27,7 +27,7 @@ def main() -> None:
     latex = [LatexExtractionConfig()]
 
     def parse_latex(text: str) -> list:
-        # the parent process enforces the time limit
+        """What math-verify reads in LaTeX; the parent process enforces the time limit."""
         return list(parse(f"${text}$", latex, fallback_mode="no_fallback", parsing_timeout=None))
 
     print("ready", flush=True)

@@ -30,24 +30,25 @@ def solve(puzzle: Puzzle) -> list[tuple[bool, ...]]:
     ones = (1 << (1 << people)) - 1
     knight = [sum(1 << a for a in range(1 << people) if a >> i & 1) for i in range(people)]
 
-    def value(statement: Statement) -> int:
-        """Truth of a statement in all worlds at once, a bit for each."""
-        operator = statement[0]
-        if operator == "telling-truth":
-            return knight[statement[1]]
-        if operator == "lying":
-            return ones ^ knight[statement[1]]
-        parts = [value(part) for part in statement[1:]]
-        if operator == "not":
-            return ones ^ parts[0]
-        if operator == "->":
-            return (ones ^ parts[0]) | parts[1]
-        if operator == "<=>":
-            return ones ^ parts[0] ^ parts[1]
-        return reduce(and_ if operator == "and" else or_, parts)
-
-    consistent = reduce(and_, (ones ^ knight[i] ^ value(statement) for i, statement in enumerate(puzzle)), ones)
+    consistent = reduce(and_, (ones ^ knight[i] ^ truth(said, knight, ones) for i, said in enumerate(puzzle)), ones)
     return [tuple(bool(a >> i & 1) for i in range(people)) for a in range(1 << people) if consistent >> a & 1]
+
+
+def truth(statement: Statement, knight: Sequence[int], ones: int) -> int:
+    """Truth of a statement in all worlds at once, a bit of `ones` for each; bit a of knight[i]: person i is one in world a."""
+    operator = statement[0]
+    if operator == "telling-truth":
+        return knight[statement[1]]
+    if operator == "lying":
+        return ones ^ knight[statement[1]]
+    parts = [truth(part, knight, ones) for part in statement[1:]]
+    if operator == "not":
+        return ones ^ parts[0]
+    if operator == "->":
+        return (ones ^ parts[0]) | parts[1]
+    if operator == "<=>":
+        return ones ^ parts[0] ^ parts[1]
+    return reduce(and_ if operator == "and" else or_, parts)
 
 
 def content_key(puzzle: Puzzle) -> str:

@@ -108,6 +108,7 @@ def save(config: RunConfig, policy: Policy, optimizer: torch.optim.AdamW, progre
         model, optimizer = gathered.model, gathered.optimizer
 
     def write() -> None:
+        """Write the checkpoint and remove older ones."""
         save_checkpoint(config.run_dir, model, policy.tokenizer, optimizer, progress)
         prune(config.run_dir, config.checkpoint.keep_last)
 

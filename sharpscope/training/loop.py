@@ -83,6 +83,7 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
     with ExitStack() as stack:
 
         def lock() -> None:
+            """Keep other processes out of the folder."""
             stack.enter_context(RunLock(folder))
 
         saved: Path | None = None
@@ -233,7 +234,7 @@ class _Run:
         method = self._calibrated(step, batch, progress)
         self.display.status(f"step {step}: learning")
         health = self._health(step, batch, method, progress, lr)
-        observer = self.observers.for_step(step, batch.rollouts, self.recent)
+        observer = StepObserver(self.observers, step, batch.rollouts, self.recent)
 
         result = self.learner.learn(
             batch.rollouts,

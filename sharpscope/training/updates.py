@@ -75,10 +75,12 @@ class _Gradient:
 
     @property
     def norm(self) -> float:
+        """L2 norm over all parameters."""
         return self.norms.total
 
     @property
     def finite(self) -> bool:
+        """Whether loss and norm are."""
         return math.isfinite(self.loss + self.norm)
 
 

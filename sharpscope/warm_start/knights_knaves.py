@@ -16,6 +16,7 @@ from itertools import product
 from typing import Any, Literal
 
 from sharpscope.tasks import Example, KnightsKnavesSpec, make_task
+from sharpscope.tasks.statements import truth
 
 Style = Literal["reason", "guess"]
 OPENING = "<think>"
@@ -42,23 +43,6 @@ class Demonstration:
     def text(self) -> str:
         """Prompt, all turns and all responses."""
         return "".join([self.prompt, self.completion, *(reply + turn for reply, turn in self.later)])
-
-
-def holds(statement: Sequence[Any], roles: Sequence[bool]) -> bool:
-    """Whether a statement (see `sharpscope.tasks.statements`) is true if roles[i] is whether person i is a knight."""
-    operator, *parts = statement
-    if operator == "telling-truth":
-        return roles[parts[0]]
-    if operator == "lying":
-        return not roles[parts[0]]
-    values = [holds(part, roles) for part in parts]
-    return {
-        "not": not values[0],
-        "and": all(values),
-        "or": any(values),
-        "->": values[-1] or not values[0],
-        "<=>": values[0] == values[-1],
-    }[operator]
 
 
 def evaluated(statement: Sequence[Any], names: Sequence[str], roles: Sequence[bool]) -> str:
@@ -96,7 +80,7 @@ def trials(names: Sequence[str], statements: Sequence[Sequence[Any]]) -> str:
         text.append(", ".join(f"{name} {ROLE[role]}" for name, role in zip(names, roles, strict=True)) + ": ")
         for name, role, statement in zip(names, roles, statements, strict=True):
             text.append(f"{name} says {evaluated(statement, names, roles)}, ")
-            if holds(statement, roles) != role:
+            if truth(tuple(statement), roles, True) != role:
                 text.append("no. ")
                 break
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,65 @@ def test_a_spike_and_what_is_not_given(tmp_path: Path):
     np.testing.assert_allclose(tokens.groupby("step")["attribution"].sum(), 1, atol=1e-3)
     np.testing.assert_allclose(tokens["loss_coef"], -1 / logp.numel(), rtol=1e-5)
     assert set(run.events["rule"]) <= {"probe", "memory", "near_uniform"}
+
+
+def half(tokens: Any) -> torch.Tensor:
+    """Weights of 1/2."""
+    return torch.full_like(tokens.logp, 0.5)
+
+
+def test_rotation_by_weights_leaves_other_terms_of_the_loss_as_they_are(tmp_path: Path):
+    model = small_model()
+    optimizer, b = torch.optim.SGD(model.parameters(), lr=1e-3), drawn(model, 0)
+    options = {"rotation": f"{__name__}:half", "recording": {"rotation_every": 1}}
+    with sharpscope.record(model, optimizer, tokenizer=tokenizer(), out=tmp_path / "run", **options) as rec:
+        logp = logps(model, b["ids"], b["attention"])
+        tokens = surrogate(logp, b, slice(0, 16), float(b["mask"][:, 1:].sum()))
+        penalty = 1e-2 * sum(p.square().sum() for p in model.parameters())
+        parts = [torch.autograd.grad(loss, [*model.parameters()], retain_graph=True) for loss in (tokens, penalty)]
+        of_tokens, of_penalty = (torch.cat([p.double().flatten() for p in part]) for part in parts)
+        rec.tokens(logp, b["ids"], b["mask"], old_logp=b["old"], advantages=b["advantages"], groups=b["groups"])
+        (tokens + penalty).backward()
+        rec.step()
+        optimizer.step()
+    (row,) = sharpscope.load_run(tmp_path / "run").updates.itertuples()
+    turned, plain = 0.5 * of_tokens + of_penalty, of_tokens + of_penalty
+    angle = np.degrees(np.arccos(float(turned @ plain / turned.norm() / plain.norm())))
+    assert angle > 1 and row.gradient_rotation == pytest.approx(angle, rel=1e-3)
+    assert row.gradient_scale == pytest.approx(float(turned.norm() / plain.norm()), rel=1e-4)
+
+
+def test_each_row_has_its_probability_where_completions_come_with_the_second_update(tmp_path: Path):
+    """A step that is measured before its last completions are known is written whole, another one in part."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    options = {"updates_per_step": 2, "recording": {"token_gradients_every": 3, "token_rows": 40}}
+    with sharpscope.record(model, optimizer, tokenizer=tokenizer(), out=tmp_path / "run", **options) as rec:
+        for update in range(6):
+            b = drawn(model, update)
+            logp = logps(model, b["ids"], b["attention"])
+            rec.tokens(logp, b["ids"], b["mask"], groups=b["groups"] + 4 * update)
+            (-(logp * b["mask"][:, 1:]).mean()).backward()
+            rec.step()
+            optimizer.step()
+            optimizer.zero_grad()
+    run = sharpscope.load_run(tmp_path / "run")
+    groups = run.rollouts[["step", "rollout", "group"]]
+    tokens = run.tokens().merge(groups, on=["step", "rollout"]).groupby("step")
+    written = tokens["group"].nunique() / groups.groupby("step")["group"].nunique()
+    assert written[[1, 3]].tolist() == [1, 1] and written[2] < 0.8
+    assert tokens["row_probability"].min().fillna(1).tolist() == written.tolist()
+    assert tokens["inclusion_probability"].min()[1] < 1 and tokens["inclusion_probability"].count()[2] == 0
+
+
+def test_a_run_that_ends_with_the_process_says_how(tmp_path: Path, monkeypatch):
+    model = small_model()
+    for name, error, status in (("a", None, "finished"), ("b", RuntimeError("x"), "failed")):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        rec = sharpscope.record(model, optimizer, tokenizer=tokenizer(), out=tmp_path / name)
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+        rec._at_exit()
+        assert sharpscope.load_run(tmp_path / name).status == status
 
 
 @pytest.mark.may_stop

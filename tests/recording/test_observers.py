@@ -12,8 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import sharpscope
+from sharpscope import memory
 from sharpscope.analysis.layers import layer_norms
 from sharpscope.errors import CheckError, UserError
+from sharpscope.policy import load_policy
 from sharpscope.probes import critical_sharpness
 from sharpscope.recording import observers, schedule
 from sharpscope.training import train
@@ -417,3 +419,23 @@ def test_leading_tokens_have_their_local_norms_by_layer(recorded):
         own = layers[(layers["step"] == update["step"]) & (layers["update"] == update["update"])]
         assert math.hypot(*own["grad_norm"]) == pytest.approx(update["grad_norm"], rel=1e-5)
         assert math.hypot(*own["update_norm"]) == pytest.approx(update["update_norm"], rel=1e-5)
+
+
+# -- Measures of sharded models that need a whole copy of the weights.
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"recording__heldout_influence_every": 2}, "recording.heldout_influence_every=0"),
+        ({"probes__preset": "standard"}, "probes.preset=off"),
+    ],
+)
+def test_a_copy_that_does_not_fit_is_refused_at_the_start(toy_config, monkeypatch, settings, named):
+    config = toy_config(method="grpo", recording__rotation_every=0, **settings)
+    policy = load_policy(config.policy)
+    monkeypatch.setattr(observers, "is_sharded", lambda model: True)
+    observers.Observers(config, policy, view=None)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10.0)
+    with pytest.raises(UserError, match=f"GiB are free; set {named}"):
+        observers.Observers(config, policy, view=None)

@@ -188,6 +188,18 @@ def test_the_entropy_bonus_is_the_remainder(world, changes):
     assert learned.updates[0].loss == pytest.approx(before.updates[0].loss - 0.3 * float(mean.detach()), abs=1e-5)
 
 
+def test_lopti_adds_the_entropy_bonus_once(world):
+    """Each pass adds its own tokens' part of the mean."""
+    policy, drawn = world
+    method = named_method("lopti").model_copy(update={"entropy": FixedEntropyBonus(coef=0.3)})
+    observed = learner_of(policy)
+    for group in observed.optimizer.param_groups:
+        group["lr"] = 0.0
+    losses = [sum(u.loss for u in learn(observed, drawn, m).updates) for m in ("lopti", method)]
+    entropy = learn(observed, drawn, "lopti").tokens.stats.entropy[drawn.rollouts.completion_mask.bool()].mean()
+    assert losses[0] - losses[1] == pytest.approx(0.3 * float(entropy), abs=1e-5)
+
+
 def gradient_at(policy, drawn, shift):
     """Flat gradient of GRPO's loss at θ + shift, with π_old at θ: by autograd over the whole batch in one piece."""
     model, rollouts, mask = policy.model, drawn.rollouts, drawn.rollouts.completion_mask

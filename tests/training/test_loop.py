@@ -29,7 +29,8 @@ from sharpscope.training import Display, loop, train
 from sharpscope.training import display as shown
 from sharpscope.training.checkpoint import checkpoints
 from sharpscope.training.rollouts import DataOrder, draw_rollouts
-from sharpscope.training.setup import learning_rate, load_start
+from sharpscope.training.setup import build_optimizer, learning_rate, load_start
+from tests.models import tiny_model
 from tests.oracles.objective import mass_percentile
 
 
@@ -282,6 +283,14 @@ def test_slow_steps_are_printed_each_and_fast_ones_every_tenth(monkeypatch):
 
 
 # -- AdamW's schedule against transformers', its groups, and the order of examples
+
+
+def test_decay_spares_vectors():
+    model = tiny_model("gpt2")
+    groups = build_optimizer(model, OptimizerSpec(weight_decay=0.1)).param_groups
+    assert {p.ndim >= 2 for p in groups[0]["params"]} == {True} and groups[0]["weight_decay"] == 0.1
+    assert {p.ndim for p in groups[1]["params"]} == {1} and groups[1]["weight_decay"] == 0.0
+    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 3, 11])

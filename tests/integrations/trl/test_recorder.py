@@ -24,6 +24,7 @@ from trl import GRPOTrainer
 from sharpscope.integrations import trl as recorded_step
 from sharpscope.integrations.record import record
 from sharpscope.integrations.trl import ROW, GrpoRecorder
+from tests.integrations.same_batch import CASES, EPOCHS, EPS, GROUP, KL, LR, batch, check_equal, our_run
 from tests.integrations.trainers import PROMPTS, evens, tokenizer, trainer
 
 ALL = {"token_gradients_every": 1, "exact_tokens": 2, "group_share": 1.0}
@@ -551,3 +552,74 @@ def test_a_run_of_two_steps_has_norms_and_critical_sharpness_in_both(tmp_path: P
     record(off, out=tmp_path / "off", critical_sharpness=False)
     off.train()
     assert sharpscope.load_run(tmp_path / "off").probes.empty
+
+
+# -- Lengths of what TRL wrote, where its mask is no measure of them.
+
+
+def test_completions_that_trl_masks_for_being_truncated_keep_their_length(tmp_path: Path):
+    one = trainer(tmp_path / "t", max_steps=2, mask_truncated_completions=True)
+    recording = {"token_gradients_every": 1, "exact_tokens": 2, "group_share": 1.0, "spike_z": None}
+    record(one, out=tmp_path / "run", recording=recording)
+    one.train()
+    run = sharpscope.load_run(tmp_path / "run")
+    rows = run.rollouts
+    assert not rows["truncated"].all()  # otherwise nothing is tested
+    spoken = rows["completion"].str.split().str.len() + ~rows["truncated"]
+    masked = rows["length"] == 0  # tokens that count in the loss; TRL takes a last <pad> for an end
+    assert masked.any() and rows["truncated"][masked].all()
+    assert (rows["length"] == spoken)[~masked].all()
+    lengths = spoken.groupby(rows["step"]).mean()
+    np.testing.assert_allclose(run.steps["completion_length_mean"], lengths)
+    logged = [entry["completions/mean_length"] for entry in one.state.log_history if "completions/mean_length" in entry]
+    np.testing.assert_allclose(run.steps["completion_length_mean"], logged)
+    # what TRL leaves out of its loss stays out of it
+    tokens = run.tokens()
+    assert len(tokens) == rows["length"].sum() > 0 and tokens["loss_coef"].any()
+
+
+# -- A tiny model trained on one batch by our loop and by TRL: the same coefficients, norms and updates.
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trl_does_what_our_loop_does(name: str, tmp_path: Path):
+    case, given = CASES[name], batch()
+    texts = tokenizer().batch_decode(given.prompts)
+    left = {text: [i for i, other in enumerate(texts) if other == text] for text in texts}
+
+    def generated(prompts: list[str], _: Any) -> dict[str, Any]:
+        rows = [left[text].pop(0) for text in prompts]
+        ids = [given.completions[row] for row in rows]
+        return {
+            "prompt_ids": [given.prompts[row] for row in rows],
+            "completion_ids": ids,
+            "logprobs": [[-1.0 - 0.1 * t for t in range(len(row))] for row in ids],
+        }
+
+    def rewarded(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [given.rewards[given.completions.index(list(ids))] for ids in completion_ids]
+
+    one = trainer(
+        tmp_path / "t",
+        beta=KL,
+        loss_type=case.trl_loss,
+        scale_rewards=case.scale,
+        num_iterations=EPOCHS,
+        max_steps=EPOCHS,
+        learning_rate=LR,
+        adam_epsilon=EPS,
+        num_generations=GROUP,
+        use_bias_correction_kl=False,
+        prompts=list(left),
+        rewards=[rewarded],
+        rollout_func=generated,
+    )
+    record(
+        one,
+        out=tmp_path / "run",
+        recording={"token_gradients_every": 1, "exact_tokens": 100, "group_share": 1.0},
+        critical_sharpness=False,
+    )
+    one.train()
+    columns = ["loss_coef", "advantage", "ratio", "logp", "score_norm", "score_norm_local", "attribution"]
+    check_equal(our_run(tmp_path, case), sharpscope.load_run(tmp_path / "run"), columns)
