@@ -47,7 +47,7 @@ class Work:
     reference: bool = False
 
 
-def places(steps: int, work: Work, *, critical: bool, rotation: bool = False, exact: int = 2) -> Places:
+def places(steps: int, work: Work, *, critical: bool, rotation: bool = False, exact: int = 1) -> Places:
     """The default places of a training: the first and the last step and others between, as many as the price allows.
 
     Args:
