@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -165,10 +165,18 @@ def sum_values(value: float) -> float:
     return sum(gather(value)) if world_size() > 1 else value
 
 
-def first_not_none(values: Iterable[T | None]) -> T | None:
-    """First value that is not None, by rank and then in order; None if there is none."""
-    local = next((value for value in values if value is not None), None)
-    return next((value for value in gather(local) if value is not None), None)
+def together(call: Callable[[], T]) -> T:
+    """`call()` in every process; a `UserError` in one is raised in all, so that none waits for it in the next exchange."""
+    result: Any = None
+    problem: UserError | None = None
+    try:
+        result = call()
+    except UserError as error:
+        problem = error
+    first = next((each for each in gather(problem) if each is not None), None)
+    if first is not None:
+        raise first
+    return result
 
 
 def exchange_rows(index: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -190,22 +198,9 @@ def map_rows(rows: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
     if world_size() == 1:
         return compute(rows)
     part = rows[local_slice(len(rows))]
-    local: Tensor | UserError | None = None
-    try:
-        local = compute(part).detach() if len(part) else None
-    except UserError as error:  # the other processes wait for this one's rows
-        local = error
-    results = gather(local.cpu() if isinstance(local, Tensor) else local)
-    raise_first(results)
-    device = local.device if isinstance(local, Tensor) else rows.device
-    return torch.cat([piece for piece in results if isinstance(piece, Tensor)]).to(device)
-
-
-def raise_first(results: Iterable[object]) -> None:
-    """Raise the first of the gathered `results` that is a UserError."""
-    for result in results:
-        if isinstance(result, UserError):
-            raise result
+    local = together(lambda: compute(part).detach() if len(part) else None)
+    pieces = [piece for piece in gather(None if local is None else local.cpu()) if piece is not None]
+    return torch.cat(pieces).to(rows.device if local is None else local.device)
 
 
 @torch.no_grad()

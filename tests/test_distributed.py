@@ -50,7 +50,7 @@ def test_deals_hold_everything_once_and_are_balanced(work, count):
 def test_one_process_is_the_identity():
     assert distributed.start() == Launch() and distributed.world_size() == 1 and distributed.is_rank_zero()
     assert distributed.gather(3) == [3] and distributed.broadcast("x") == "x" and distributed.sum_values(1.5) == 1.5
-    assert distributed.rank_zero_call(lambda: 7) == 7 and distributed.first_not_none([None, 2, 3]) == 2
+    assert distributed.rank_zero_call(lambda: 7) == 7 and distributed.together(lambda: 5) == 5
     values = torch.arange(6.0).view(3, 2)
     distributed.exchange_rows(torch.tensor([1]), [values])
     parameter = torch.nn.Parameter(torch.ones(2))
@@ -75,7 +75,7 @@ def test_a_refusal_in_one_process_is_one_in_all(monkeypatch):
         distributed.map_rows(torch.arange(4), refuse)
     with pytest.raises(UserError, match="another process's reason"):
         distributed.map_rows(torch.arange(4), lambda rows: rows)
-    assert isinstance(seen[0], CheckError) and seen[1].tolist() == [0, 1]
+    assert isinstance(seen[0], CheckError) and seen[1:] == [None]
     copy = pickle.loads(pickle.dumps(seen[0]))  # how it gets to the others
     assert (str(copy), copy.probe, copy.error, copy.tolerance) == ("no", "local", 0.5, 0.01)
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,15 +108,10 @@ def fork(
     folder = Path(out or run or Path("forks") / (Path(source).name or "model"))
     used_threads = set_threads(config.threads if threads is None else threads, config.policy.model)
 
-    def measure(state: Path | None) -> Measure:
-        """A state with what is measured of its arms."""
-        start = Start(config, arms, state, warm_up=spec.warm_up, calibrating=spec.batches)
-        return Measure(start, spec, spec.rho or run_radius(config, None if state is None else run))
-
+    measure = partial(_measure, config, arms, spec, run)
     name = _identity(config, spec, arms)
-    first: Measure | None = None
-    if not (folder / RUN_FILE).exists():
-        first = measure(states[0])
+    first = None if (folder / RUN_FILE).exists() else measure(states[0])
+    if first is not None:
         _begin(folder, config, first.start, used_threads)
     with RunLock(folder):
         _describe(folder, name, config, spec, str(model) if run is None else Path(source).name)
@@ -131,6 +127,13 @@ def fork(
                 _write_state(first or measure(state), folder, name, missing, writer, tell)
                 first = None
     return load_run(folder)
+
+
+def _measure(
+    config: RunConfig, arms: Mapping[str, Method], spec: ForkSpec, run: Path | str | None, state: Path | None
+) -> Measure:
+    start = Start(config, arms, state, warm_up=spec.warm_up, calibrating=spec.batches)
+    return Measure(start, spec, spec.rho or run_radius(config, None if state is None else run))
 
 
 def _spec(settings: Mapping[str, Any]) -> ForkSpec:

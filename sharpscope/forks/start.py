@@ -277,6 +277,7 @@ class Start:
         """Rollouts of the next prompts of `order` with the seeds of `step`."""
 
         def draw(policy: Any, task: Any, examples: list[Example], spec: Any, seed: int) -> Any:
+            """`draw_group`, once for the same examples and seed."""
             key = (seed, *map(id, examples))
             return self._once(key, examples, lambda: draw_group(policy, task, examples, spec, seed))
 

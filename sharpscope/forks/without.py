@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ Places = list[tuple[int, int]]
 """Tokens of a step: (row, position)."""
 
 
-class StepAgain:
+class StepAgain(ABC):
     """A step of a run that can be made again from its state, and what is measured of the present weights.
 
     Attributes:
@@ -78,13 +79,13 @@ class StepAgain:
         self._rho = math.nan if rho is None else rho
         self._before: dict[str, Tensor] | None = None  # accuracy of each prompt at the state, by outcome
 
+    @abstractmethod
     def update(self, without: Tensor | None = None, observe: Observe | None = None) -> Sequence[UpdateResult]:
         """Restore the state and make the step without the tokens (N, T) marked; the model keeps its weights."""
-        raise NotImplementedError
 
+    @abstractmethod
     def restore(self) -> None:
         """Put the state back."""
-        raise NotImplementedError
 
     def measure(self) -> dict[str, Reading]:
         """Accuracy on held-out prompts, entropy and KL at fixed completions, sharpness on the present policy's own completions.
@@ -204,11 +205,12 @@ class RunStep(StepAgain):
 def drawn_by(
     config: RunConfig, policy: Policy, task: Task, spec: ForkSpec, seed: int
 ) -> Callable[[], tuple[Drawn, Tensor]]:
-    """Draws of the present policy for `Outcomes.held_out`, with the same prompts and random numbers each time."""
+    """Draws of the present policy for `StepAgain`, with the same prompts and random numbers each time."""
     drawer, examples = Drawer(config, policy, task), heldout_order(config, task).take(spec.prompts)
     greedy = config.rollout.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0})
 
     def draw() -> tuple[Drawn, Tensor]:
+        """Sampled completions, and the greedy answers' success."""
         _, rewards = draw_scored(policy, task, examples, 1, greedy, 0)
         return drawer(examples, spec.samples, seed), torch.tensor([float(reward.correct) for reward in rewards])
 

@@ -7,7 +7,7 @@ Order of use, once a step: `estimate_advantages`, `prepare`; once an update: `to
 from __future__ import annotations
 
 from sharpscope.config import Method, TokenWeight, method_label, method_names, named_method, reference_method
-from sharpscope.objective.advantages import estimate_advantages, group_advantages, informative_groups, overlong_penalty
+from sharpscope.objective.advantages import estimate_advantages, informative_groups, overlong_penalty
 from sharpscope.objective.loss import (
     MethodState,
     entropy_bonus,

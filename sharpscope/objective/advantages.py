@@ -90,27 +90,6 @@ def estimate_advantages(
     return found.to(reward.dtype)
 
 
-def group_advantages(reward: Tensor, group: Tensor, spec: GroupAdvantage | None = None) -> Tensor:
-    """A_i = (R_i − mean R)/(std R + 1e-4) within each group (GRPO, arXiv 2402.03300; std with n − 1 as in TRL).
-
-    With `scale="batch"` the std is that of all N rewards (arXiv 2508.08221); with `scale="none"`, A_i = R_i − mean R
-    (Dr. GRPO, arXiv 2503.20783). A group whose rewards are all equal, or that has one member, gives exactly 0. Computed in
-    float64.
-
-    Args:
-        reward: (N,) finite.
-        group: (N,) integer labels, in any order.
-        spec: defaults to GRPO's.
-
-    Returns:
-        (N,) advantages in the dtype of `reward`.
-
-    Raises:
-        ValueError: a reward is not finite, or the shapes differ.
-    """
-    return _group(_grouped(reward, group), spec or GroupAdvantage()).to(reward.dtype)
-
-
 def informative_groups(reward: Tensor, group: Tensor) -> Tensor:
     """(N,) bool: whether a completion's group has values that differ. Of `reward` (N,) that are not finite, none does."""
     return _Groups.of(reward, group).differ

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sharpscope.config.policy import PolicySpec, RolloutSpec, SamplingSpec
 from sharpscope.policy.embedded import embedded_policy
 from sharpscope.policy.forward import length_buckets, microbatches, score_completions
-from sharpscope.policy.generation import Environment, check_lengths, draw_completions, draw_scored, generate
+from sharpscope.policy.generation import Environment, check_lengths, draw_scored, generate
 from sharpscope.policy.head import Head, backbone, bare, check_head, output_head
 from sharpscope.policy.loading import Policy, load_policy, make_policy
 from sharpscope.policy.prompts import render_prompts, with_openings

@@ -40,12 +40,14 @@ class _TakeRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, rows: Tensor) -> Tensor:
+        """The rows."""
         ctx.save_for_backward(rows)
         ctx.count = len(states)
         return states.index_select(0, rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """The sum of the gradients of each row's copies."""
         (rows,), gradient = ctx.saved_tensors, gradients[0]  # (n, …)
         selected = torch.arange(ctx.count, device=rows.device)[:, None] == rows  # (B, n)
         total = selected.to(gradient.dtype) @ gradient.reshape(len(rows), -1)

@@ -178,36 +178,6 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
     return padded(prompts, pad_id, left=True), padded([[1] * len(prompt) for prompt in prompts], left=True)
 
 
-def draw_completions(
-    policy: Policy,
-    task: Task,
-    examples: Sequence[Example],
-    group_size: int,
-    spec: SamplingSpec,
-    seed: int,
-    first: int = 0,
-) -> Completions:
-    """Generate `group_size` completions per example; N = examples × group_size rows.
-
-    The examples are those of `with_openings`, `first` is the index of the first one in a longer list. An interactive task
-    replies within completions. With several processes, each generates a part, and all return the same rows as a single one.
-    """
-    part = distributed.local_slice(len(examples))
-    selected, drawn = examples[part], None
-    with unsharded(policy.model):
-        if selected:
-            prompts = render_prompts(selected, policy)
-            environment = Environment(task, selected) if isinstance(task, InteractiveTask) else None
-            generator = torch.Generator().manual_seed(seed)
-            drawn = generate(policy, prompts, group_size, spec, generator, environment, first + part.start)
-    if distributed.world_size() == 1 and drawn is not None:
-        return drawn
-    if drawn is not None:
-        drawn = replace(drawn, group=drawn.group + part.start).to(torch.device("cpu"))
-    parts = [completions for completions in distributed.gather(drawn) if completions is not None]
-    return join_rollouts(*parts).to(policy.device)
-
-
 def draw_scored(
     policy: Policy,
     task: Task,
@@ -217,9 +187,25 @@ def draw_scored(
     seed: int,
     first: int = 0,
 ) -> tuple[Completions, list[Reward]]:
-    """Generate completions with `draw_completions` and score them; each process scores a part."""
+    """Generate `group_size` completions per example and score them; N = examples × group_size rows.
+
+    An interactive task replies within completions. `first` is the index of the first example in a longer list. With several
+    processes, each generates and scores a part, and all return the same rows as a single one.
+    """
     opened = with_openings(examples, policy)
-    completions = draw_completions(policy, task, opened, group_size, spec, seed, first)
-    rows = range(len(completions))[distributed.local_slice(len(completions))]
-    rewards = [task.score(opened[row // group_size], completions.texts[row]) for row in rows]
-    return completions, [reward for part in distributed.gather(rewards) for reward in part]
+    part = distributed.local_slice(len(opened))
+    selected, drawn, rewards = opened[part], None, list[Reward]()
+    with unsharded(policy.model):
+        if selected:
+            prompts = render_prompts(selected, policy)
+            environment = Environment(task, selected) if isinstance(task, InteractiveTask) else None
+            generator = torch.Generator().manual_seed(seed)
+            drawn = generate(policy, prompts, group_size, spec, generator, environment, first + part.start)
+    if drawn is not None:
+        rewards = [task.score(selected[row // group_size], text) for row, text in enumerate(drawn.texts)]
+        if distributed.world_size() == 1:
+            return drawn, rewards
+        drawn = replace(drawn, group=drawn.group + part.start).to(torch.device("cpu"))
+    parts = distributed.gather((drawn, rewards))
+    joined = join_rollouts(*(completions for completions, _ in parts if completions is not None))
+    return joined.to(policy.device), [reward for _, each in parts for reward in each]

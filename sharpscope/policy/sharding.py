@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +66,32 @@ def copies(tensor: Any) -> int:
     """Number of processes that hold the same part of a sharded tensor; above 1 where groups of processes hold whole models (HSDP)."""
     mesh = tensor.device_mesh
     return math.prod(mesh.size(axis) for axis, placed in enumerate(tensor.placements) if placed.is_replicate())
+
+
+def local_part(tensor: Any) -> Tensor:
+    """The part of a tensor that this process holds, detached; all of a tensor that is not sharded."""
+    return (tensor.to_local() if is_shard(tensor) else tensor).detach()
+
+
+def sum_over_parts(terms: Iterable[tuple[Tensor, Sequence[float]]], count: int) -> list[float]:
+    """Sums (count,) of numbers of this process's parts of tensors: every part of the whole tensors counts once.
+
+    All processes must call it if a tensor is sharded.
+
+    Args:
+        terms: a tensor, and the numbers (count,) of this process's part of it.
+        count: of numbers.
+    """
+    whole, parts, sharded = [0.0] * count, [0.0] * count, False
+    for tensor, numbers in terms:
+        shard = is_shard(tensor)
+        target, held = (parts, copies(tensor)) if shard else (whole, 1)
+        for index, number in enumerate(numbers):
+            target[index] += number / held
+        sharded = sharded or shard
+    if sharded:
+        parts = [sum(values) for values in zip(*distributed.gather(parts), strict=True)]
+    return [x + y for x, y in zip(whole, parts, strict=True)]
 
 
 def full_tensor(tensor: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from sharpscope import distributed
 from sharpscope.errors import UserError
-from sharpscope.policy.sharding import copies, is_shard, reshard
+from sharpscope.policy.sharding import is_shard, local_part, reshard, sum_over_parts
 from sharpscope.probes.attribution import coming_step
+from sharpscope.probes.directions import inner
 from sharpscope.probes.estimate import Estimate
 from sharpscope.probes.guard import random_state
 
@@ -323,17 +324,17 @@ class _Line:
             raise UserError("parameters: some are sharded (FSDP2); pass the model in place of its parameters")
         if len(tensors) != len(direction):
             raise UserError(f"direction, {len(direction)} tensors: one for each of the {len(tensors)} parameters")
-        self.moves: list[tuple[Tensor, Tensor, Tensor]] = []  # weights, their copy, Δ
+        self.moves: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # parameter, its weights here, their copy, Δ
         for tensor, part in zip(tensors, direction, strict=True):
             if part is None:
                 continue
-            weights, along = _local(tensor), _local(part)
+            weights, along = local_part(tensor), local_part(part)
             if weights.shape != along.shape:
                 raise UserError(
                     f"direction, a tensor of shape {tuple(part.shape)}: its parameter's is {tuple(tensor.shape)}"
                 )
-            self.moves.append((weights, weights.clone(), along.detach()))
-        self.resolution = max((torch.finfo(w.dtype).eps for w, _, _ in self.moves), default=0.0)
+            self.moves.append((tensor, weights, weights.clone(), along))
+        self.resolution = max((torch.finfo(w.dtype).eps for _, w, _, _ in self.moves), default=0.0)
         self.loss_resolution = torch.finfo(torch.float64).eps
 
     def loss(self, eta: float) -> float:
@@ -364,14 +365,17 @@ class _Line:
 
     def rounding(self, eta: float) -> float:
         """‖round(θ − η·Δ) − (θ − η·Δ)‖ / ‖η·Δ‖ over all processes."""
-        lost = length = 0.0
-        for _, start, along in self.moves:
-            for begin, part in zip(start.flatten().split(BLOCK), along.flatten().split(BLOCK), strict=True):
-                step = eta * part.double()
-                exact = begin.double() - step
-                lost += float((exact.to(start.dtype).double() - exact).square().sum())
-                length += float(step.square().sum())
-        lost, length = distributed.sum_values(lost), distributed.sum_values(length)
+
+        def squares() -> Iterator[tuple[Tensor, tuple[float, float]]]:
+            """A parameter, and squared norms of rounding and step in a block of its weights."""
+            for parameter, _, start, along in self.moves:
+                for begin, part in zip(start.flatten().split(BLOCK), along.flatten().split(BLOCK), strict=True):
+                    step = eta * part.double()
+                    exact = begin.double() - step
+                    lost = (exact.to(start.dtype).double() - exact).square().sum()
+                    yield parameter, (float(lost), float(step.square().sum()))
+
+        lost, length = sum_over_parts(squares(), 2)
         return math.sqrt(lost / length) if length > 0 else 0.0
 
     @torch.no_grad()
@@ -379,7 +383,7 @@ class _Line:
         """Set the weights to θ − η·Δ."""
         if self.model is not None:
             reshard(self.model)  # a forward pass without a backward pass leaves gathered weights, which would be stale
-        for weights, start, along in self.moves:
+        for _, weights, start, along in self.moves:
             wide = torch.promote_types(start.dtype, torch.float32)
             weights.data.copy_(start if eta == 0 else start.to(wide) - eta * along.to(wide))
 
@@ -390,13 +394,6 @@ def trainable(parameters: nn.Module | Sequence[Tensor]) -> list[Tensor]:
         reshard(parameters)  # a forward pass without a backward pass leaves gathered weights, which have no gradient
         return [parameter for parameter in parameters.parameters() if parameter.requires_grad]
     return list(parameters)
-
-
-@torch.no_grad()
-def _local(tensor: Any) -> Tensor:
-    """The part of a tensor that this process holds."""
-    local: Tensor = tensor.to_local() if is_shard(tensor) else tensor
-    return local.detach()
 
 
 def update_direction(
@@ -433,19 +430,8 @@ def update_direction(
     return [None if step is None else -step for step in steps]
 
 
-@torch.no_grad()
 def update_slope(
     parameters: nn.Module | Sequence[Tensor], direction: Sequence[Tensor | None], factor: float = 1.0
 ) -> float:
     """Δᵀg with g = `.grad`/factor, summed in float64 over all processes that hold shards; positive for a descent direction."""
-    whole = local = 0.0
-    divided = False
-    for parameter, along in zip(trainable(parameters), direction, strict=True):
-        if along is None or parameter.grad is None:
-            continue
-        product = float((_local(parameter.grad).double() * _local(along).double()).sum()) / factor
-        if is_shard(parameter):
-            local, divided = local + product / copies(parameter), True
-        else:
-            whole += product
-    return whole + (distributed.sum_values(local) if divided else 0.0)
+    return inner([parameter.grad for parameter in trainable(parameters)], direction) / factor

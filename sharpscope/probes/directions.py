@@ -7,15 +7,14 @@ summed over the processes, so every process must call these functions; other ten
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sharpscope import distributed
-from sharpscope.policy.sharding import copies, is_shard
+from sharpscope.policy.sharding import local_part, sum_over_parts
 
 NOISE_BOUND = 90.0
 """The largest noise rotation that can be estimated [degrees]; at it the estimate says "at least", not "equal"."""
@@ -100,23 +99,14 @@ def inner(first: Gradient, second: Gradient) -> float:
 
 
 def _sums(first: Gradient, second: Gradient, terms: Any, *, count: int) -> list[float]:
-    """Sums over all parameters of `terms` of two flat float64 tensors; parts of shards are summed over the processes, each once."""
-    whole, local, divided = [0.0] * count, [0.0] * count, False
-    for a, b in zip(first, second, strict=True):
-        like = b if a is None else a
-        if like is None:
-            continue
-        shard = is_shard(like)
-        values = terms(*(_flat(torch.zeros_like(like) if x is None else x) for x in (a, b)))
-        target = local if shard else whole
-        for index, value in enumerate(values):
-            target[index] += float(value) / (copies(like) if shard else 1)
-        divided = divided or shard
-    if divided:
-        local = [distributed.sum_values(value) for value in local]
-    return [x + y for x, y in zip(whole, local, strict=True)]
+    """Sums over all parameters of `terms` of two flat float64 tensors."""
 
+    def each() -> Iterator[tuple[Tensor, list[float]]]:
+        """A parameter's tensor, and the terms of this process's part."""
+        for a, b in zip(first, second, strict=True):
+            like = b if a is None else a
+            if like is not None:
+                pair = (local_part(torch.zeros_like(like) if x is None else x).flatten().double() for x in (a, b))
+                yield like, [float(value) for value in terms(*pair)]
 
-def _flat(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if is_shard(tensor) else tensor
-    return local.detach().flatten().double()
+    return sum_over_parts(each(), count)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from sharpscope.errors import UserError
+from sharpscope.errors import UserError, first_line
 from sharpscope.traces.schema import MAX_SATURATION
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ def attempted(probe: str, quantity: str, measure: Callable[[], list[Estimate]]) 
     try:
         return measure()
     except (UserError, ArithmeticError, RuntimeError) as problem:  # RuntimeError: PyTorch's, as for lack of memory
-        lines = str(problem).splitlines() or [type(problem).__name__]
-        return [Estimate(probe, quantity, math.nan, converged=False, why=f"left out: {lines[0]}")]
+        return [Estimate(probe, quantity, math.nan, converged=False, why=f"left out: {first_line(problem)}")]
 
 
 def with_prompts(estimate: Estimate, values: Tensor | None) -> Estimate:

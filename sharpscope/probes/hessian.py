@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sharpscope.config.probes import Backend, Check
-from sharpscope.errors import UserError
+from sharpscope.errors import UserError, first_line
 from sharpscope.memory import require_memory
 from sharpscope.probes.estimate import Estimate, with_prompts
 from sharpscope.probes.lanczos import Eigenpairs, NotFiniteError, Operator, eigenpairs, hutchpp
@@ -163,12 +164,7 @@ def curvature(
         >>> round(found.largest, 6), round(found.trace, 6), found.converged
         (4.0, 5.0, True)
     """
-    if backend not in ("lanczos", "pyhessian") or (backend == "pyhessian" and preconditioner is not None):
-        raise UserError(f"backend, '{backend}': use 'lanczos', or 'pyhessian' for the plain Hessian")
-    if top < 1 or trace_probes == 1 or not 0 < tolerance < 1:
-        raise UserError("curvature: top must be at least 1, trace_probes 0 or at least 2, tolerance between 0 and 1")
-    if preconditioner is not None and not all(bool((part > 0).all()) for part in preconditioner):
-        raise UserError("preconditioner: must be positive")
+    _check_arguments(backend, preconditioner, top, trace_probes, tolerance)
     with opened(loss_fn, parameters, check) as (surface, known):
         began = time.perf_counter()
         loss, gradient = surface.gradient() if at is None else at
@@ -190,6 +186,17 @@ def curvature(
                 found = replace(found, by_prompt=_by_prompt(surface, found, scale))
         found = replace(found, vectors=found.vectors[: len(found.top)])
         return replace(found, checked=checked, seconds=time.perf_counter() - began)
+
+
+def _check_arguments(
+    backend: str, preconditioner: Sequence[Tensor] | None, top: int, trace_probes: int, tolerance: float
+) -> None:
+    if backend not in ("lanczos", "pyhessian") or (backend == "pyhessian" and preconditioner is not None):
+        raise UserError(f"backend, '{backend}': use 'lanczos', or 'pyhessian' for the plain Hessian")
+    if top < 1 or trace_probes == 1 or not 0 < tolerance < 1:
+        raise UserError("curvature: top must be at least 1, trace_probes 0 or at least 2, tolerance between 0 and 1")
+    if preconditioner is not None and not all(bool((part > 0).all()) for part in preconditioner):
+        raise UserError("preconditioner: must be positive")
 
 
 def _checked_hessian(surface: Surface, known: dict[str, Any], check: Check) -> tuple[Operator, float | None]:
@@ -254,7 +261,8 @@ def _by_prompt(surface: Surface, found: Curvature, scale: Tensor | None) -> tupl
     for value, vector in zip([*found.top, found.smallest], found.vectors, strict=False):
         try:
             each = surface.curvature_by_prompt(vector if scale is None else vector * scale)
-        except (ArithmeticError, RuntimeError):  # such as lack of memory: the eigenvalue stands without this error
+        except (ArithmeticError, RuntimeError) as problem:  # such as lack of memory: the eigenvalue stands
+            warnings.warn(f"eigenvalues have no standard error over prompts: {first_line(problem)}", stacklevel=2)
             return ()
         if each is None or not bool(each.isfinite().all()):
             return ()

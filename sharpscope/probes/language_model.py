@@ -123,6 +123,7 @@ class LmSurface(Surface):
                 rebuilt.append(index)
 
         def product(vector: Tensor) -> Tensor:
+            """H v, summed over the microbatches."""
             total = self._zeros()
             for graph in kept:
                 total += graph(vector)
@@ -202,6 +203,7 @@ class LmSurface(Surface):
         held: dict[int, int] = {p.untyped_storage().data_ptr(): 0 for p in self.model.parameters()}
 
         def pack(tensor: Tensor) -> Tensor:
+            """Note the size of a saved tensor's storage."""
             storage = tensor.untyped_storage()
             held.setdefault(storage.data_ptr(), storage.nbytes())
             return tensor.detach()

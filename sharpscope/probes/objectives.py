@@ -96,21 +96,15 @@ def token_batch(
     width = int(lengths.max()) if len(lengths) else 0
     order = order[:, :width]
 
-    def moved(values: Tensor) -> Tensor:
-        return values.gather(1, order)
-
     keep = torch.arange(width, device=input_ids.device) < lengths[:, None]
-    marked = moved(scored.bool()) & keep
+    marked = scored.bool().gather(1, order) & keep
     if not bool(marked.any()):
         raise UserError("probe data: no token is scored; completions must not be empty")
     if bool(marked[:, 0].any()):
         raise UserError("probe data: a scored token has no prefix; every row needs a prompt of at least one token")
-    floating = torch.float32 if anchor_logp is None else anchor_logp.dtype
-    anchors = (
-        torch.zeros(marked.shape, dtype=floating, device=marked.device) if anchor_logp is None else moved(anchor_logp)
-    )
+    anchors = torch.zeros(marked.shape, device=marked.device) if anchor_logp is None else anchor_logp.gather(1, order)
     worth = torch.ones(len(marked), device=marked.device) if reward is None else reward
-    ids = moved(input_ids).long()
+    ids = input_ids.gather(1, order).long()
     # Fill the padding with the row's first token; pad tokens would make transformers warn.
     return TokenBatch(
         torch.where(keep, ids, ids[:, :1]),
@@ -153,18 +147,13 @@ def rollout_batch(rollouts: Rollouts, *, reward: Tensor | None = None) -> TokenB
         rollouts: N rows with T completion positions.
         reward: (N,); None for the rewards of the rollouts.
     """
-    total, width = rollouts.input_ids.shape[1], rollouts.completion_mask.shape[1]
-
-    def widened(values: Tensor) -> Tensor:
-        return torch.nn.functional.pad(values, (total - width, 0))
-
-    worth: Tensor = reward if reward is not None else rollouts.reward
+    left = (rollouts.input_ids.shape[1] - rollouts.completion_mask.shape[1], 0)
     return token_batch(
         rollouts.input_ids,
         rollouts.attention_mask,
-        widened(rollouts.completion_mask),
-        anchor_logp=widened(rollouts.behavior_logp),
-        reward=worth,
+        torch.nn.functional.pad(rollouts.completion_mask, left),
+        anchor_logp=torch.nn.functional.pad(rollouts.behavior_logp, left),
+        reward=rollouts.reward if reward is None else reward,
     )
 
 

@@ -194,6 +194,7 @@ def find_radius(surface: Surface) -> Radius:
     ceiling, norm = surface.ceiling(loss), length(gradient)
 
     def ended(rho: float, saturation: float, evaluations: int, why: str = "") -> Radius:
+        """The result, with the time it took."""
         return Radius(rho, saturation, evaluations, time.perf_counter() - began, why)
 
     if not ceiling > 0 or not norm > 0 or not math.isfinite(norm):

@@ -29,9 +29,11 @@ class _Model:
         self._surface, self.parameters = surface, lambda: parameters
 
     def eval(self) -> _Model:
+        """PyHessian's call of `model.eval()`; the surface is in eval mode."""
         return self
 
     def zero_grad(self) -> None:
+        """Remove the gradients of the parameters."""
         for parameter in self.parameters():
             parameter.grad = None
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope.config.probes import Backend, ObjectiveName, ProbesSpec
+from sharpscope.errors import first_line
 from sharpscope.probes.estimate import Estimate, attempted, labeled, with_prompts
 from sharpscope.probes.hessian import adamw_preconditioner, adamw_threshold, curvature
 from sharpscope.probes.language_model import LmSurface, lm_surface
@@ -119,7 +120,7 @@ def choose_radius(model: nn.Module, batch: ProbeBatch, spec: ProbesSpec) -> Radi
         with limited_surface(model, Objective("expected_failure", rows, objective.temperature), spec) as surface:
             return find_radius(surface)
     except torch.OutOfMemoryError as problem:
-        return Radius(math.nan, why=f"no radius: {str(problem).splitlines()[0]}; lower probes.microbatch_tokens")
+        return Radius(math.nan, why=f"no radius: {first_line(problem)}; lower probes.microbatch_tokens")
 
 
 def _named(batch: ProbeBatch, functional: str, rows: list[Estimate]) -> tuple[Estimate, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -25,26 +26,26 @@ CALLS = 4
 """Number of evaluations of a closure that must agree before a probe starts."""
 
 
-class Surface:
+class Surface(ABC):
     """L(θ) over a fixed batch. Vectors are flat, (P,): the parameters concatenated in order."""
 
     parameters: tuple[Tensor, ...]
 
+    @abstractmethod
     def loss(self) -> Tensor:
         """L(θ) as a scalar with its graph; memory is not bounded."""
-        raise NotImplementedError
 
+    @abstractmethod
     def value(self) -> float:
         """L(θ) at the parameters' present values."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gradient(self) -> tuple[float, Tensor]:
         """L(θ) and ∇L(θ) (P,)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def hessian(self) -> Operator:
         """∇²L(θ) at the parameters' present values, as an operator on (P,)."""
-        raise NotImplementedError
 
     def by_prompt(self) -> Tensor | None:
         """One value for each prompt, (k,) float64, with mean L(θ) (see `Objective.by_prompt`); None if prompts are not known."""

@@ -514,16 +514,15 @@ class _UpdateProbes:
         mask = _mask(drawn.rollouts)
         mine = distributed.local_slice(len(mask))
         coef, rows = failure_coefficients(mask, drawn.correct)[mine], drawn.rollouts.rows(torch.arange(len(mask))[mine])
-        total = [torch.zeros_like(p) for p in self.view.parameters]
-        problem: UserError | None = None
-        try:
-            if len(rows):
-                given = (rows.input_ids, _mask(rows), coef, rows.attention_mask, self.config.rollout.temperature)
-                total = logp_gradient(model, *given)
-        except UserError as error:
-            problem = error
-        distributed.raise_first(distributed.gather(problem))
-        return distributed.sum_tensors(total)
+
+        def gradient() -> list[Tensor]:
+            """That of this process's rows."""
+            if not len(rows):
+                return [torch.zeros_like(p) for p in self.view.parameters]
+            given = (rows.input_ids, _mask(rows), coef, rows.attention_mask, self.config.rollout.temperature)
+            return logp_gradient(model, *given)
+
+        return distributed.sum_tensors(distributed.together(gradient))
 
 
 def leading(size: Tensor, count: int = LEADING) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from sharpscope.objective import (
     Method,
     Plan,
     entropy_bonus,
-    group_advantages,
+    estimate_advantages,
     policy_loss,
     prepare,
     reference_method,
@@ -358,7 +358,10 @@ class Updates:
         if method.advantage != self.method.advantage:
             reward, group = self.rollouts.reward.double(), self.rollouts.group
             rows = finite_group_rows(group, reward[None])
-            advantage = torch.zeros_like(reward).index_put((rows,), group_advantages(reward[rows], group[rows]))
+            found = estimate_advantages(
+                method.advantage, reward[rows], group[rows], self.rollouts.completion_mask[rows]
+            )
+            advantage = torch.zeros_like(reward).index_put((rows,), found)
         tensors = step_tensors(self.rollouts, advantage, stats, stats.logp, self.progress, method)
         return replace(self, advantage=advantage, method=method, plan=prepare(method, tensors))
 

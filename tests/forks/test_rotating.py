@@ -19,7 +19,7 @@ from sharpscope.config import build_config
 from sharpscope.config.selections import CurvatureTokens
 from sharpscope.errors import UserError
 from sharpscope.forks import rotate
-from sharpscope.forks.rotating import _Start, weight_curves
+from sharpscope.forks.rotating import _as_recorded, _Start, weight_curves
 from sharpscope.objective import named_method
 from sharpscope.training import train
 from sharpscope.training.learner import Learner
@@ -74,6 +74,7 @@ def test_a_checkpoint_gives_the_numbers_of_the_trace(folder, step):
     np.testing.assert_allclose(own[columns].astype(float), traced[columns].astype(float), rtol=1e-3)
     assert own["gradient_rotation"] > 0.1 and own["rotation_bound"] == pytest.approx(9.594, abs=1e-3)
     assert found.noise == pytest.approx(traced["noise_rotation"], abs=0.01)
+    assert _as_recorded(folder, step, ["another"]) is False and _as_recorded(folder, 9, []) is None
     assert found.batch["step"] == step and found.batch["recorded"] is True and found.batch["tokens"] == traced["tokens"]
 
 

@@ -200,6 +200,14 @@ def test_the_toy_steps_exercise_both_bounds(name: str):
 # -- divergence and correction -----------------------------------------------------------------------------------------
 
 
+def test_negative_eta_reverses_lopti():
+    method = named_method("lopti")
+    method = method.model_copy(update={"passes": method.passes.model_copy(update={"eta": -0.4})})
+    case = make_case(method, 2)
+    for number, rare in enumerate((True, False)):
+        compare(method, case, oracle.lopti(as_batch(case), rare, 10.0), number, 0)
+
+
 @pytest.mark.parametrize("name", ["grpo", "tr-grpo"])
 def test_the_divergence_by_k1(name: str):
     method = named_method(name).with_preset("auto", "paper")

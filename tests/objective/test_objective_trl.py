@@ -24,7 +24,6 @@ from sharpscope.objective import (
     Method,
     entropy_bonus,
     estimate_advantages,
-    group_advantages,
     named_method,
     policy_loss,
     prepare,
@@ -167,7 +166,7 @@ def our_loss(method: Method, model: torch.nn.Module, batch: dict[str, Tensor], s
     """Our loss with its graph, and what TRL's loss gets for the same batch."""
     (now, entropy), mask = logps(model, batch), batch["completion_mask"]
     behavior, reference = (now + batch["noise"]).detach(), (now + batch["drift"]).detach()
-    advantage = group_advantages(batch["reward"], batch["group"], method.advantage)
+    advantage = estimate_advantages(method.advantage, batch["reward"], batch["group"], mask)
     drawn = behavior + batch["sampler"] if sampler else None
     step = plain_step(mask, batch["group"], advantage, behavior, sampler_logp=drawn)
     normalizer = token_normalizer(method, mask, COMPLETION)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from decimal import Decimal, localcontext
 
 import numpy as np
@@ -50,6 +51,17 @@ def test_loss_output_reports_ratio_flags_and_kl():
     assert not out.clipped[outside].any()
     beside = 0.1 * float((out.kl * normalizer).sum())
     assert float(out.divergence) == pytest.approx(beside, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "holder", "gmpo"])
+def test_a_row_without_tokens_has_no_gradient_and_breaks_nothing(name: str):
+    method, case = named_method(name), make_case(named_method(name), 0)
+    mask = case.mask.clone()
+    mask[4] = False
+    logp = case.now.clone().requires_grad_()
+    normalizer = token_normalizer(method, mask, LIMIT, dtype=torch.float64)
+    policy_loss(method, prepare(method, replace(case.step, mask=mask)), logp, normalizer).loss.backward()
+    assert bool(torch.isfinite(logp.grad).all()) and not logp.grad[4].any() and logp.grad.abs().max() > 1e-3
 
 
 def test_missing_log_probabilities_and_wrong_shapes_are_refused():

@@ -107,6 +107,13 @@ def test_controls_match_the_mean_over_the_gradient(control: TokenWeight):
     assert gradient_mean(token_weights(one, case.step, torch.Generator()), case) == pytest.approx(1, rel=1e-12)
 
 
+def test_without_a_gradient_all_tokens_count_alike():
+    case = make_case(named_method("grpo"), 0)
+    flat, inner = replace(case.step, gradient_mass=torch.zeros_like(case.step.gradient_mass)), LinearWeight(alpha=0.9)
+    constant = token_weights(ConstantWeight(of=inner, matched="gradient"), flat)[case.mask]
+    assert constant.tolist() == pytest.approx([float(token_weights(inner, flat)[case.mask].mean())] * len(constant))
+
+
 def test_drawn_weights_have_the_distribution_that_the_gradient_has():
     """A row of three tokens with shares 0.2, 0, 0.8, one loss token apart from it, and a row without gradient."""
     n = 20_000

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from scipy.stats import t as student
 
 from sharpscope.errors import UserError
 from sharpscope.probes import critical_sharpness, update_direction, update_slope
@@ -92,6 +93,34 @@ def test_a_guess_at_the_crossing_is_not_taken_for_a_rising_loss(noise):
             lambda: (x * (1 - x).square()).sum(), [x], [-torch.ones_like(x)], guess=guess, **options
         )
         assert rising.outcome == "not descent" and rising.lower < rising.upper
+
+
+@pytest.mark.parametrize("guess", [0.01, 0.1, 0.5, 0.9, 1.2])
+def test_of_two_crossings_the_first_is_found(guess):
+    """The loss is above its start for η from 1 to 1.6 and again from 6, below it between."""
+    x = torch.zeros(1, dtype=torch.float64)
+    for tolerance in (1 / 16, 0.25):
+        options = {"guess": guess, "slope": 9.6, "tolerance": tolerance}
+        found = critical_sharpness(
+            lambda: (x * (x - 1) * (x - 1.6) * (x - 6)).sum(), [x], [-torch.ones_like(x)], **options
+        )
+        assert found.outcome == "found" and found.lower <= 1 <= found.upper < 1.6
+        assert found.lr == pytest.approx(1, abs=0.05)
+
+
+def test_the_standard_error_over_prompts_is_exact_on_quadratics_and_covers_over_redraws():
+    """L_i = a_i·η²/2 − b_i·η: λ = mean a/mean b, whose linearization has the terms (a_i − λ·b_i)/mean b."""
+    generator = torch.Generator().manual_seed(0)
+    x, count, inside = torch.zeros(1, dtype=torch.float64), 24, 0
+    for _ in range(200):
+        a, b = (1 + 0.5 * torch.randn(2, count, generator=generator, dtype=torch.float64)).unbind()
+        found = critical_sharpness(lambda a=a, b=b: a * x**2 / 2 - b * x, [x], [-torch.ones_like(x)], guess=1.0)
+        value = float(a.mean() / b.mean())
+        error = float(((a - value * b) / b.mean()).std()) / math.sqrt(count)
+        assert (found.value, found.std_error) == pytest.approx((value, error), rel=1e-6) and found.prompts == count
+        assert found.estimates()[1].prompt_std_error == pytest.approx(error * found.lr / value, rel=1e-6)
+        inside += abs(value - 1) <= student.ppf(0.975, count - 1) * error
+    assert 180 <= inside <= 198
 
 
 def test_it_says_why_there_is_no_crossing():

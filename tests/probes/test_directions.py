@@ -8,9 +8,16 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from sharpscope import distributed
 from sharpscope.config.training import OptimizerSpec
-from sharpscope.probes import coming_step, noise_rotation, rotation
+from sharpscope.probes import coming_step, noise_rotation, rotation, update_slope
+from sharpscope.probes.directions import inner
+from sharpscope.recording.norms import total_norm
 from sharpscope.training.setup import build_optimizer
 from tests.models import tiny_model
 
@@ -98,6 +105,33 @@ def test_noise_rotation_estimates_the_angle_to_the_expected_gradient(share):
     assert np.mean(actual) == pytest.approx(true, abs=0.5)
     assert np.mean(found) == pytest.approx(true, abs=1.0)
     assert np.mean(naive) > true + 10  # what the debiasing corrects
+
+
+@pytest.fixture
+def four_processes(monkeypatch):
+    """The first of four processes, as if the parts of the others were like its own."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    monkeypatch.setattr(distributed, "gather", lambda value: [value] * 4)
+    yield init_device_mesh("cpu", (2, 2))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_every_part_of_a_sharded_gradient_counts_once(four_processes, replicas):
+    """In four parts, or in two that two groups of processes hold (HSDP); with a tensor that is not sharded."""
+    mesh, (x, y, plain, other) = four_processes, (torch.randn(6, dtype=torch.float64) for _ in range(4))
+    placements = [Replicate() if replicas == 2 else Shard(0), Shard(0)]
+    a, b = ([DTensor.from_local(part, mesh, placements), rest] for part, rest in ((x, plain), (y, other)))
+    one, two = (torch.cat([part] * (4 // replicas) + [rest]) for part, rest in ((x, plain), (y, other)))
+    expected = float(one @ two)
+    assert inner(a, b) == pytest.approx(expected, rel=1e-12)
+    assert rotation(a, b).angle == pytest.approx(angle(one.numpy(), two.numpy()), abs=1e-9)
+    assert rotation(a, b).scale == pytest.approx(float(one.norm() / two.norm()), rel=1e-12)
+    assert total_norm(a) == pytest.approx(float(one.norm()), rel=1e-12)
+    weights = [torch.nn.Parameter(torch.ones_like(part)) for part in a]
+    for weight, gradient in zip(weights, a, strict=True):
+        weight.grad = gradient
+    assert update_slope(weights, b, 0.5) == pytest.approx(2 * expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])

@@ -27,6 +27,21 @@ def test_tied_frozen_unused_and_linear_parameters():
     assert found.top[1] == pytest.approx(exact[-2], rel=1e-6) and found.residuals.max() < 1e-7 * abs(exact).max()
 
 
+def test_float32_says_what_it_cannot_reach():
+    theta, loss = quadratic(with_spectrum(np.linspace(-1, 3, 60)).float(), torch.ones(60))
+    good = sharpscope.curvature(loss, [theta], tolerance=1e-4)
+    assert good.converged and (good.largest, good.smallest) == pytest.approx((3, -1), rel=1e-4)
+    assert not sharpscope.curvature(loss, [theta], tolerance=1e-12, max_products=60).converged
+
+
+def test_one_estimate_does_not_depend_on_the_others():
+    theta, loss = quadratic(with_spectrum(np.random.default_rng(2).normal(size=50)))
+    one, alone, other = (
+        sharpscope.curvature(loss, [theta], seed=s, trace_probes=p) for s, p in ((3, 16), (3, 0), (4, 16))
+    )
+    assert one.largest == alone.largest and math.isnan(alone.trace) and one.trace != other.trace
+
+
 def test_a_loss_that_is_not_finite_gives_reasons_not_numbers():
     x = torch.tensor([0.0, 1.0], dtype=torch.float64, requires_grad=True)
     with np.errstate(all="ignore"):
@@ -46,7 +61,9 @@ def test_the_trace_of_one_call_covers_too_although_its_subspace_was_built_for_th
     for seed in range(100):
         found = sharpscope.curvature(loss, [theta], seed=seed, **settings)
         assert found.trace_probes == 8
-        inside += abs(found.trace - float(matrix.trace())) <= student.ppf(0.975, 7) * found.trace_std_error
+        low, high = found.trace_interval()
+        assert high - low == pytest.approx(2 * student.ppf(0.975, 7) * found.trace_std_error)
+        inside += low <= float(matrix.trace()) <= high
     assert 88 <= inside <= 100
 
 

@@ -123,6 +123,12 @@ def test_mistakes_are_named():
         sharpscope.sharpness(lambda: theta.sum(), [theta], math.nan)
 
 
+def test_a_gradient_of_zero_has_no_step():
+    theta, loss, _, _ = quadratic([4.0, 1.0, -2.0], [0.0] * 3)
+    one = sharpscope.sharpness(loss, [theta], 0.5, "sam")
+    assert one.value == 0 and "gradient is zero" in one.why and one.estimates()[0].converged is False
+
+
 def language_surface(name="nll", rows=9):
     """A surface of a float64 model over rows of which pairs share a prompt, and the losses of each prompt by loops."""
     from sharpscope.probes.language_model import lm_surface
@@ -218,6 +224,19 @@ def test_values_by_prompt_of_eigenvalues_are_quadratic_forms():
             exact = torch.einsum("p,kpq,q->k", vector, scaled, vector)
             np.testing.assert_allclose(row.prompt_values, exact, rtol=1e-4, atol=1e-4)
             assert row.prompt_std_error == pytest.approx(float(exact.std()) / math.sqrt(6), rel=1e-4)
+
+
+def test_standard_errors_of_eigenvalues_cover_over_redraws():
+    """100 draws of 24 of 200 prompts; the errors are those of a sample of a finite pool."""
+    pool, generator = prompt_quadratics(200, seed=1), torch.Generator().manual_seed(2)
+    rows = [
+        quadratic_curvature(pool[torch.randperm(200, generator=generator)[:24]]).estimates()[1:] for _ in range(100)
+    ]
+    for quantity in zip(*rows, strict=True):
+        value, error = np.array([(row.value, row.prompt_std_error) for row in quantity]).T
+        error = error * math.sqrt(1 - 24 / 200)
+        assert 0.7 < np.sqrt((error**2).mean()) / value.std(ddof=1) < 1.4, quantity[0].quantity
+        assert 0.88 <= (np.abs(value - value.mean()) <= 2.07 * error).mean() <= 1, quantity[0].quantity
 
 
 class Failure:

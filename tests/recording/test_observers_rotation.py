@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import sharpscope
-from sharpscope.config.method import LoptiPasses
-from sharpscope.objective import Method, group_advantages, named_method, reference_method
+from sharpscope.config.method import GroupAdvantage, LoptiPasses
+from sharpscope.objective import Method, estimate_advantages, named_method, reference_method
 from sharpscope.recording.health import rotation_event
 from sharpscope.recording.norms import clip_factor
 from sharpscope.training import train
@@ -169,7 +169,8 @@ def test_a_reward_that_is_not_finite_leaves_its_group_out_of_the_reference(world
     drawn.rollouts.reward[1] = math.nan
     drawn.advantage[:] = 0.0
     fine = drawn.rollouts.group != drawn.rollouts.group[1]
-    drawn.advantage[fine] = group_advantages(drawn.rollouts.reward[fine].double(), drawn.rollouts.group[fine])
+    given = (drawn.rollouts.reward[fine].double(), drawn.rollouts.group[fine], drawn.rollouts.completion_mask[fine])
+    drawn.advantage[fine] = estimate_advantages(GroupAdvantage(), *given)
     learned = learn(learner_of(policy), drawn, "gspo", rotations=True)  # its reference has advantages of its own
     assert learned.updates[0].rotation.gradient.angle < 1e-3
 

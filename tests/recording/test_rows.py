@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sharpscope
-from sharpscope.policy import draw_completions, load_policy
+from sharpscope.policy import draw_scored, load_policy
 from sharpscope.policy.sharding import ModelView
 from sharpscope.recording.probe_sets import Drawer, run_probe_set
 from sharpscope.recording.rows import steps_row, unweighted_gradient
@@ -115,7 +115,7 @@ def test_without_truncation_probes_draw_as_the_run_would(toy_config):
     config = toy_config(rollout__temperature=0.7)
     policy, task = load_policy(config.policy), make_task(config.task)
     examples = task.splits()["train"][:3]
-    assert same(drawn(config), draw_completions(policy, task, examples, 5, config.rollout, 7))
+    assert same(drawn(config), draw_scored(policy, task, examples, 5, config.rollout, 7)[0])
     assert not same(drawn(config), drawn(toy_config(rollout__temperature=1.0)))
 
 

@@ -11,7 +11,7 @@ import torch
 
 import sharpscope
 from sharpscope.config.training import EvaluationSpec
-from sharpscope.policy import SamplingSpec, draw_completions, load_policy
+from sharpscope.policy import SamplingSpec, draw_scored, load_policy
 from sharpscope.policy.scoring import Scorer
 from sharpscope.recording.rows import clipped_weight_share, completion_advantage, prompt_pass_at_k
 from sharpscope.seeds import derive
@@ -151,7 +151,7 @@ def test_rows_against_counting_by_hand(toy_config):
     sampled = rows[1]
     examples = [e for e in task.splits()["heldout"] if e.meta["level"] == 0]
     spec = SamplingSpec(max_new_tokens=config.rollout.max_new_tokens)
-    drawn = draw_completions(policy, task, examples, 3, spec, derive(1, "evaluation:heldout/0/1.0"))
+    drawn, _ = draw_scored(policy, task, examples, 3, spec, derive(1, "evaluation:heldout/0/1.0"))
     rewards = [task.score(examples[i // 3], text) for i, text in enumerate(drawn.texts)]
     correct = np.array([r.correct for r in rewards]).reshape(5, 3)
     assert sampled["accuracy"] == pytest.approx(correct.mean())
@@ -178,7 +178,7 @@ def test_further_columns_are_unbiased_with_prompts_as_clusters(world):
     policy, task, spec = world
     row = evaluate(policy, task, ASKED, spec, step=0, seed=1, pass_at=(1, 2, 4))[1]
     examples = [e for e in task.splits()["heldout"] if e.meta["level"] == 0]
-    drawn = draw_completions(
+    drawn, _ = draw_scored(
         policy, task, examples, 4, SamplingSpec(max_new_tokens=8), derive(1, "evaluation:heldout/0/1.0")
     )
     correct = np.array([task.score(examples[i // 4], text).correct for i, text in enumerate(drawn.texts)]).reshape(5, 4)

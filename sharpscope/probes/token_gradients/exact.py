@@ -108,6 +108,7 @@ def _squares(
         found: dict[str, Tensor] = {}
 
         def measure(use: Use, g: Tensor) -> None:
+            """Add the squared norms that follow from a use and its cotangent."""
             for name, squares in exact_squares(use, g):
                 found[name] = found[name] + squares if name in found else squares
             if structure.tied is not None and use.weight == structure.tied and words is not None:

@@ -8,11 +8,11 @@ With mixed precision the passes are in the precision of the training.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from sharpscope.probes.token_gradients.result import Collector, ScoreNorms, Sums
 from sharpscope.probes.token_gradients.rows import Rows, make_rows, safe_width, widen
 from sharpscope.probes.token_gradients.structure import Structure, holders, recording
 
-T = TypeVar("T")
 CHUNK = 2048
 """Positions of a pass, whose activations are kept; a longer row runs alone."""
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -72,7 +71,7 @@ class ShardedProbes:
         """
         model = self.model
         with self._unchanged():
-            rows = _together(lambda: make_rows(model, input_ids, mask, attention_mask, temperature))
+            rows = distributed.together(lambda: make_rows(model, input_ids, mask, attention_mask, temperature))
             if check and "local" not in self.checked and (row := _first(rows)) is not None:
                 found = float(_local_sums(model, row, temperature).total[0]) ** 0.5
                 gradient = self._gradient(row.ids, temperature)
@@ -108,7 +107,7 @@ class ShardedProbes:
         with self._unchanged():
             named = {name: p for name, p in bare(model).named_parameters() if p.requires_grad}
             tangents = {n: part for n, part in zip(named, direction, strict=True) if part is not None}
-            rows = _together(lambda: make_rows(model, input_ids, mask, attention_mask, temperature))
+            rows = distributed.together(lambda: make_rows(model, input_ids, mask, attention_mask, temperature))
             if check and "along" not in self.checked and (row := _first(rows)) is not None:
                 found = float(_rates(model, row, tangents, temperature)[0])
                 gradient = self._gradient(row.ids, temperature)
@@ -128,7 +127,7 @@ class ShardedProbes:
         All processes give the same rows, and compute each token together. Arguments and errors are those of `local`.
         """
         with self._unchanged():
-            rows = _together(lambda: make_rows(self.model, input_ids, mask, attention_mask, temperature))
+            rows = distributed.together(lambda: make_rows(self.model, input_ids, mask, attention_mask, temperature))
             values = torch.zeros(rows.shape, dtype=torch.float64, device=rows.ids.device)
             for row, position in rows.chosen.nonzero().tolist():
                 gradient = self._gradient(rows.ids[row : row + 1, : position + 1], temperature)
@@ -205,19 +204,6 @@ def _row(ids: Tensor) -> Rows:
     )
 
 
-def _together(call: Callable[[], T]) -> T:
-    """Call `call` in every process; a `UserError` in one is raised in all, so that none waits for it in the next pass."""
-    result, problem = None, None
-    try:
-        result = call()
-    except UserError as error:
-        problem = error
-    first = distributed.first_not_none([problem])
-    if first is not None:
-        raise first
-    return result  # type: ignore[return-value]
-
-
 def _local_sums(model: nn.Module, rows: Rows, temperature: float) -> Sums:
     """Squared local norms (M,) of a chunk's tokens, by a forward and a backward pass through the sharded model."""
     causal: Any = bare(model)
@@ -237,6 +223,7 @@ def _local_sums(model: nn.Module, rows: Rows, temperature: float) -> Sums:
     outside = (structure.tied, structure.head_weight, structure.head_bias)
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
+        """Keep the hidden states."""
         seen["hidden"] = output.last_hidden_state
 
     def take(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -262,8 +249,8 @@ def _local_sums(model: nn.Module, rows: Rows, temperature: float) -> Sums:
     # Also from the logits, where FSDP2 begins a backward pass; their cotangents are 0.
     recorder.pull([hidden, logits], [start, torch.zeros_like(logits)], lambda use, g: local.squares(structure, use, g))
     unhandled = {name for name in names.values() if recorder.used.get(name, int(name in outside)) != 1}
-    _together(lambda: _require(causal, structure, unhandled, bool(calls)))
-    _together(lambda: _require_linear(causal, seen["logits"].float(), logits[:1, -1].detach().float()))
+    distributed.together(lambda: _require(causal, structure, unhandled, bool(calls)))
+    distributed.together(lambda: _require_linear(causal, seen["logits"].float(), logits[:1, -1].detach().float()))
     return local.sums
 
 
@@ -343,6 +330,7 @@ def _rates(model: nn.Module, rows: Rows, direction: Mapping[str, Tensor], temper
     layer, seen = causal.get_output_embeddings(), dict[str, Any]()
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
+        """Keep the hidden states and their tangent."""
         seen["hidden"] = forward_ad.unpack_dual(output.last_hidden_state)
 
     def take(module: nn.Module, args: Any) -> None:

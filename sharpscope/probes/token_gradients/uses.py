@@ -213,6 +213,7 @@ class UseRecorder:
             self.used[name] = self.used.get(name, 0) + 1
 
         def hook(g: Tensor) -> None:
+            """Hand the cotangent on during `pull`."""
             if self._measure is not None:
                 self._measure(use, g * factor)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -115,6 +116,14 @@ def test_attention_that_the_probes_do_not_know(monkeypatch):
         with pytest.raises(CheckError, match="differs from plain autograd"):
             call(model, probe)
         call(model, probe, check="off")
+
+
+def test_diverged_weights_and_calls_without_a_token_check_nothing():
+    model, batch = tiny_model("llama", dtype=torch.float32), random_batch()
+    assert call(model, "local", batch | {"mask": torch.zeros_like(batch["mask"])}) is None
+    with torch.no_grad():
+        model.model.norm.weight[0] = math.nan
+    assert math.isnan(call(model, "local")) and structure_of(model).checked == {}
 
 
 def test_always_sees_what_first_has_already_passed(monkeypatch):

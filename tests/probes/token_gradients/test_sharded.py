@@ -137,16 +137,16 @@ def test_norms_that_are_wrong_are_refused(monkeypatch: pytest.MonkeyPatch):
 def test_what_one_process_refuses_is_raised_in_all(monkeypatch: pytest.MonkeyPatch):
     """Its pass may use other experts; without an exchange the others wait for it in their next pass."""
     model, batch = shard(tiny_model()), random_batch()
-    require, exchange, checked = sharded._require, sharded.distributed.first_not_none, []
+    require, gather, checked = sharded._require, sharded.distributed.gather, []
 
     def counted(*args):
         checked.append(require(*args))
 
-    def elsewhere(values):
-        return UserError("model.norm: of another process") if checked else exchange(values)
+    def elsewhere(value):
+        return [UserError("model.norm: of another process")] if checked else gather(value)
 
     monkeypatch.setattr(sharded, "_require", counted)
-    monkeypatch.setattr(sharded.distributed, "first_not_none", elsewhere)
+    monkeypatch.setattr(sharded.distributed, "gather", elsewhere)
     with pytest.raises(UserError, match="of another process"):
         sharded.ShardedProbes(model).local(batch["input_ids"], batch["mask"], batch["attention_mask"], 1.0)
     assert len(checked) == 1
