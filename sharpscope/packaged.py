@@ -1,12 +1,22 @@
-"""Paths of data files, in the installed package or in `data/` of a checkout."""
+"""Data files: their paths, in the installed package or in `data/` of a checkout, and the YAML files of packages."""
 
 from __future__ import annotations
 
+from importlib import resources
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from sharpscope.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parent
+
+
+def package_yaml(package: str, file: str) -> Any:
+    """The content of a YAML file in one of our packages, such as `package_yaml("sharpscope.rules", "table.yaml")`."""
+    text = resources.files(package).joinpath(file).read_text("utf-8")
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def data_roots() -> tuple[Path, ...]:

@@ -31,9 +31,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         names = archive.namelist()
         archive.extractall(site)
     assert "sharpscope/py.typed" in names
-    page = ROOT / "sharpscope" / "analysis" / "html"
-    parts = [path.relative_to(ROOT).as_posix() for kind in ("templates", "assets") for path in (page / kind).iterdir()]
-    assert parts and set(parts) <= set(names)
+    files = [path for path in (ROOT / "sharpscope").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert {path.relative_to(ROOT).as_posix() for path in files} <= set(names)
     assert not [name for name in names if name.startswith(("tests/", "figures/"))]
     return site
 

@@ -13,7 +13,7 @@ from sharpscope.analysis.tokens import complement
 from sharpscope.traces import Run
 
 SPIKES = 4
-"""Spikes of a run that are shown, the largest first."""
+"""Spikes of a run that are shown: those that are the most times the typical gradient."""
 SPIKE_TOKENS = 8
 SPIKE_PROMPTS = 2
 GROUP = 16
@@ -63,7 +63,7 @@ def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
     choices = {name: Choice(run) for name, run in runs.items() if len(run.rollouts)}
     for name, choice in choices.items():
         found = explain_spikes(choice.run, SPIKE_TOKENS) or explain_largest(choice.run, SPIKE_TOKENS)
-        choice.spikes = sorted(sorted(found, key=lambda one: -one.z)[:SPIKES], key=lambda one: one.step)
+        choice.spikes = sorted(sorted(found, key=lambda one: -one.times)[:SPIKES], key=lambda one: one.step)
         for spike in choice.spikes:
             _add_spike(choices, name, spike)
     for choice in choices.values():

@@ -112,15 +112,15 @@ def _series(part: pd.DataFrame, points: range) -> dict[str, list[Any]]:
 
 
 def _events(study: Study) -> list[tuple[int, str]]:
-    """(step, text) of what happened: the first time of each warning or worse, and spikes of the gradient norm, the highest first."""
+    """(step, text) of what happened: the first time of each warning or worse, and the largest spikes of the gradient norm."""
     rows, spikes = [], []
     for label, seed, run in study.each():
         who = f" ({method_label(label)}, seed {seed})" if len(study.each()) > 1 else ""
         loud = run.events[run.events["severity"] != "info"]
         rows += [(str(rule), int(step), who) for rule, step in zip(loud["rule"], loud["step"], strict=True)]
         for row in find_spikes(run.steps).to_dict("records"):
-            text = f"gradient spike, {row['grad_norm'] / row['typical']:.1f} × typical{who}"
-            spikes.append((float(row["z"]), int(row["step"]), text))
+            times = row["grad_norm"] / row["typical"]
+            spikes.append((times, int(row["step"]), f"gradient spike, {times:.1f} × typical{who}"))
     found: dict[int, list[str]] = {}
     for rule, part in pd.DataFrame(rows, columns=["rule", "step", "who"]).groupby("rule", sort=False):
         runs = part["who"].unique()

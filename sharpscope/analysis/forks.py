@@ -180,7 +180,8 @@ def fork_table(differences: pd.DataFrame, state: str, comparison: str, most: int
             title = NAMES[name] + f" [{unit}]" * bool(unit)
             row[title] = "–" if math.isnan(mean) else f"{mean:+.3g}{interval}"
         main = part.loc["heldout_failure"] if "heldout_failure" in part.index else part.iloc[0]
-        row |= {"p": "–" if is_reference else number(main["p"]), "batches": str(int(main["batches"]))}
+        row[f"p ({NAMES.get(str(main.name), main.name)})"] = "–" if is_reference else number(main["p"])
+        row["batches"] = str(int(main["batches"]))
         row["left out"] = str(int(main["invalid"]))
         rows.append(row)
     return pd.DataFrame(rows)

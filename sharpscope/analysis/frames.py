@@ -121,24 +121,24 @@ def accuracy_values(run: Run) -> pd.DataFrame:
 def eval_values(study: Study) -> pd.DataFrame:
     """setting, seed, step, quantity, value, low, high: accuracy in percent at each evaluation, by split and temperature."""
 
-    def of(run: Run) -> pd.DataFrame:
+    def _of(run: Run) -> pd.DataFrame:
         rows = accuracy_values(run)
         splits, how = rows["split"].str.replace("heldout", "held-out"), rows["temperature"].map(sampling)
         shares = 100 * rows[["accuracy", "low", "high"]].rename(columns={"accuracy": "value"})
         return shares.assign(step=rows["step"], quantity=splits + " accuracy, " + how + " [%]")
 
-    return _of_each(study, of)
+    return _of_each(study, _of)
 
 
 def sharpness_values(study: Study) -> pd.DataFrame:
     """setting, seed, step, quantity (the measure), value, low, high, saturated of every estimate that is shown."""
 
-    def of(run: Run) -> pd.DataFrame:
+    def _of(run: Run) -> pd.DataFrame:
         rows = sharpness_rows(run).drop_duplicates(["measure", "step"])
         ends = {"low": rows["value"] - rows["half"], "high": rows["value"] + rows["half"], "quantity": rows["measure"]}
         return rows[["step", "value"]].assign(**ends, saturated=known(rows["saturation"]) > MAX_SATURATION)
 
-    return _of_each(study, of)
+    return _of_each(study, _of)
 
 
 def _of_each(study: Study, of: Callable[[Run], pd.DataFrame]) -> pd.DataFrame:

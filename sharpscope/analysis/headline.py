@@ -53,16 +53,14 @@ class Moved:
     count: int = 1
 
 
-def largest_update(run: Run, top: int = 8) -> Spike | None:
+def largest_update(run: Run) -> Spike | None:
     """The step whose tokens are shown: the spike, large step or gradient with shares that is the most times the typical one.
 
     Not the spike with the largest z, which also says how alike the steps before were.
     """
-    notable = [spike for spike in notable_steps(run, top) if spike.tokens is not None]
-    found = notable or [one for one in explain_largest(run, top) if one.tokens is not None]
-    return max(
-        found, key=lambda spike: spike.grad_norm / spike.typical if spike.z >= SPIKE_Z else -math.inf, default=None
-    )
+    notable = [spike for spike in notable_steps(run) if spike.tokens is not None]
+    found = notable or [one for one in explain_largest(run) if one.tokens is not None]
+    return max(found, key=lambda spike: spike.times if spike.z >= SPIKE_Z else -math.inf, default=None)
 
 
 def moved_tokens(run: Run, step: int, top: int = 4) -> list[Moved]:
@@ -157,7 +155,7 @@ def moved_sections(runs: Sequence[Run], top: int = 4, why: str = "") -> list[Sec
         if spike.missing:
             result.append(Section(title, _sentence(spike.missing)))
             continue
-        many = f", {spike.grad_norm / spike.typical:.1f} × the typical one" * (spike.grad_norm > 1.5 * spike.typical)
+        many = f", {spike.times:.1f} × the typical one" * (spike.times > 1.5)
         texts = told_apart([str(text) for text in spike.prompts["prompt"]], 90)
         note = (
             f"{concentration_text(run, spike.step)} Gradient norm {number(spike.grad_norm)}{many}. ↑ made more likely, ↓ less likely; "
@@ -178,7 +176,7 @@ def _sentence(text: str) -> str:
 
 def step_sections(run: Run, spike: Spike, top: int = 8) -> list[Section]:
     """The tokens, prompts and ranges of probability behind one update's gradient; all shares are of its square."""
-    many = f", {spike.grad_norm / spike.typical:.1f} × the typical {number(spike.typical)}" if spike.typical > 0 else ""
+    many = f", {spike.times:.1f} × the typical {number(spike.typical)}" if spike.typical > 0 else ""
     z = f", z = {spike.z:.1f}" if math.isfinite(spike.z) else ""
     title = f"{run.name}, step {spike.step}{', ' * bool(spike.update)}{spike.update}: gradient norm {number(spike.grad_norm)}{many}{z}"
     if spike.missing or spike.prompts is None or spike.probabilities is None:

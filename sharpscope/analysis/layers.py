@@ -38,10 +38,10 @@ def layer_norms(run: Run) -> pd.DataFrame:
 
 
 class Growth(NamedTuple):
-    """How the gradient of a step grew by group of parameters.
+    """How the gradient of a step's largest update grew by group of parameters.
 
     Attributes:
-        groups: by group: `grad_norm`, `typical` (median of the updates before), `growth` (their ratio), `share` of the step's ‖∇L‖²;
+        groups: by group: `grad_norm`, `typical` (median of the updates before), `growth` (their ratio), `share` of the update's ‖∇L‖²;
             the largest growth first.
         named: the group that grew by more than APART times the middle group's growth; None if all grew alike, or nothing is
             known of the time before.
@@ -54,12 +54,12 @@ class Growth(NamedTuple):
 
 
 def layer_growth(run: Run, step: int) -> Growth | None:
-    """How each layer's gradient at a step compares with the WINDOW updates before; None where it was not recorded."""
+    """How each layer's gradient in a step's largest update compares with the WINDOW updates before the step; None if not recorded."""
     table = layer_norms(run)
-    here = table[table["step"] == step]
+    here = table[table["step"] == step].pivot(index="group", columns="update", values="grad_norm")
     if here.empty:
         return None
-    present = here.groupby("group")["grad_norm"].mean()
+    present = here[(here**2).sum().idxmax()].dropna()
     earlier = table[table["step"] < step].pivot_table(index=["step", "update"], columns="group", values="grad_norm")
     typical = earlier.tail(WINDOW).median().reindex(present.index)
     growth = (present / typical.where(typical > 0)).astype(float)

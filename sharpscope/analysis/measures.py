@@ -181,7 +181,7 @@ def shared_sharpness(
 ) -> tuple[float, list[pd.DataFrame]] | None:
     """(radius, `sharpness` of each run by step) at one radius that all runs share, on one probe set; None without one.
 
-    Of several radii it is the largest at which no estimate after the first step exceeds MAX_SATURATION, or else the smallest.
+    Of several radii it is the largest at which no run's last estimate exceeds MAX_SATURATION, or else the smallest.
     """
     if len({frozenset(probe_rows(run, quantity, functional)["probe_set"]) for run in runs}) != 1:
         return None
@@ -222,14 +222,12 @@ def log_ratios(frame: pd.DataFrame) -> pd.DataFrame:
 
 def dose_of(runs: Iterable[Run], method: str) -> Dose:
     """Mean rotation of the update and mean angle between halves of a batch over the steps of `runs` [degrees]."""
-    several = list(runs)
-
-    def mean(column: str) -> float | None:
+    several, found = list(runs), list[float | None]()
+    for column in ("update_rotation", "noise_rotation"):
         means = [float(run.steps[column].mean()) for run in several if column in run.steps]
         known = [value for value in means if math.isfinite(value)]
-        return float(np.mean(known)) if known else None
-
-    return Dose(method, mean("update_rotation"), mean("noise_rotation"))
+        found.append(float(np.mean(known)) if known else None)
+    return Dose(method, *found)
 
 
 def answer_noise(run: Run, split: str, step: int, temperature: float = SAMPLED) -> float | None:

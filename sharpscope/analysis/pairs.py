@@ -129,11 +129,12 @@ def _compared(first: str, second: str, pairs: Sequence[tuple[Any, Run, Run]]) ->
     for quantity, several in found.items():
         known = [(seed, one) for seed, one in several if one.comparable]
         every = [one for _, one in several]
+        shown = [one for _, one in known] or every  # the means are those of the pairs that are compared
         yield {
             **{"baseline": first, "treatment": second, "quantity": quantity, "unit": every[0].unit, "n": len(known)},
             "paired_by": "seed" if len(known) > 1 else every[0].by,
-            "baseline_value": float(np.mean([one.baseline for one in every])),
-            "treatment_value": float(np.mean([one.treatment for one in every])),
+            "baseline_value": float(np.mean([one.baseline for one in shown])),
+            "treatment_value": float(np.mean([one.treatment for one in shown])),
             "note": "; ".join(dict.fromkeys(one.note for one in every if one.note)),
             **_summary([seed for seed, _ in known], [one for _, one in known]),
         }

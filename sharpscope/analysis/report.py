@@ -37,14 +37,14 @@ from sharpscope.analysis.statistics import mean_interval, series_mean
 from sharpscope.analysis.study import Setting, Study, flat, last_step, studies
 from sharpscope.analysis.text import interval_text, method_label, model_label, number, percent, printable, sampling
 from sharpscope.analysis.token_values import entropy_section
+from sharpscope.diagnose.report import sparkline
 from sharpscope.traces import MAX_SATURATION, Run, Runs
 
-BLOCKS = "▁▂▃▄▅▆▇█"
 SHOWN_SETTINGS = 4
 """Settings of a study that curves and tables show: those of the comparison, then those with the most seeds."""
 LARGEST_TOKENS = 5
 LARGEST_STEPS = 6
-"""Steps whose largest tokens are listed on the page, the highest spikes first."""
+"""Steps whose largest tokens are listed on the page, the spike that is the most times the typical gradient first."""
 HEADLINE = (
     *("accuracy, greedy", "accuracy, T = 1", "reward"),
     *("SAM sharpness of expected_failure", "SAM sharpness of nll"),
@@ -75,7 +75,7 @@ def run_sections(run: Run) -> list[Section]:
     study = Study({run.name: run}, name=run.task)
     found = found_sections(study, study.settings)
     spike = largest_update(run)
-    if spike is not None and (spike.z >= SPIKE_Z or spike.grad_norm >= LARGE * spike.typical):
+    if spike is not None and (spike.z >= SPIKE_Z or spike.times >= LARGE):
         found += layer_sections(run, spike.step)
     curves = Section("Curves", curve_table(run), "Means of the first and the last third.")
     ends = [*accuracy_sections(study.settings), *sharpness_sections(study.settings)]
@@ -130,7 +130,7 @@ def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
             sections += fork_sections(rows, title=f"{name}: " if several else "")
     choices = choose(runs.by_name)
     largest = [(choice.run, spike) for choice in choices.values() for spike in choice.spikes]
-    largest.sort(key=lambda one: one[1].z if one[1].z >= SPIKE_Z else -math.inf, reverse=True)
+    largest.sort(key=lambda one: one[1].times if one[1].z >= SPIKE_Z else -math.inf, reverse=True)
     for run, spike in largest[:LARGEST_STEPS]:
         details = [*step_sections(run, spike, LARGEST_TOKENS), *layer_sections(run, spike.step)]
         sections += [replace(section, part="Tokens") for section in details]
@@ -270,18 +270,20 @@ def setting_sections(study: Study) -> list[Section]:
     """What the configurations of a study's settings differ in; values that differ between a setting's runs are joined."""
     columns = {s.label: [flat(run.config) for run in s.runs.values()] for s in study.settings[:SHOWN_SETTINGS]}
 
-    def text(value: Any) -> str:
-        return "none" if value is None else number(value) if isinstance(value, float) else str(value)
-
     rows = []
     for key in dict.fromkeys(key for facts in columns.values() for one in facts for key in one):
         cells = [
-            printable(", ".join(dict.fromkeys(text(one.get(key)) for one in part)), 60) for part in columns.values()
+            printable(", ".join(dict.fromkeys(_value(one.get(key)) for one in part)), 60) for part in columns.values()
         ]
         if len(set(cells)) > 1 and key not in ("name", "out", "method.name", "seed"):
             rows.append((key, *cells))
     frame = pd.DataFrame(rows, columns=["setting", *map(method_label, columns)])
     return [Section("Settings that differ", frame, part="Compare")] if rows else []
+
+
+def _value(value: Any) -> str:
+    """A setting's value as text."""
+    return "none" if value is None else number(value) if isinstance(value, float) else str(value)
 
 
 # -- Accuracy and sharpness ----------------------------------------------------------------------------------------------
@@ -396,17 +398,6 @@ def _paired(run: Run, first: pd.Series, last: pd.Series) -> tuple[float, float]:
 
 
 # -- One run -------------------------------------------------------------------------------------------------------------
-
-
-def sparkline(values: np.ndarray, width: int = 40) -> str:
-    """Values as at most `width` block characters from the smallest to the largest; a dot for what is not a number."""
-    parts = np.array_split(np.asarray(values, dtype=float), max(1, min(width, len(values))))
-    means = np.array([part[np.isfinite(part)].mean() if np.isfinite(part).any() else np.nan for part in parts])
-    if not np.isfinite(means).any():
-        return "·" * len(values[:width])
-    low, high = np.nanmin(means), np.nanmax(means)
-    height = (len(BLOCKS) - 1) * ((means - low) / (high - low) if high > low else 0 * means + 3 / 7)
-    return "".join("·" if math.isnan(h) else BLOCKS[round(h)] for h in height)
 
 
 def curve_table(run: Run) -> pd.DataFrame:

@@ -66,6 +66,11 @@ class Spike:
     missing: str = ""
     update: str = ""
 
+    @property
+    def times(self) -> float:
+        """How many times the typical gradient norm its norm is."""
+        return self.grad_norm / self.typical if self.typical > 0 else math.nan
+
 
 def gradient_scores(steps: pd.DataFrame) -> pd.DataFrame:
     """A row for each step with a gradient: step, grad_norm, z, typical, scale, fall, scatter.

@@ -74,10 +74,12 @@ class _Commands(TyperGroup):
     """Lists the commands in the order of PANELS, and says what replaced the commands of version 0.2."""
 
     def list_commands(self, ctx: Any) -> list[str]:
+        """Names in the order of PANELS."""
         order = [name for names in PANELS.values() for name in names]
         return sorted(super().list_commands(ctx), key=order.index)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """A command by name."""
         command = super().get_command(ctx, cmd_name)
         if command is None and cmd_name in REPLACED:
             raise UserError(f"sharpscope {cmd_name}: removed in 0.3; use: {REPLACED[cmd_name]}")

@@ -6,10 +6,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from sharpscope.config.base import Part, check_keys, short, validate
@@ -28,6 +26,7 @@ from sharpscope.config.token_weights import (
 )
 from sharpscope.config.weighting import Weighting
 from sharpscope.errors import UserError, nearest
+from sharpscope.packaged import package_yaml
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,7 @@ def method_note(name: str, entry: Mapping[str, Any]) -> MethodNote:
 @cache
 def methods() -> dict[str, MethodNote]:
     """The named methods (methods.yaml)."""
-    text = Path(__file__).with_name("methods.yaml").read_text(encoding="utf-8")
-    entries = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    entries = package_yaml("sharpscope.config", "methods.yaml")
     return {name: method_note(name, entry) for name, entry in entries.items()}
 
 

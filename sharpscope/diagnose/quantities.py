@@ -11,10 +11,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import resources
 from typing import Any
 
-import yaml
+from sharpscope.packaged import package_yaml
 
 
 @dataclass(frozen=True)
@@ -37,21 +36,15 @@ class Quantity:
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def _read(file: str) -> dict[str, Any]:
-    """The content of a YAML file of this package."""
-    text = resources.files("sharpscope.diagnose").joinpath(file).read_text("utf-8")
-    entries: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return entries
-
-
 def _quantity(name: str, entry: dict[str, Any]) -> Quantity:
     keys = {trainer: tuple(keys) for trainer, keys in entry["keys"].items()}
     return Quantity(**entry | {"name": name, "keys": keys})
 
 
-BY_NAME: dict[str, Quantity] = {name: _quantity(name, entry) for name, entry in _read("quantities.yaml").items()}
+_ENTRIES = package_yaml("sharpscope.diagnose", "quantities.yaml")
+BY_NAME: dict[str, Quantity] = {name: _quantity(name, entry) for name, entry in _ENTRIES.items()}
 QUANTITIES: tuple[Quantity, ...] = tuple(BY_NAME.values())
-_SIGNATURES = _read("trainers.yaml")
+_SIGNATURES = package_yaml("sharpscope.diagnose", "trainers.yaml")
 LIKE = {"unsloth": "TRL"}
 """Trainers that write the keys of another: unsloth adds completion_length to TRL's, without its entropy."""
 

@@ -55,7 +55,7 @@ class Diagnosis:
     def advice(self, finding: Finding) -> tuple[str, str]:
         """What a finding usually means and what to change, with the trainer's names of the settings."""
         log = self.log
-        rates = log.finite("lr")[: finding.step]
+        rates = log.finite("lr").loc[: finding.step]
         before = _checkpoint_before(log.path, finding.step)
         return advise(
             finding.rule,
@@ -107,13 +107,13 @@ class Diagnosis:
             "unmapped": list(self.log.unmapped),
         }
 
-    def text(self, width: int = 40) -> str:
+    def text(self) -> str:
         """The diagnosis for a terminal."""
         log, more = self.log, len(self.findings) - MOST
         lines = [self.finding, ""]
         for finding in self.findings[:MOST]:
             quantity, (meaning, advice) = BY_NAME[finding.began.quantity], self.advice(finding)
-            line = sparkline(log.finite(finding.began.quantity).to_numpy(float), width, quantity.log)
+            line = sparkline(log.finite(finding.began.quantity).to_numpy(float), log=quantity.log)
             lines.append(f"{finding.severity.upper():<8} {finding.rule.title}, from step {finding.step}")
             lines.append(f"         {finding.text}")
             lines.append(f"         {quantity.title} {line}   ({finding.certainty})")
@@ -164,17 +164,17 @@ def diagnose(path: str | Path, mapping: Mapping[str, str] | None = None, group_s
     return Diagnosis(log, findings, order_of(findings, found))
 
 
-def sparkline(values: np.ndarray, width: int, log: bool = False) -> str:
-    """Values as a line of at most `width` bars, each the mean of equally many values."""
-    if log and len(values[values > 0]):
+def sparkline(values: np.ndarray, width: int = 40, log: bool = False) -> str:
+    """Values as at most `width` bars from the smallest to the largest, each a mean; a dot for what is not a number."""
+    if log and (values > 0).any():
         values = np.log(np.maximum(values, values[values > 0].min()))
-    if len(values) > width:
-        edges = np.linspace(0, len(values), width + 1).astype(int)[:-1]
-        values = np.add.reduceat(values, edges) / np.diff(np.append(edges, len(values)))
-    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
-    if high == low:
-        return _BARS[0] * len(values)
-    return "".join(_BARS[round((value - low) / (high - low) * (len(_BARS) - 1))] for value in values)
+    parts = np.array_split(np.asarray(values, dtype=float), max(1, min(width, len(values))))
+    means = np.array([part[np.isfinite(part)].mean() if np.isfinite(part).any() else np.nan for part in parts])
+    if not np.isfinite(means).any():
+        return "·" * len(values[:width])
+    low, high = np.nanmin(means), np.nanmax(means)
+    height = (len(_BARS) - 1) * ((means - low) / (high - low) if high > low else 0 * means + 3 / 7)
+    return "".join("·" if np.isnan(h) else _BARS[round(h)] for h in height)
 
 
 _DUMPS = {

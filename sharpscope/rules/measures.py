@@ -61,7 +61,7 @@ def zero(name: str) -> Measure:
 def relative(name: str, window: int = WINDOW) -> Measure:
     """Median of the quantity over the last `window` steps, divided by its median in the first EARLY steps."""
 
-    def of(x: Values) -> Values:
+    def _of(x: Values) -> Values:
         start = float(np.median(x[:EARLY])) if len(x) > EARLY else 0.0
         if start <= np.finfo(np.float32).tiny:
             return np.full(len(x), np.nan)
@@ -69,20 +69,20 @@ def relative(name: str, window: int = WINDOW) -> Measure:
         ratio[:EARLY] = np.nan
         return ratio
 
-    return lambda history: _on_known(history, (name,), of, first=EARLY, depends_on=window)
+    return lambda history: _on_known(history, (name,), _of, first=EARLY, depends_on=window)
 
 
-def spike(name: str, z: float = 4.0) -> Measure:
-    """The quantity divided by its median in the 50 steps before; 0 where its logarithm is within `z` robust standard deviations."""
+def spike(name: str) -> Measure:
+    """The quantity divided by its median in the 50 steps before; 0 where its logarithm is within 4 robust standard deviations."""
 
-    def of(x: Values) -> Values:
+    def _of(x: Values) -> Values:
         ratio, logs = np.full(len(x), np.nan), np.log(x)
         if len(logs) > SPIKE_LEAST:
             windows = _windows(logs[:-1], SPIKE_WINDOW)[SPIKE_LEAST - 1 :]
             median = np.nanmedian(windows, axis=1)
             scale = 1.4826 * np.nanmedian(np.abs(windows - median[:, None]), axis=1)
             rise = logs[SPIKE_LEAST:] - median
-            ratio[SPIKE_LEAST:] = np.where(rise > z * scale, np.exp(rise), 0.0)
+            ratio[SPIKE_LEAST:] = np.where(rise > 4 * scale, np.exp(rise), 0.0)
         return ratio
 
     def measure(history: History) -> Values:
@@ -91,7 +91,7 @@ def spike(name: str, z: float = 4.0) -> Measure:
             return _nothing(history)
         kind = OfLastStep if isinstance(history, OfLastStep) else dict
         positive = kind({name: np.where(history[name] > 0, history[name], np.nan)})
-        return _on_known(positive, (name,), of, depends_on=SPIKE_WINDOW + 1)
+        return _on_known(positive, (name,), _of, depends_on=SPIKE_WINDOW + 1)
 
     return measure
 
@@ -103,7 +103,7 @@ def reward_fall(history: History) -> Values:
     around its trend, from the absolute differences of adjacent steps.
     """
 
-    def of(y: Values) -> Values:
+    def _of(y: Values) -> Values:
         out = np.full(len(y), np.nan)
         if len(y) < 6:
             return out
@@ -120,22 +120,25 @@ def reward_fall(history: History) -> Values:
             out[at + 5] = np.minimum(drop[at] / error, 99)
         return out
 
-    return _on_known(history, ("reward",), of)
+    return _on_known(history, ("reward",), _of)
 
 
 def reward_gap(history: History) -> Values:
-    """How far held-out accuracy is below its best, where the mean training reward of 10 steps is at least what it was then; else 0."""
+    """How far held-out accuracy is below its best, where the training reward is at least what it was then; else 0.
+
+    The mean reward of the last 10 steps and that of the last 5 both: a reward that fell with the accuracy is no gap.
+    """
     out = _nothing(history)
     if "accuracy" not in history or "reward" not in history:
         return out
-    level = _on_known(history, ("reward",), lambda y: trailing(y, WINDOW))
     best, then = -np.inf, np.nan
     for at in np.flatnonzero(np.isfinite(history["accuracy"])):
-        accuracy, known = history["accuracy"][at], level[: at + 1][np.isfinite(level[: at + 1])]
-        now = known[-1] if len(known) else np.nan
+        accuracy, rewards = history["accuracy"][at], history["reward"][: at + 1]
+        rewards = rewards[np.isfinite(rewards)][-WINDOW:]
+        level = float(rewards.mean()) if len(rewards) else np.nan
         if accuracy >= best:
-            best, then = accuracy, now
-        out[at] = best - accuracy if now >= then else 0.0
+            best, then = accuracy, level
+        out[at] = best - accuracy if level >= then and rewards[-5:].mean() >= then else 0.0
     return out
 
 
@@ -151,24 +154,24 @@ def step_noise(y: Values, at: Any = slice(None)) -> Values:
 def constant_reward(history: History) -> Values:
     """Share of the last WINDOW steps whose mean reward is exactly that of the present one."""
 
-    def of(y: Values) -> Values:
+    def _of(y: Values) -> Values:
         same = _windows(y, WINDOW) == y[:, None]
         out = same.sum(axis=1) / WINDOW
         out[: WINDOW // 2 - 1] = np.nan
         return out
 
-    return _on_known(history, ("reward",), of, depends_on=WINDOW)
+    return _on_known(history, ("reward",), _of, depends_on=WINDOW)
 
 
 def entropy_rise(history: History) -> Values:
     """Mean entropy of the last WINDOW steps less its lowest such mean before [nats]; 0 while it is below 1.5 times that."""
 
-    def of(x: Values) -> Values:
+    def _of(x: Values) -> Values:
         now = trailing(x, WINDOW, EARLY)
         low = np.fmin.accumulate(now)
         return np.where(now >= 1.5 * np.maximum(low, 0), now - low, np.where(np.isnan(now), np.nan, 0.0))
 
-    return _on_known(history, ("entropy",), of)
+    return _on_known(history, ("entropy",), _of)
 
 
 def drift(history: History) -> Values:
@@ -191,7 +194,7 @@ def policy_change(history: History) -> Values:
     mean before, which is known three steps later.
     """
 
-    def of(reward: Values, entropy: Values) -> Values:
+    def _of(reward: Values, entropy: Values) -> Values:
         out = np.zeros(len(reward))
         if len(reward) < 4:
             return out
@@ -204,7 +207,7 @@ def policy_change(history: History) -> Values:
     kl = history.get("kl_step")
     if kl is not None and np.isfinite(kl).any():
         return value("kl_step")(history)
-    return _on_known(history, ("reward", "entropy"), of)
+    return _on_known(history, ("reward", "entropy"), _of)
 
 
 def ratio_tail(history: History) -> Values:
@@ -226,13 +229,13 @@ def no_trend(history: History) -> Values:
     Of the last step only.
     """
 
-    def of(y: Values) -> Values:
+    def _of(y: Values) -> Values:
         out = np.full(len(y), np.nan)
         if len(y) >= FEW and np.ptp(y) > 0:
             out[-1] = 0.0 if moved(y, ends=True) > 3 else trend_p(y)
         return out
 
-    return _on_known(history, ("reward",), of)
+    return _on_known(history, ("reward",), _of)
 
 
 def standing_still(history: History) -> Values:
@@ -241,7 +244,7 @@ def standing_still(history: History) -> Values:
     Of the last step only.
     """
 
-    def of(reward: Values, entropy: Values) -> Values:
+    def _of(reward: Values, entropy: Values) -> Values:
         out = np.full(len(reward), np.nan)
         if len(reward) < FEW or np.ptp(reward) == 0:
             return out
@@ -252,7 +255,7 @@ def standing_still(history: History) -> Values:
         out[-1] = len(reward) if still else 0.0
         return out
 
-    return _on_known(history, ("reward", "entropy"), of)
+    return _on_known(history, ("reward", "entropy"), _of)
 
 
 def trend_p(y: Values) -> float:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any, Literal
 
-import yaml
-
+from sharpscope.packaged import package_yaml
 from sharpscope.rules import measures
 from sharpscope.rules.measures import Measure
 
@@ -88,13 +86,8 @@ def _rule(name: str, entry: Mapping[str, Any]) -> Rule:
     return Rule(name, **values | {"measure": _measure(entry["measure"])})
 
 
-def _read(file: str) -> Any:
-    """The content of a YAML file of this package."""
-    text = resources.files("sharpscope.rules").joinpath(file).read_text("utf-8")
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-
-
-RULES: Mapping[str, Rule] = {name: _rule(name, entry) for name, entry in _read("table.yaml").items()}
+_ENTRIES = package_yaml("sharpscope.rules", "table.yaml")
+RULES: Mapping[str, Rule] = {name: _rule(name, entry) for name, entry in _ENTRIES.items()}
 
 OF_ROLLOUTS = (
     *("reward_collapse", "reward_constant", "entropy_collapse", "entropy_rise", "near_uniform", "drift"),
@@ -102,5 +95,5 @@ OF_ROLLOUTS = (
 )
 """Rules that judge completions a policy drew and their rewards, which supervised training has not."""
 
-FIELDS: Mapping[str, Mapping[str, str]] = _read("fields.yaml")
+FIELDS: Mapping[str, Mapping[str, str]] = package_yaml("sharpscope.rules", "fields.yaml")
 """What trainers call the settings that advice names; "": in words."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -64,7 +65,7 @@ def write_reductions(run_dir: str | Path, rows: Sequence[Reduction]) -> None:
             writer.append("reductions", asdict(row) | {"values": values})
 
 
-class _Tables:
+class _Tables(ABC):
     """Attribute access to the tables that are read as data frames."""
 
     steps: pd.DataFrame
@@ -82,8 +83,9 @@ class _Tables:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return self._frame(name)
 
+    @abstractmethod
     def _frame(self, table: str) -> pd.DataFrame:
-        raise NotImplementedError
+        """The table as a data frame."""
 
 
 class Run(_Tables):

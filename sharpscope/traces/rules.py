@@ -27,11 +27,6 @@ CERTAIN = -0.1
 FEWEST = 16
 """Tokens from which on equal log-probabilities are no coincidence."""
 
-IMPOSSIBLE = (
-    "the sampler's log-probabilities of these tokens cannot be right, and ratios made of them are not; check what the server "
-    "returns (log-probabilities of the drawn tokens, not 0 or a placeholder)"
-)
-
 
 def robust_z(history: Sequence[float], value: float) -> float:
     """Robust z-score (value − median)/(1.4826·MAD) against the last `WINDOW` values of `history`.

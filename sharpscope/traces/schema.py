@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 
 import pyarrow as pa
-import yaml
+
+from sharpscope.packaged import package_yaml
 
 SCHEMA_VERSION = 3
 """Increases when tables or columns are added, renamed, removed or change their meaning.
@@ -99,8 +99,7 @@ def _table(name: str, row: str, key: str, columns: str) -> Table:
     return Table(name, row, tuple(key.split()), tuple(made))
 
 
-_TEXT = resources.files("sharpscope.traces").joinpath("schema.yaml").read_text("utf-8")
-_ENTRIES = yaml.load(_TEXT, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+_ENTRIES = package_yaml("sharpscope.traces", "schema.yaml")
 TABLES: dict[str, Table] = {name: _table(name, **entry) for name, entry in _ENTRIES.items()}
 
 

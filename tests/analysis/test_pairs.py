@@ -71,6 +71,9 @@ def test_saturated_sharpness_is_marked_and_not_compared() -> None:
     found = row(compare_runs(pair), SHARPNESS)
     assert found["n"] == 0 and math.isnan(found["difference"]) and "saturated" in found["note"]
     assert found["baseline_value"] == pytest.approx(0.98)
+    runs = [probed({0.5: (0.1, 0.49)[s]}, method=method, seed=s) for s in (0, 1) for method in ("grpo", "gspo")]
+    found = row(compare_runs(runs), SHARPNESS)
+    assert (found["n"], found["baseline_value"]) == (1, pytest.approx(0.2))  # the mean of the pair that is compared
 
 
 def test_ceiling_of_an_old_run_is_its_training_accuracy() -> None:

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sharpscope.analysis.headline import largest_update, moved_sections
+from sharpscope.analysis.report import page_of
 from sharpscope.analysis.spikes import (
     concentration,
     explain_spikes,
@@ -21,9 +23,9 @@ from sharpscope.analysis.spikes import (
     spike_text,
     step_shares,
 )
-from sharpscope.traces import load_run
+from sharpscope.traces import Runs, load_run
 from sharpscope.traces.rules import robust_z
-from tests.analysis.html.runs import SPIKE, write_report_run
+from tests.analysis.html.runs import SPIKE, STEPS, write_report_run
 from tests.analysis.small import write_small
 
 PROBE = "(sharpscope probe --tokens RUN --model CHECKPOINT)"
@@ -112,6 +114,20 @@ def test_a_spike_of_one_update_is_found_and_named(tmp_path: Path):
     assert (spike.step, spike.grad_norm, spike.update) == (SPIKE, 2.5, "update 2 of 2")
     every = run.tokens([SPIKE], ["attribution", "update"]).dropna()
     np.testing.assert_allclose(step_shares(run, SPIKE)["share"], every.loc[every["update"] == 1, "attribution"])
+
+
+def test_of_two_spikes_that_of_more_times_the_typical_gradient_leads(tmp_path: Path):
+    """At step 12 half of the earlier norms are alike, so that twice the typical one has z = 47; at step 14 148 times has 4.9."""
+    logs = [0.7, -0.7, 0.7, -0.7, 0.7, -0.01, 0.0, 0.01, -0.01, 0.0, 0.01, math.log(2), -0.7, 5.0]
+    run = load_run(write_report_run(tmp_path / "a"))
+    run.steps = run.steps.assign(grad_norm=np.exp(logs))
+    first, second = explain_spikes(run)
+    assert (first.step, second.step) == (SPIKE, STEPS)
+    assert (first.z, first.times) == pytest.approx((math.log(2) / 0.014826, 2))
+    assert (second.z, second.times) == pytest.approx((5 / (1.4826 * math.log(2)), math.exp(5)))
+    assert largest_update(run).step == STEPS and f"step {STEPS}" in moved_sections([run])[0].title
+    titles = [section.title for section in page_of(Runs(tmp_path, {"a": run}, {})).sections if section.part == "Tokens"]
+    assert f"step {STEPS}: " in titles[0] and any(f"step {SPIKE}: " in title for title in titles[1:])
 
 
 def test_concentration_is_that_of_a_plain_loop():

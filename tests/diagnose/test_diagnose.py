@@ -12,6 +12,7 @@ import pytest
 
 from sharpscope.diagnose import Log, changes, diagnose, find, read_log
 from sharpscope.errors import UserError
+from sharpscope.rules.measures import reward_gap
 from tests.diagnose.frameworks import TRAINERS, run
 from tests.diagnose.simulated import healthy, write
 
@@ -245,6 +246,22 @@ def test_the_next_command_names_the_checkpoint_before_the_symptom(tmp_path):
     found = diagnose(file)
     assert f"trainer.resume_from_path={tmp_path / 'global_step_60'}" in found.next_command(found.findings[0])
     assert "go back to global_step_60" in found.advice(found.findings[0])[1]
+
+
+def test_the_learning_rate_in_the_advice_is_that_of_the_step(tmp_path):
+    """Logged at every tenth step, and decaying."""
+    frame = healthy(120)
+    frame.loc[60:, "reward"] = 0.02
+    found = diagnose(write(frame.assign(step=10 * frame["step"], learning_rate=1e-4 / frame["step"]), tmp_path))
+    first, rate = found.findings[0], 1e-3 / found.findings[0].step
+    assert first.rule.name == "reward_collapse" and f"learning_rate = {rate:g}" in found.advice(first)[1]
+
+
+def test_a_reward_that_falls_with_the_accuracy_is_no_gap():
+    rewards, accuracy = np.r_[np.full(20, 0.5), np.full(15, 0.8), np.full(5, 0.4)], np.full(40, np.nan)
+    accuracy[[9, 19, 29, 39]] = 0.6, 0.7, 0.5, 0.5
+    gap = reward_gap({"reward": rewards, "accuracy": accuracy})
+    assert gap[[9, 19, 29, 39]] == pytest.approx([0, 0, 0.2, 0])  # the last ten have 0.6, the last five 0.4
 
 
 def test_the_committed_page_of_symptoms_is_that_of_the_table():

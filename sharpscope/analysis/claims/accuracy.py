@@ -35,25 +35,22 @@ RATE_SEEDS = 6
 
 def evaluated(temperature: float, split: str = "heldout", column: str = "accuracy") -> PairMeasure:
     """Both runs' share of correct completions at the last step at which both were evaluated so."""
-
-    def measure(first: Run, second: Run) -> tuple[float, float] | None:
-        step = last_evaluation(first, second, split=split, temperature=temperature, column=column)
-        if step is None:
-            return None
-        a, b = (evaluations(run, split, temperature, column)[step][0] for run in (first, second))
-        return a, b
-
-    return measure
+    return _at_last_step(
+        lambda run, step: evaluations(run, split, temperature, column)[step][0],
+        split=split,
+        temperature=temperature,
+        column=column,
+    )
 
 
-def _at_last_step(value: Callable[[Run, int], Any]) -> PairMeasure:
-    """`value` of both runs at the last held-out evaluation at temperature 1."""
+def _at_last_step(value: Callable[[Run, int], Any], **evaluation: Any) -> PairMeasure:
+    """`value` of both runs at the last step at which both have the `evaluation` (held out, at temperature 1)."""
 
-    def measure(first: Run, second: Run) -> tuple[float | None, float | None] | None:
-        step = last_evaluation(first, second)
+    def _measure(first: Run, second: Run) -> tuple[float | None, float | None] | None:
+        step = last_evaluation(first, second, **evaluation)
         return None if step is None else (value(first, step), value(second, step))
 
-    return measure
+    return _measure
 
 
 def compare_accuracy(study: Study, pairings: Mapping[str, Pairing], required: Collection[str]) -> ClaimData:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from importlib import resources
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-import yaml
 from numpy.typing import NDArray
 
 from sharpscope.analysis.measures import Dose
@@ -23,6 +21,7 @@ from sharpscope.analysis.study import Pairing, Study
 from sharpscope.analysis.text import number
 from sharpscope.analysis.tokens import Reducer
 from sharpscope.config import ClaimsSpec
+from sharpscope.packaged import package_yaml
 
 Outcome = Literal["supported", "refuted", "inconclusive", "untestable"]
 Direction = Literal["higher", "lower"]
@@ -273,8 +272,7 @@ class Claim:
         return effect, joined, min([*map(len, values.values()), *([finding.n] if finding.n else [])])
 
 
-_TEXT = resources.files("sharpscope.analysis.claims").joinpath("claims.yaml").read_text("utf-8")
-_ENTRIES = yaml.load(_TEXT, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+_ENTRIES = package_yaml("sharpscope.analysis.claims", "claims.yaml")
 
 
 def declared(key: str, measure: Callable[[Study], ClaimData], *reducers: Reducer, other: Claim | None = None) -> Claim:

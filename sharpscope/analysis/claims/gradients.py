@@ -11,16 +11,17 @@ from numpy.typing import NDArray
 
 from sharpscope.analysis.claims.base import ClaimData, declared, log_margin, mean_estimate, pairing_notes
 from sharpscope.analysis.measures import log_ratios
+from sharpscope.analysis.spikes import SPIKE_Z
 from sharpscope.analysis.statistics import sign_flip_p
 from sharpscope.analysis.study import Pairing, PairMeasure, Study
 from sharpscope.analysis.tokens import INCLUSION, Columns, Reducer, inverse_inclusion
+from sharpscope.traces.rules import MINIMUM, robust_z
 
 if TYPE_CHECKING:
     from sharpscope.traces import Run
 
 FEWEST = 20
 """Steps with a gradient that a run must have [steps]."""
-SPIKE_Z, WINDOW = 4.0, 50
 LOW, HIGH = 0.25, 0.9
 """Probabilities below which a token is unlikely, above which it is confident."""
 LOG = "ln(treatment / baseline)"
@@ -35,27 +36,23 @@ def roughness(norms: NDArray[np.float64]) -> float | None:
 
 
 def spike_rate(norms: NDArray[np.float64]) -> float | None:
-    """Share of steps whose log norm is SPIKE_Z robust deviations (1.4826·MAD) above the median of the last WINDOW steps."""
-    logs = np.log(norms[np.isfinite(norms) & (norms > 0)])
+    """Share of steps whose log norm is more than SPIKE_Z robust deviations above the median of the 50 before; see `robust_z`."""
+    logs = np.log(norms[np.isfinite(norms) & (norms > 0)]).tolist()
     if len(logs) < FEWEST:
         return None
-    hits = 0
-    for t in range(10, len(logs)):
-        past = logs[max(0, t - WINDOW) : t]
-        middle = np.median(past)
-        hits += bool(logs[t] > middle + SPIKE_Z * 1.4826 * np.median(np.abs(past - middle)))
-    return hits / (len(logs) - 10)
+    scores = [robust_z(logs[:t], logs[t]) for t in range(MINIMUM, len(logs))]
+    return float(np.mean(np.array(scores) > SPIKE_Z))
 
 
 def _of_norms(measure: Callable[[NDArray[np.float64]], float | None]) -> PairMeasure:
     """`measure` of both runs' gradient norms over the steps that both made."""
 
-    def both(first: Run, second: Run) -> tuple[float | None, float | None]:
+    def _both(first: Run, second: Run) -> tuple[float | None, float | None]:
         steps = min(len(first.steps), len(second.steps))
         norms = [run.steps.sort_values("step")["grad_norm"].to_numpy(dtype=float)[:steps] for run in (first, second)]
         return measure(norms[0]), measure(norms[1])
 
-    return both
+    return _both
 
 
 def smoothness(study: Study) -> ClaimData:

@@ -56,6 +56,7 @@ def judge(study: Study, names: Sequence[str] | None = None) -> tuple[list[Verdic
     unfinished = (f"{left} unfinished runs are left out: {listed}",) * bool(left)
 
     def verdict(claim: Claim) -> Verdict:
+        """The verdict on one version of a claim."""
         found = claim.measure(study)
         if claim.compares and found.dose is None:
             found = replace(found, dose=dose_of(study.alike(study.treatment).values(), study.treatment))

@@ -116,6 +116,7 @@ def paired_dots(verdict: Verdict) -> Figure:
     unit = {"points": "points", "percent": "%", "log": "%"}.get(claim.scale, claim.effect_unit)
 
     def scaled(values: object) -> np.ndarray:
+        """Values in the claim's unit."""
         data = np.asarray(values, dtype=float)
         return {"plain": data, "log": 100 * np.expm1(data)}.get(claim.scale, 100 * data)
 

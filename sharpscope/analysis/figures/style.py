@@ -63,16 +63,15 @@ class Picture(Figure):
         return png.getvalue()
 
 
-def panels(count: int, *, columns: int = 2, height: float = 2.0, **shared: Any) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` equal axes in rows of `columns`; made without pyplot, so no global state.
+def panels(count: int, *, height: float = 2.0, **shared: Any) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` equal axes in rows of two; made without pyplot, so no global state.
 
     Args:
         count: number of axes.
-        columns: axes in a row, at most.
         height: of a row [inches].
         shared: `sharex`, `sharey` of `Figure.subplots`.
     """
-    columns = min(count, columns)
+    columns = min(count, 2)
     rows = -(-count // columns)
     figure = Picture(figsize=(WIDTH if columns > 1 else ONE_COLUMN, height * rows + 0.4), layout="constrained")
     FigureCanvasAgg(figure)

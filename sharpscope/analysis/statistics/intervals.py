@@ -69,11 +69,9 @@ def mean_interval(values: Sequence[float] | NDArray[np.floating]) -> Interval | 
 
 def to_halve(n: int) -> int:
     """The smallest sample size whose t-interval is at most half as wide as that of n ≥ 2 values with the same spread."""
-
-    def width(size: int) -> float:
-        return float(stdtrit(size - 1, (1 + LEVEL) / 2)) / math.sqrt(size)
-
-    return next(size for size in range(n + 1, 5 * n + 5) if width(size) <= width(n) / 2)
+    sizes = np.arange(n, 5 * n + 5)
+    width = stdtrit(sizes - 1, (1 + LEVEL) / 2) / np.sqrt(sizes)
+    return int(sizes[np.argmax(width <= width[0] / 2)])
 
 
 def series_mean(values: NDArray[np.floating]) -> tuple[float, float]:

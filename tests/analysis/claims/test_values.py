@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from sharpscope.analysis.claims import checks, entropy, gap, judge, study_of, tokens
+from sharpscope.analysis.claims import checks, entropy, gap, gradients, judge, study_of, tokens
 from sharpscope.analysis.claims.one_update import clusters, paired
 from sharpscope.analysis.figures.plots import paired_dots
 from sharpscope.analysis.tokens import scan
@@ -242,6 +243,24 @@ def test_effect_and_p_are_those_of_the_rate_that_decides(middle):
 
 
 # Gradient norms, reward, entropy.
+
+
+def test_roughness_and_spike_rate_are_those_of_plain_loops():
+    norms = np.exp(np.random.default_rng(0).normal(0, 0.3, 70))
+    norms[[20, 33]] = np.nan, 0.0
+    norms[[25, 60]] = 40.0, 60.0
+    good = [norm if norm > 0 else None for norm in norms]
+    moves = [abs(math.log(b / a)) for a, b in itertools.pairwise(good) if a and b]
+    assert gradients.roughness(norms) == pytest.approx(statistics.median(moves))
+    assert gradients.roughness(7 * norms) == pytest.approx(gradients.roughness(norms))
+    logs, hits = [math.log(norm) for norm in good if norm], []
+    for t in range(10, len(logs)):
+        past = logs[max(0, t - 50) : t]
+        middle = statistics.median(past)
+        scale = 1.4826 * statistics.median(abs(value - middle) for value in past)
+        hits.append(logs[t] > middle + 4 * scale)
+    assert gradients.spike_rate(norms) == pytest.approx(statistics.mean(hits)) and sum(hits) == 2
+    assert gradients.roughness(norms[:19]) is None and gradients.spike_rate(norms[:19]) is None
 
 
 def test_the_prediction_of_a_change_is_the_sum_over_the_steps_between():
