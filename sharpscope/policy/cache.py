@@ -17,6 +17,8 @@ from sharpscope.errors import UserError
 from sharpscope.policy.head import bare
 
 CACHED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+WORTH_A_PASS = 512
+"""A beginning that all prompts share, such as worked examples or a system message, is run by itself if it saves this many tokens."""
 
 
 def check_cacheable(model: nn.Module) -> None:
@@ -60,7 +62,7 @@ def take_rows(states: Tensor, rows: Tensor) -> Tensor:
 
 
 class PromptLayer(DynamicLayer):
-    """Keys and values (B, H, P, d_head) of prompts, with their autograd graph.
+    """Keys and values (B, H, P, d_head) of prompts, with their autograd graph; `beginning` has those that all prompts share.
 
     An update replaces them, since a layer that is recomputed in the backward pass updates them again.
     """
@@ -68,8 +70,23 @@ class PromptLayer(DynamicLayer):
     keys: Tensor
     values: Tensor
 
+    def __init__(self, beginning: PromptLayer | None = None) -> None:
+        super().__init__()
+        self.beginning = beginning
+
+    def get_seq_length(self) -> int:
+        """Number of positions."""
+        known = self if self.is_initialized else self.beginning
+        return 0 if known is None else known.keys.shape[2]
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add states (n, H, t, d_head) and return all keys and values to attend to; see transformers."""
+        """Set states (B, H, t, d_head) and return all keys and values to attend to; see transformers."""
+        if self.beginning is not None:
+            shared = self.beginning.keys, self.beginning.values  # (1, H, c, d_head)
+            key_states, value_states = (
+                torch.cat([part.expand(len(states), -1, -1, -1), states], 2)
+                for part, states in zip(shared, (key_states, value_states), strict=True)
+            )
         self.keys, self.values, self.is_initialized = key_states, value_states, True
         return key_states, value_states
 
@@ -93,10 +110,16 @@ class ContinuationLayer(DynamicLayer):
 
 
 class PromptCache(Cache):
-    """Differentiable cache of B prompts; `continuation(row_prompt)` is a cache of n rows that continue them."""
+    """Differentiable cache of B prompts, after the `beginning` (a cache of one) that they share.
 
-    def __init__(self) -> None:
-        super().__init__(layer_class_to_replicate=PromptLayer)
+    `continuation(row_prompt)` is a cache of n rows that continue them.
+    """
+
+    def __init__(self, beginning: PromptCache | None = None) -> None:
+        if beginning is None:
+            super().__init__(layer_class_to_replicate=PromptLayer)
+        else:
+            super().__init__(layers=[PromptLayer(layer) for layer in beginning.layers])  # type: ignore[arg-type]
 
     @property
     def states(self) -> list[tuple[Tensor, Tensor]]:
@@ -125,11 +148,21 @@ def read_prompts(body: nn.Module, ids: Tensor, lengths: Tensor) -> tuple[Tensor,
     Returns the hidden state (B, d) of each prompt's last token, and the cache, padded on the *left*, so that completions are
     adjacent to their prompts and distances in the cache are distances in the text.
     """
+    same = (ids == ids[:1]).all(0)  # (P,)
+    common = int(same.long().cumprod(0).sum().clamp_max(lengths.min() - 1))
     cache = PromptCache()
-    # A mask of ones: only padding attends to padding.
-    mask = torch.ones_like(ids)
+    if common * (len(ids) - 1) < WORTH_A_PASS:
+        common = 0
+    else:
+        beginning = ids[:1, :common]
+        body(input_ids=beginning, attention_mask=torch.ones_like(beginning), past_key_values=cache, use_cache=True)
+        cache = PromptCache(cache)
     hidden = body(
-        input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True
-    ).last_hidden_state  # (B, P, d)
+        input_ids=ids[:, common:],
+        attention_mask=torch.ones_like(ids),  # only padding attends to padding
+        position_ids=torch.arange(common, ids.shape[1], device=ids.device)[None],
+        past_key_values=cache,
+        use_cache=True,
+    ).last_hidden_state  # (B, P - common, d)
     cache.pad_left(ids.shape[1] - lengths)
-    return hidden[torch.arange(len(ids), device=ids.device), lengths - 1], cache
+    return hidden[torch.arange(len(ids), device=ids.device), lengths - 1 - common], cache

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharpscope.policy import forward
+from sharpscope.policy import cache, forward
 from sharpscope.policy.cache import take_rows
 from sharpscope.policy.forward import length_buckets, microbatches, score_completions
 from sharpscope.policy.token_stats import STAT_NAMES, flat_entropy
 from tests.models import ARCHITECTURES, tiny_model
 from tests.oracles.generation import completion_logp
-from tests.policy.helpers import COMPLETIONS, PROMPTS, completions_by_hand, rows, weighted
+from tests.policy.helpers import COMPLETIONS, PROMPTS, completions_by_hand, random_prompts, rows, weighted
 
 
 def gradients(model: torch.nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
@@ -45,6 +45,25 @@ def test_values_and_gradients_equal_one_forward_pass_per_token(architecture):
         scored = score_completions(model, batch, temperature, share_prompt=share, with_grad=True)
         assert float((scored.logp - slow).detach().abs().max()) < tolerance
         assert_gradients_equal(model, weighted(scored.logp), weighted(slow), max(tolerance, 1e-9))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2", "gpt2"])
+def test_a_beginning_that_all_prompts_share_is_run_once(architecture, checkpointing, monkeypatch):
+    """With beginnings longer than the sliding window, and one prompt that is the beginning of another."""
+    model, (start,) = tiny_model(architecture), random_prompts((11,), seed=5)
+    prompts = [[*start, 3, 5, 4], [*start, 3], [*start, 3, 5, 7, 9]]
+    batch = completions_by_hand(prompts, COMPLETIONS)
+    options = {"share_prompt": True, "with_grad": True, "gradient_checkpointing": checkpointing}
+    plain = score_completions(model, batch, 1.3, **options).logp
+    passes = []
+    model.get_input_embeddings().register_forward_hook(lambda module, given, out: passes.append(tuple(given[0].shape)))
+    monkeypatch.setattr(cache, "WORTH_A_PASS", 1)
+    shared = score_completions(model, batch, 1.3, **options).logp
+    assert passes[:2] == [(1, 11), (3, 4)]
+    tolerance = TOLERANCE.get(architecture, 1e-11)
+    assert float((shared - plain).detach().abs().max()) < tolerance
+    assert_gradients_equal(model, weighted(shared), weighted(plain), max(tolerance, 1e-9))
 
 
 @pytest.mark.parametrize("share", [False, True])
