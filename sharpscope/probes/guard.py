@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +37,9 @@ def guarded(model: torch.nn.Module, *, attention: str | None = None) -> Iterator
         stack.enter_context(gradients(model.parameters()))
         if attention is not None:
             stack.enter_context(attention_implementation(model, attention))
-        stack.enter_context(experts_implementation(model, "eager"))
+        stack.enter_context(
+            _implementation(model, "_experts_implementation_internal", lambda _, current: current and "eager")
+        )
         yield
 
 
@@ -48,37 +50,31 @@ def attention_implementation(model: torch.nn.Module, name: str) -> Iterator[None
     Raises:
         UserError: transformers does not know the name.
     """
-    configs = model_configs(model)
-    before = [config._attn_implementation for config in configs]
-    with ExitStack() as stack:
-        if name == "math":
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        elif name != "eager":
-            from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    if name not in ("math", "eager"):
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-            if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
-                raise UserError(f"attention: '{name}' is not an implementation of transformers; use 'math' or 'eager'")
-        try:
-            for config, current in zip(configs, before, strict=True):
-                config._attn_implementation_internal = _differentiable(config, current) if name == "math" else name
-            yield
-        finally:
-            for config, current in zip(configs, before, strict=True):
-                config._attn_implementation_internal = current
+        if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+            raise UserError(f"attention: '{name}' is not an implementation of transformers; use 'math' or 'eager'")
+    with (
+        sdpa_kernel(SDPBackend.MATH) if name == "math" else nullcontext(),
+        _implementation(model, "_attn_implementation_internal", _differentiable if name == "math" else lambda *_: name),
+    ):
+        yield
 
 
 @contextmanager
-def experts_implementation(model: torch.nn.Module, name: str) -> Iterator[None]:
-    """Use another implementation of transformers' `ExpertsInterface` within the block."""
-    configs = [config for config in model_configs(model) if hasattr(config, "_experts_implementation_internal")]
-    before = [config._experts_implementation_internal for config in configs]
+def _implementation(
+    model: torch.nn.Module, setting: str, chosen: Callable[[Any, str | None], str | None]
+) -> Iterator[None]:
+    """Within the block a setting of the model's configurations is `chosen(configuration, present value)`."""
+    before = [(config, getattr(config, setting)) for config in model_configs(model) if hasattr(config, setting)]
     try:
-        for config, current in zip(configs, before, strict=True):
-            config._experts_implementation_internal = name if current is not None else None
+        for config, current in before:
+            setattr(config, setting, chosen(config, current))
         yield
     finally:
-        for config, current in zip(configs, before, strict=True):
-            config._experts_implementation_internal = current
+        for config, current in before:
+            setattr(config, setting, current)
 
 
 def _differentiable(config: Any, current: str | None) -> str:

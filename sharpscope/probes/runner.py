@@ -249,22 +249,13 @@ def probe_set_batches(
     for split in probe_set.splits:
         if split in spec.splits:
             part = seed(split)
-            objectives = probe_set_objectives(probe_set, split, spec, draw, temperature=temperature, seed=part)
-            yield ProbeBatch(probe_set.name(split), tuple(objectives.values()), part)
-
-
-def probe_set_objectives(
-    probe_set: ProbeSet, split: str, spec: ProbesSpec, draw: Draw, *, temperature: float = 1.0, seed: int = 0
-) -> dict[ObjectiveName, Objective]:
-    """The losses that a spec names, on one split of a probe set."""
-    objectives: dict[ObjectiveName, Objective] = {}
-    for name in spec.functionals:
-        if name == "nll":
-            objectives[name] = Objective("nll", probe_set.solutions(split), temperature)
-        else:
-            drawn = probe_set.draw(split, spec.samples, draw, seed)
-            objectives[name] = rollout_objective(name, drawn, temperature=temperature)
-    return objectives
+            objectives = [
+                Objective("nll", probe_set.solutions(split), temperature)
+                if name == "nll"
+                else rollout_objective(name, probe_set.draw(split, spec.samples, draw, part), temperature=temperature)
+                for name in dict.fromkeys(spec.functionals)
+            ]
+            yield ProbeBatch(probe_set.name(split), tuple(objectives), part)
 
 
 def rollout_objective(name: ObjectiveName, drawn: Drawn, *, temperature: float = 1.0, stale: bool = False) -> Objective:

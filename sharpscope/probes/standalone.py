@@ -10,7 +10,7 @@ import torch
 
 from sharpscope.config.probes import ObjectiveName
 from sharpscope.errors import UserError
-from sharpscope.probes.objectives import Objective, TokenBatch, completion_batch
+from sharpscope.probes.objectives import Objective, completion_batch
 from sharpscope.probes.runner import ProbeBatch
 
 if TYPE_CHECKING:
@@ -55,33 +55,6 @@ def read_rows(path: Path | str) -> pd.DataFrame:
     return found.assign(reward=reward, truncated=found["truncated"] == 1, meta=meta)
 
 
-def text_batch(policy: Policy, rows: pd.DataFrame) -> TokenBatch:
-    """Tokenized rows with the completion tokens scored.
-
-    Raises:
-        UserError: a row is longer than the model's context, or a completion is empty.
-    """
-    from sharpscope.policy import render_prompts
-    from sharpscope.tasks import Example
-
-    examples = [Example.from_row(prompt, "", meta) for prompt, meta in zip(rows["prompt"], rows["meta"], strict=True)]
-    prompts = render_prompts(examples, policy)
-    pairs: list[tuple[Sequence[int], Sequence[int]]] = []
-    texts = zip(prompts, rows["completion"], rows["truncated"], strict=True)
-    for number, (prompt, completion, truncated) in enumerate(texts, 1):
-        ids = list(policy.tokenizer(completion, add_special_tokens=False)["input_ids"])
-        if not truncated and (not ids or ids[-1] not in policy.eos_ids) and policy.eos_ids:
-            ids.append(policy.eos_ids[0])
-        if not prompt or not ids:
-            raise UserError(f"data, row {number}: the {'completion' if prompt else 'prompt'} is empty")
-        length = len(prompt) + len(ids)
-        if policy.context is not None and length > policy.context:
-            raise UserError(f"data, row {number}: {length} tokens, the context is {policy.context}; leave it out")
-        pairs.append((prompt, ids))
-    reward = torch.tensor(rows["reward"].fillna(1.0).to_numpy(dtype=float))
-    return completion_batch(pairs, reward=reward).to(policy.device)
-
-
 def text_batches(
     policy: Policy,
     rows: pd.DataFrame,
@@ -105,10 +78,28 @@ def text_batches(
     Raises:
         UserError: missing rewards, or rows that are empty or too long.
     """
+    from sharpscope.policy import render_prompts
+    from sharpscope.tasks import Example
+
     missing = int(rows["reward"].isna().sum())
     if missing and any(name != "nll" for name in functionals):
         raise UserError(
             f"data: {missing} of {len(rows)} rows have no reward, which {', '.join(functionals)} needs; use nll alone"
         )
-    batch = text_batch(policy, rows)
+    examples = [Example.from_row(prompt, "", meta) for prompt, meta in zip(rows["prompt"], rows["meta"], strict=True)]
+    prompts = render_prompts(examples, policy)
+    pairs: list[tuple[Sequence[int], Sequence[int]]] = []
+    texts = zip(prompts, rows["completion"], rows["truncated"], strict=True)
+    for number, (prompt, completion, truncated) in enumerate(texts, 1):
+        ids = list(policy.tokenizer(completion, add_special_tokens=False)["input_ids"])
+        if not truncated and (not ids or ids[-1] not in policy.eos_ids) and policy.eos_ids:
+            ids.append(policy.eos_ids[0])
+        if not prompt or not ids:
+            raise UserError(f"data, row {number}: the {'completion' if prompt else 'prompt'} is empty")
+        length = len(prompt) + len(ids)
+        if policy.context is not None and length > policy.context:
+            raise UserError(f"data, row {number}: {length} tokens, the context is {policy.context}; leave it out")
+        pairs.append((prompt, ids))
+    reward = torch.tensor(rows["reward"].fillna(1.0).to_numpy(dtype=float))
+    batch = completion_batch(pairs, reward=reward).to(policy.device)
     return [ProbeBatch(label, tuple(Objective(name, batch) for name in functionals), seed)]

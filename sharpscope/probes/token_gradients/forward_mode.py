@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import repeat
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from sharpscope.errors import UserError
-from sharpscope.policy import Head, bare
+from sharpscope.errors import UserError, first_line
+from sharpscope.policy import Head, backbone, bare
+from sharpscope.policy.sharding import full_tensor
 from sharpscope.probes.guard import attention_implementation
 from sharpscope.probes.token_gradients.head import head_chunks
 from sharpscope.probes.token_gradients.rows import Rows
@@ -25,20 +26,70 @@ KEPT_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}
 
 
 @contextmanager
-def substituted(model: nn.Module, values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Call a module with other tensors in place of its parameters, including tied ones."""
-    swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
+def dual_parameters(model: nn.Module, direction: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within it the parameters of a forward pass carry these tangents, by name, also tied ones.
+
+    Those of a model sharded by FSDP2 are gathered while it has the weights of their layer gathered.
+    """
+    causal = bare(model)
+    names = {id(p): name for name, p in causal.named_parameters()}
+    sharded = {module for module in causal.modules() if hasattr(module, "unshard")}
+    gathering = sharded | {causal} if sharded else {backbone(model)}
+    owned: dict[nn.Module, dict[tuple[nn.Module, str], str]] = {module: {} for module in (causal, *gathering)}
+    pending: list[tuple[nn.Module, nn.Module]] = [(causal, causal)]
+    while pending:
+        module, owner = pending.pop()  # whose call has the weights of `module` gathered
+        owner = module if module in gathering else owner
+        found = ((key, p) for key, p in module._parameters.items() if p is not None and p.requires_grad)
+        owned[owner] |= {(module, key): names[id(p)] for key, p in found}  # a module may have several parents
+        pending += [(child, owner) for child in module.children()]
+    replaced: dict[nn.Module, list[tuple[nn.Module, str, Any]]] = {}
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        """Give the gathered weights their tangents."""
+        gathered: dict[str, Any] = {}
+        for (holder, key), name in owned[module].items():
+            weight: Any = holder._parameters[key]
+            if name not in gathered:
+                gathered[name] = full_tensor(direction.get(name))
+            dual, tangent = weight.detach(), gathered[name]
+            if tangent is not None:
+                tangent = tangent.to(weight)
+                if isinstance(holder, nn.Embedding) and holder.padding_idx is not None:
+                    row = torch.tensor([holder.padding_idx], device=weight.device)  # without a gradient in reverse mode
+                    tangent = tangent.index_fill(0, row, 0.0)
+                dual = forward_ad.make_dual(dual, tangent)
+            replaced.setdefault(module, []).append((holder, key, weight))
+            holder._parameters[key] = dual
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        """Put the weights back, before FSDP2 frees them."""
+        for holder, key, weight in replaced.pop(module, []):
+            holder._parameters[key] = weight
+
+    with ExitStack() as stack:
+        for module in gathering:
+            stack.callback(module.register_forward_pre_hook(enter).remove)  # after FSDP2's hook, which was there before
+            stack.callback(module.register_forward_hook(leave, prepend=True).remove)
+        try:
+            yield
+        finally:
+            for module in list(replaced):
+                leave(module)
+
+
+@contextmanager
+def explained(model: nn.Module) -> Iterator[None]:
+    """Raise a `UserError` where an operation within the block has no forward-mode derivative."""
     try:
-        for module in bare(model).modules():
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None and parameter in values:
-                    swapped.append((module, name, parameter))
-                    # A plain attribute of the dictionary: `register_parameter` would refuse what is not a Parameter.
-                    module._parameters[name] = values[parameter]  # type: ignore[assignment]
         yield
-    finally:
-        for module, name, parameter in swapped:
-            module._parameters[name] = parameter
+    except (NotImplementedError, RuntimeError) as problem:
+        if "forward mode" not in str(problem) and "jvp" not in str(problem):
+            raise
+        raise UserError(
+            f"model, {type(bare(model)).__name__}: a part of it has no forward-mode derivative ({first_line(problem)}), "
+            "which token shares need"
+        ) from problem
 
 
 class Keeping(TorchFunctionMode):
@@ -112,37 +163,18 @@ def pushed_hidden(
     Raises:
         UserError: an operation of the model has no forward-mode derivative.
     """
-    padding = {
-        module.weight: module.padding_idx
-        for module in bare(model).modules()
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None
-    }
-    with forward_ad.dual_level():
-        duals: dict[nn.Parameter, Tensor] = {}
-        for parameter, part in zip(structure.named.values(), direction, strict=True):
-            tangent = part.to(parameter)
-            if parameter in padding:  # its row has no gradient in reverse mode
-                tangent = tangent.clone()
-                tangent[padding[parameter]] = 0
-            duals[parameter] = forward_ad.make_dual(parameter.detach(), tangent)
-        # Autograd is on only to show where the model switches it off.
-        with (
-            torch.enable_grad(),
-            substituted(model, duals),
-            attention_implementation(model, structure.forward_attention),
-            Pushing(kept),
-        ):
-            try:
-                out = hidden_states(model, rows.ids, read_before(model, rows.before))
-            except (NotImplementedError, RuntimeError) as problem:
-                if "forward mode" not in str(problem) and "jvp" not in str(problem):
-                    raise
-                raise UserError(
-                    f"model, {type(bare(model)).__name__}: a part of it has no forward-mode derivative "
-                    f"({str(problem).splitlines()[0]}), which token shares need"
-                ) from problem
+    # Autograd is on only to show where the model switches it off.
+    with (
+        explained(model),
+        forward_ad.dual_level(),
+        torch.enable_grad(),
+        dual_parameters(model, dict(zip(structure.named, direction, strict=True))),
+        attention_implementation(model, structure.forward_attention),
+        Pushing(kept),
+    ):
+        out = hidden_states(model, rows.ids, read_before(model, rows.before))
         value, tangent = forward_ad.unpack_dual(out)
-        return value, torch.zeros_like(value) if tangent is None else tangent
+    return value, torch.zeros_like(value) if tangent is None else tangent
 
 
 @torch.no_grad()

@@ -21,16 +21,15 @@ from torch.autograd import forward_ad
 from sharpscope import distributed
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy import Head, backbone, bare, output_head
-from sharpscope.policy.sharding import full_tensor, is_shard, recover, reshard, summation_factor
+from sharpscope.policy.sharding import is_shard, recover, reshard, summation_factor
 from sharpscope.probes.directions import inner
 from sharpscope.probes.guard import attention_implementation, guarded
-from sharpscope.probes.parameter_groups import group_names
 from sharpscope.probes.token_gradients import attention as attn
-from sharpscope.probes.token_gradients.forward_mode import Pushing, head_rates
+from sharpscope.probes.token_gradients.forward_mode import Pushing, dual_parameters, explained, head_rates
 from sharpscope.probes.token_gradients.local import start_of
 from sharpscope.probes.token_gradients.result import Collector, ScoreNorms, Sums
 from sharpscope.probes.token_gradients.rows import Rows, make_rows, safe_width, widen
-from sharpscope.probes.token_gradients.structure import Structure, holders, recording
+from sharpscope.probes.token_gradients.structure import Structure, outline, recording
 
 CHUNK = 2048
 """Positions of a pass, whose activations are kept; a longer row runs alone."""
@@ -141,6 +140,9 @@ class ShardedProbes:
         with guarded(self.model):
             try:
                 yield
+            except BaseException:
+                recover(self.model)  # it may have left a pass in its middle
+                raise
             finally:
                 reshard(self.model)
 
@@ -207,16 +209,8 @@ def _row(ids: Tensor) -> Rows:
 def _local_sums(model: nn.Module, rows: Rows, temperature: float) -> Sums:
     """Squared local norms (M,) of a chunk's tokens, by a forward and a backward pass through the sharded model."""
     causal: Any = bare(model)
-    names = {id(parameter): name for name, parameter in causal.named_parameters() if parameter.requires_grad}
     layer = causal.get_output_embeddings()
-    shared, head_name = layer.weight is causal.get_input_embeddings().weight, names.get(id(layer.weight))
-    structure = Structure(
-        {}, Head(layer.weight), head_name if shared else None, None if shared else head_name, names.get(id(layer.bias))
-    )
-    trainable = {name: p for name, p in causal.named_parameters() if p.requires_grad}
-    structure.groups = group_names(causal, trainable)
-    # The output layer's part is known in closed form.
-    structure.modules = {module: keys for module, keys in holders(causal, names).items() if module is not layer}
+    structure = outline(causal, Head(layer.weight, layer.bias))
     ids = widen(rows.ids, safe_width(model, rows.ids.shape[1]))  # (B, L)
     predicts = nn.functional.pad(rows.predicts, (0, ids.shape[1] - rows.ids.shape[1]))
     seen: dict[str, Any] = {}
@@ -248,7 +242,7 @@ def _local_sums(model: nn.Module, rows: Rows, temperature: float) -> Sums:
     start[predicts] = local.output.to_hidden.to(start.dtype)
     # Also from the logits, where FSDP2 begins a backward pass; their cotangents are 0.
     recorder.pull([hidden, logits], [start, torch.zeros_like(logits)], lambda use, g: local.squares(structure, use, g))
-    unhandled = {name for name in names.values() if recorder.used.get(name, int(name in outside)) != 1}
+    unhandled = {name for name in structure.named if recorder.used.get(name, int(name in outside)) != 1}
     distributed.together(lambda: _require(causal, structure, unhandled, bool(calls)))
     distributed.together(lambda: _require_linear(causal, seen["logits"].float(), logits[:1, -1].detach().float()))
     return local.sums
@@ -273,56 +267,6 @@ def _require_linear(causal: nn.Module, expected: Tensor, logits: Tensor) -> None
         )
 
 
-@contextmanager
-def _tangents(model: nn.Module, direction: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within it the parameters of a forward pass carry tangents, each gathered while FSDP2 has its layer's weights gathered."""
-    causal = bare(model)
-    names = {id(p): name for name, p in causal.named_parameters()}
-    gathering = {module for module in causal.modules() if hasattr(module, "unshard")} | {causal}
-    owned: dict[nn.Module, list[tuple[nn.Module, str, str]]] = {module: [] for module in gathering}
-
-    def assign(module: nn.Module, owner: nn.Module) -> None:
-        """List the parameters below `module` with the module whose call has them gathered."""
-        owner = module if module in gathering else owner
-        owned[owner] += [(module, key, names[id(p)]) for key, p in module._parameters.items() if p is not None]
-        for child in module.children():
-            assign(child, owner)
-
-    replaced: dict[nn.Module, list[tuple[nn.Module, str, Any]]] = {}
-
-    def enter(module: nn.Module, *_: Any) -> None:
-        """Give the gathered weights their tangents."""
-        gathered: dict[str, Any] = {}
-        for holder, key, name in owned[module]:
-            weight: Any = holder._parameters[key]
-            if name not in gathered:
-                gathered[name] = full_tensor(direction.get(name))
-            dual, tangent = weight.detach(), gathered[name]
-            if tangent is not None:
-                tangent = tangent.to(weight)
-                if getattr(holder, "padding_idx", None) is not None:  # its row has no gradient in reverse mode
-                    tangent = tangent.index_fill(0, torch.tensor([holder.padding_idx], device=weight.device), 0.0)
-                dual = forward_ad.make_dual(dual, tangent)
-            replaced.setdefault(module, []).append((holder, key, weight))
-            holder._parameters[key] = dual
-
-    def leave(module: nn.Module, *_: Any) -> None:
-        """Put the weights back, before FSDP2 frees them."""
-        for holder, key, weight in replaced.pop(module, []):
-            holder._parameters[key] = weight
-
-    assign(causal, causal)
-    with ExitStack() as stack:
-        for module in gathering:
-            stack.callback(module.register_forward_pre_hook(enter).remove)  # after FSDP2's hook, which was there before
-            stack.callback(module.register_forward_hook(leave, prepend=True).remove)
-        try:
-            yield
-        finally:
-            for module in list(replaced):
-                leave(module)
-
-
 @torch.no_grad()
 def _rates(model: nn.Module, rows: Rows, direction: Mapping[str, Tensor], temperature: float) -> Tensor:
     """Derivatives (M,) of log π of a chunk's tokens, by a pass in forward mode through the sharded model."""
@@ -345,20 +289,19 @@ def _rates(model: nn.Module, rows: Rows, direction: Mapping[str, Tensor], temper
 
     positions = torch.arange(rows.ids.shape[1], device=rows.ids.device).repeat(len(rows.ids), 1)
     given = {"logits_to_keep": 1} if "logits_to_keep" in signature(causal.forward).parameters else {}
-    try:
-        with forward_ad.dual_level(), torch.enable_grad(), _tangents(model, direction), ExitStack() as stack:
-            calls = stack.enter_context(attn.counting())
-            stack.enter_context(attention_implementation(model, attn.FORWARD))
-            stack.callback(backbone(model).register_forward_hook(keep).remove)
-            stack.callback(layer.register_forward_pre_hook(take).remove)
-            with Pushing(()):
-                model(input_ids=rows.ids, position_ids=positions, use_cache=False, **given)
-    except (NotImplementedError, RuntimeError) as problem:
-        recover(model)
-        if "forward mode" not in str(problem) and "jvp" not in str(problem):
-            raise
-        text = f"model, {type(causal).__name__}: a part of it has no forward-mode derivative, which token shares need"
-        raise UserError(text) from problem
+    with (
+        explained(model),
+        forward_ad.dual_level(),
+        torch.enable_grad(),
+        dual_parameters(model, direction),
+        attn.counting() as calls,
+        attention_implementation(model, attn.FORWARD),
+        ExitStack() as stack,
+    ):
+        stack.callback(backbone(model).register_forward_hook(keep).remove)
+        stack.callback(layer.register_forward_pre_hook(take).remove)
+        with Pushing(()):
+            model(input_ids=rows.ids, position_ids=positions, use_cache=False, **given)
     if not calls:
         raise UserError(
             f"model, {type(causal).__name__}: its attention does not go through transformers' AttentionInterface"

@@ -140,11 +140,29 @@ def read_before(model: nn.Module, before: Tensor | None) -> DynamicCache | None:
     return cache
 
 
-def holders(causal: nn.Module, names: Mapping[int, str]) -> dict[nn.Module, dict[str, str]]:
-    """Module -> attribute -> name of its parameters, for the ids in `names`."""
+def outline(causal: Any, head: Head) -> Structure:
+    """Names, groups and modules of the trainable parameters of a model with this output layer, before a pass through it."""
+    named = {name: parameter for name, parameter in causal.named_parameters() if parameter.requires_grad}
+    names = {id(parameter): name for name, parameter in named.items()}
+    tied, head_name = head.weight is causal.get_input_embeddings().weight, names.get(id(head.weight))
+    return Structure(
+        named,
+        head,
+        tied=head_name if tied else None,
+        head_weight=None if tied else head_name,
+        head_bias=names.get(id(head.bias)),
+        modules=_holders(causal, named),
+        groups=group_names(causal, named),
+    )
+
+
+def _holders(causal: Any, named: Mapping[str, nn.Parameter]) -> dict[nn.Module, dict[str, str]]:
+    """Module -> attribute -> name of its parameters, without the output layer, whose part is known in closed form."""
+    names, layer = {id(parameter): name for name, parameter in named.items()}, causal.get_output_embeddings()
     found = {
         module: {key: names[id(p)] for key, p in module._parameters.items() if id(p) in names}
         for module in causal.modules()
+        if module is not layer
     }
     return {module: keys for module, keys in found.items() if keys}
 
@@ -154,22 +172,15 @@ def _examine(model: nn.Module) -> Structure:
         raise UserError("model: prompt-learning adapters add positions of their own; merge or remove the adapter")
     head, causal = output_head(model), bare(model)
     check_head(model, head)
-    named = {name: parameter for name, parameter in causal.named_parameters() if parameter.requires_grad}
-    names = {id(parameter): name for name, parameter in named.items()}
-    embedding: Any = causal.get_input_embeddings().weight
-    shared, head_name = head.weight is embedding, names.get(id(head.weight))
-    structure = Structure(
-        named, head, head_name if shared else None, None if shared else head_name, names.get(id(head.bias))
-    )
-    structure.groups = group_names(causal, named)
-    structure.modules = holders(causal, names)
+    structure = outline(causal, head)
     size = (2, safe_width(model, 7))  # (B, L)
-    ids = (torch.arange(size[0] * size[1], device=embedding.device).view(size) * 5 + 1) % embedding.shape[0]
+    ids = torch.arange(size[0] * size[1], device=head.weight.device).view(size) * 5 + 1
+    ids %= causal.get_input_embeddings().weight.shape[0]  # type: ignore[index]
     with recording(model, structure, size, "math") as recorder:
         hidden = hidden_states(model, ids)
-    head_names = (structure.head_weight, structure.head_bias)
-    body = {name: parameter for name, parameter in named.items() if name not in head_names}
-    structure.unhandled = recorder.unhandled(body, hidden)
+    outside = (structure.head_weight, structure.head_bias)
+    body = {name: parameter for name, parameter in structure.named.items() if name not in outside}
+    unhandled = structure.unhandled = recorder.unhandled(body, hidden)
     try:
         with attn.counting() as calls, recording(model, structure, size, attn.CUT):
             hidden_states(model, ids)
@@ -177,7 +188,7 @@ def _examine(model: nn.Module) -> Structure:
             raise attn.AttentionError("its attention does not go through transformers' AttentionInterface")
     except attn.AttentionError as problem:
         structure.replaced, structure.not_local = False, str(problem)
-    structure.modules = holders(causal, {key: name for key, name in names.items() if name not in structure.unhandled})
+    structure.modules = _holders(causal, {name: p for name, p in structure.named.items() if name not in unhandled})
     structure.shares = _can_share(model, structure, ids)
     return structure
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import distribute_tensor
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy.head import layers_of
 from sharpscope.probes import attribute, logp_gradient, score_norms
-from sharpscope.probes.token_gradients import local, sharded
+from sharpscope.probes.token_gradients import attention, local, sharded
 from tests.models import random_batch, tiny_model
 
 
@@ -82,7 +82,13 @@ def test_shares_and_exact_norms_are_those_of_the_whole_model(architecture: str, 
         assert torch.equal(one.full_tensor(), other)
 
 
-def test_after_a_part_without_a_forward_mode_the_model_trains_on():
+@pytest.mark.parametrize("probe", ["along", "local"])
+def test_after_a_pass_that_failed_in_its_middle_the_model_trains_on(probe: str, monkeypatch: pytest.MonkeyPatch):
+    """A part without a forward mode; attention that cannot be replaced."""
+
+    def refuse(*_):
+        raise attention.AttentionError("no attention")
+
     class Doubled(torch.autograd.Function):
         @staticmethod
         def forward(context, x):
@@ -97,10 +103,14 @@ def test_after_a_part_without_a_forward_mode_the_model_trains_on():
         model.model.layers[1].mlp.register_forward_hook(lambda module, _, out: Doubled.apply(out))
         shard(model)
     direction = [torch.ones_like(parameter) for parameter in models[0].parameters()]
-    with pytest.raises(UserError, match="no forward-mode derivative"):
-        sharded.ShardedProbes(models[0]).along(
-            batch["input_ids"], batch["mask"], batch["attention_mask"], direction, 1.0, check=False
-        )
+    probes, given = sharded.ShardedProbes(models[0]), (batch["input_ids"], batch["mask"], batch["attention_mask"])
+    if probe == "along":
+        with pytest.raises(UserError, match="no forward-mode derivative"):
+            probes.along(*given, direction, 1.0, check=False)
+    else:
+        monkeypatch.setattr(attention, "attend", refuse)
+        with pytest.raises(UserError, match="no attention"):
+            probes.local(*given, 1.0, check=False)
     for model in models:
         model(input_ids=batch["input_ids"]).logits.square().sum().backward()
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
