@@ -201,6 +201,7 @@ class Updates:
         if not len(rows):
             return total
         _, batches = scorer.split(rollouts, rows)
+        idle = scorer.idle_passes(batches)
         for micro in batches:
             local = torch.tensor([position[int(row)] for row in micro])
             part = rollouts.rows(micro)
@@ -218,7 +219,7 @@ class Updates:
                 if scored.values is not None:
                     loss -= entropy_bonus(self._entropy_coef, plan, scored.values[of], tokens, pass_index=pass_index)
                 total[index] += float(loss) * len(prompts)
-        for _ in range(scorer.idle_passes(batches)):
+        for _ in range(idle):
             self._idle_passes()
         return torch.stack(distributed.gather(total)).sum(0)
 

@@ -49,6 +49,7 @@ CASES = {
     "sam": {"method": "grpo-sam"},
     "token_baseline": {"method": "otb", "update.mini_batches": 2},
     "probed": {
+        "probes.preset": "light",
         "probes.every": 1,
         "probes.curvature_prompts": 2,
         "probes.functionals": ["nll", "expected_failure"],
@@ -87,9 +88,8 @@ def assert_same_frame(first, second, tolerance, label):
             one, other = (column.to_numpy(float, na_value=np.nan) for column in (one, other))
             largest = np.nanmax(np.abs(one)) if np.isfinite(one).any() else 0.0
             rounding = 1e-12 if name.endswith("_rotation") else 1e-15  # degrees
-            np.testing.assert_allclose(
-                one, other, rtol=0, atol=tolerance * largest + rounding, err_msg=f"{label} {name}"
-            )
+            allowed = 2 * tolerance if name == "residual" else tolerance  # also a difference of two step sizes
+            np.testing.assert_allclose(one, other, rtol=0, atol=allowed * largest + rounding, err_msg=f"{label} {name}")
         else:
             pd.testing.assert_series_equal(one, other, obj=f"{label} {name}")
 
