@@ -240,7 +240,7 @@ def _afterwards(
 
     def tell(probed: Probed) -> None:
         """One line for each step."""
-        shares = "norms and shares" if probed.attributed else "norms (no loss_coef, so no shares)"
+        shares = "norms and shares" if probed.attributed else "norms (not every token has a loss_coef, so no shares)"
         gap = f"|ln π − recorded| {probed.logp_gap:.2g} nats"
         typer.echo(f"step {probed.step}: {shares} of {probed.tokens} tokens; {gap}")
 

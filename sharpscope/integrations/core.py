@@ -30,7 +30,7 @@ from sharpscope.integrations.price import Work, places
 from sharpscope.integrations.steps import (
     Batch,
     Step,
-    own_statistics,
+    process_statistics,
     prompt_texts,
     same_prompts,
     unused_tokens,
@@ -132,7 +132,7 @@ class Recorder(Guard):
         self.model, self.out, self.task, self.correct = model, Path(out), task, correct
         self.max_grad_norm, self._lr, self.rotate = max_grad_norm, lr, rotate
         self.temperature, self._seed, self._options, self._every = temperature, seed, dict(recording or {}), critical
-        with guarded(model), own_forward(model):
+        with guarded(model), original_forward(model):
             source = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
             first_forward(model)
             with unsharded(model, layers=False):
@@ -346,7 +346,7 @@ class Recorder(Guard):
         batch = self.batch_of(rollouts, advantage, **options)
         with self.whole():
             shared = len(batch.examples) < len(rollouts) and same_prompts(rollouts, 2)
-            stats = own_statistics(replace(self.scorer, share_prompt=shared), rollouts)
+            stats = process_statistics(replace(self.scorer, share_prompt=shared), rollouts)
         sampled = not bool(rollouts.behavior_logp.isnan().all())
         made = Batch(self._serial, batch, unused_tokens(stats, advantage), sampled, labels)
         self._step.batches.append(made)
@@ -378,7 +378,7 @@ class Recorder(Guard):
             text = "the gradient of an update is 0, so it has no shares and no critical sharpness"
             self._warn("zero_gradient", "info", f"{text} (were all rewards of each group equal?)", 0.0)
         if kept and math.isfinite(norm) and (math.isfinite(loss) or not step.losses):
-            with own_forward(self.model):
+            with original_forward(self.model):
                 self._observed[-1](update)
             if self.rotate is not None and norm > 0 and self.observers.schedule.due("rotation", self.step_number):
                 step.rotation = self._rotation(self.rotate, joined, tokens, update)
@@ -421,7 +421,7 @@ class Recorder(Guard):
         mask = torch.cat([prompt, rollouts.completion_mask], 1)  # (n, P+T)
         wide = torch.cat([prompt.to(coef.dtype), coef.to(prompt.device)], 1)
         rows, view = distributed.local_slice(len(mask)), self._view()
-        with own_forward(self.model):
+        with original_forward(self.model):
             ids, there = rollouts.input_ids[rows], rollouts.attention_mask[rows]
             change = logp_gradient(view.model, ids, mask[rows], wide[rows], there, self.temperature)
         distributed.gather(None)  # before the sum, in which a process that has failed takes no part
@@ -585,7 +585,7 @@ class Recorder(Guard):
         rollouts = batch.rollouts.rows(rows.to(batch.rollouts.group.device))
         mask = rollouts.completion_mask.bool().cpu()
         with self.whole():
-            after = own_statistics(replace(self.scorer, share_prompt=False), rollouts).logp.cpu()
+            after = process_statistics(replace(self.scorer, share_prompt=False), rollouts).logp.cpu()
         x = (after - before.cpu()[rows])[mask].double()
         return float((torch.expm1(x) - x).mean()) if len(x) else None
 
@@ -609,7 +609,7 @@ class Recorder(Guard):
 
 
 @contextmanager
-def own_forward(model: Any) -> Iterator[None]:
+def original_forward(model: Any) -> Iterator[None]:
     """Context in which `model.forward` is the model's own; accelerate replaces it by one that computes in bf16 (autocast)."""
     replaced = vars(model).get("forward")
     if replaced is not None and hasattr(model, "_original_forward"):

@@ -18,6 +18,7 @@ import numpy as np
 
 from sharpscope.errors import UserError, nearest
 from sharpscope.integrations.completions import Completion, Labels, write
+from sharpscope.tasks.dataset import read_file
 from sharpscope.traces.rules import POSITIVE
 
 PRIME_RL_SCHEMA = 1
@@ -125,28 +126,9 @@ def _files(source: Path, form: Format) -> list[tuple[int | None, Path]]:
 
 
 def json_lines(paths: Iterable[Path]) -> Iterator[Record]:
-    """The records of files with a JSON object on each line.
-
-    Raises:
-        UserError: a line is something else, or a file cannot be read.
-    """
+    """The records of files with a JSON object on each line; see `read_file`."""
     for path in paths:
-        where = str(path)
-        try:
-            with path.open(encoding="utf-8") as lines:  # str.splitlines would also split at U+2028
-                for number, line in enumerate(lines, 1):
-                    where = f"{path} line {number}"
-                    value = json.loads(line) if line.strip() else None
-                    if isinstance(value, dict):
-                        yield where, value
-                    elif line.strip():
-                        raise UserError(
-                            f"{where}: a {type(value).__name__}, not a JSON object; write one object a line"
-                        )
-        except (OSError, UnicodeDecodeError) as problem:
-            raise UserError(f"{path}: cannot be read ({problem}); give a text file in UTF-8") from problem
-        except (ValueError, RecursionError) as problem:
-            raise UserError(f"{where}: not JSON ({problem}); remove the line") from problem
+        yield from read_file(path)
 
 
 # -- one completion ---------------------------------------------------------------------------------------------------------

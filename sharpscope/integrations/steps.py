@@ -296,7 +296,7 @@ def same_prompts(rollouts: Rollouts, group_size: int) -> bool:
     return bool((grouped == grouped[:, :1]).all())
 
 
-def own_statistics(scorer: Scorer, rollouts: Rollouts) -> TokenStats:
+def process_statistics(scorer: Scorer, rollouts: Rollouts) -> TokenStats:
     """TokenStats (N, T) of this process's rows; `Scorer.statistics` divides rows that all processes have."""
     result = scorer.zeros(rollouts)
     group = rollouts.group if scorer.share_prompt and not scorer.sharded else None

@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 
 from sharpscope import distributed
 from sharpscope.errors import UserError
-from sharpscope.integrations.core import Recorder, dropout_of, own_forward
+from sharpscope.integrations.core import Recorder, dropout_of, original_forward
 from sharpscope.integrations.price import Work
 from sharpscope.integrations.steps import sequences_of
 from sharpscope.policy.adapters import has_adapters
@@ -152,7 +152,7 @@ class TrainerRecorder(Recorder):
         if getattr(trainer, "top_entropy_quantile", 1.0) == 1.0:  # otherwise it is for metrics alone
             accelerator |= dict.fromkeys(_EXCHANGES, lambda values, *_, **__: values)
         try:
-            with guarded(model), own_forward(model), torch.no_grad():
+            with guarded(model), original_forward(model), torch.no_grad():
                 model.training = True  # of the model alone: TRL's normalizers of training, dropout off
                 total = sum(float(loss()) for loss in self._kept)
         finally:

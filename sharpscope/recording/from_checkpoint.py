@@ -42,7 +42,7 @@ class Probed:
         step: of the trace.
         tokens: number of tokens measured.
         logp_gap: mean |ln π of the trace − ln π of the checkpoint| [nats]; a checkpoint of another step has a large one.
-        attributed: whether there are loss coefficients, of the trace or of a method, so that shares could be computed.
+        attributed: whether all tokens of the step have coefficients, of the trace or of a method, so that there are shares.
     """
 
     step: int
@@ -65,7 +65,8 @@ def probe_trace(
     """Copy a trace with what a recorded step would have had, measured at a policy's weights.
 
     Tokens get `score_norm_local`, statistics where they have none and, where there are coefficients, `attribution`; updates get
-    the gradient's norm, in all and by layer, where the trace has no rows of them. The gradient of an update is Σ c_t ∇log π_t.
+    the gradient's norm, in all and by layer, where the trace has no rows of them. The gradient of an update is Σ c_t ∇log π_t;
+    of a step of which only a sample of the tokens was written it is not known, and there are no shares.
     Everything is exact at the checkpoint, which is the policy of the training at one step only.
 
     Args:
@@ -167,7 +168,7 @@ def _measure(
     local = found.values[:, width:]
     columns["score_norm_local"] = rows.column(local)
     coef = rows.frame["loss_coef"].to_numpy(dtype=float)[known]
-    attributed = bool(np.isfinite(coef).all() and known.any())
+    attributed = bool(rows.whole and np.isfinite(coef).all() and known.any())
     by_layer: dict[tuple[int, int], str] = {}
     updates: list[dict[str, Any]] = []
     if attributed:

@@ -57,6 +57,11 @@ class StepRows:
     known: np.ndarray
     at: tuple[Tensor, Tensor]
 
+    @property
+    def whole(self) -> bool:
+        """Whether these are all tokens of the step, so that their gradient is that of the step."""
+        return bool(self.known.all() and self.frame["row_probability"].isna().all())
+
     @cached_property
     def scorer(self) -> Scorer:
         """Of the checkpoint."""
@@ -102,7 +107,8 @@ def step_rows(run: Run, step: int, tokens: pa.Table, policy: Policy) -> StepRows
     """The completions of a step of a trace.
 
     Raises:
-        UserError: none has token IDs, an ID is not in the vocabulary, or IDs are not those of the token rows.
+        UserError: none has token IDs, an ID is not in the vocabulary, IDs are not those of the token rows, or these have several
+            temperatures.
     """
     rollouts = run.rollouts[run.rollouts["step"] == step].dropna(subset=["token_ids"]).sort_values("rollout")
     if rollouts.empty:
@@ -134,6 +140,11 @@ def step_rows(run: Run, step: int, tokens: pa.Table, policy: Policy) -> StepRows
         group = np.arange(len(group))
     whole = replace(made, group=torch.tensor(group.astype(int), device=policy.device)).with_reward(reward)
     recorded = frame["temperature"].dropna()
+    if recorded.nunique() > 1:
+        given = f"{recorded.min():g} to {recorded.max():g}"
+        raise UserError(
+            f"step {step}: has several temperatures ({given}), of which one can be measured; leave it out with --steps"
+        )
     usual = float((run.config.get("rollout") or {}).get("temperature", 1.0))
     temperature = float(recorded.iloc[0]) if len(recorded) else usual
     at = (torch.tensor(row[known]), torch.tensor(position[known]))
@@ -210,6 +221,9 @@ def _check_method(rows: StepRows, method: Method) -> None:
     name = method.name or "method"
     if known["loss_coef"].notna().any():
         raise UserError(f"--method {name}: the files have coefficients of their own (loss_coef); leave --method out")
+    if not rows.whole:
+        lacks = "has a sample of its tokens, or completions without token IDs"
+        raise UserError(f"--method {name}: step {rows.step} {lacks}; leave the step out with --steps")
     if (
         method.sharpness is not None
         or method.entropy is not None

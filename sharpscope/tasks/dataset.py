@@ -242,7 +242,7 @@ def read_file(file: Path) -> Iterator[tuple[Location, Row]]:
             rows = (row for batch in batches for row in batch.to_pylist())
             yield from ((f"{file} row {number}", row) for number, row in enumerate(rows, 1))
             return
-        with file.open(encoding="utf-8") as lines:
+        with file.open(encoding="utf-8") as lines:  # str.splitlines would also split at U+2028
             for number, line in enumerate(lines, 1):
                 where = f"{file} line {number}"
                 row = json.loads(line) if line.strip() else {}
@@ -251,7 +251,8 @@ def read_file(file: Path) -> Iterator[tuple[Location, Row]]:
                 if row:
                     yield where, row
     except (OSError, ValueError, RecursionError, MemoryError) as error:  # also pyarrow's exceptions
-        raise UserError(f"{where}: not readable as {file.suffix[1:]} ({first_line(error)})") from error
+        kind = "Parquet" if file.suffix == ".parquet" else "JSON lines in UTF-8"
+        raise UserError(f"{where}: not readable as {kind} ({first_line(error)})") from error
 
 
 def _cell(row: Row, column: str, where: Location, field: str) -> Any:

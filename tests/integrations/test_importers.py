@@ -519,7 +519,7 @@ def test_the_temperature_is_that_of_probes(tmp_path: Path):
         ({"logp": [-1.0], "token_id": [1], "prompt": 3}, {}, "prompt is a int; write a text"),
         ({"logp": [-1.0], "token_id": [1]}, {"lopg": "x"}, "--columns lopg: unknown; did you mean 'logp'"),
         ({"logp": [0.4], "token_id": [1]}, {}, "logp = 0.4 is above 0, so it is no log-probability"),
-        ([1], {}, "a list, not a JSON object"),
+        ([1], {}, "a list instead of an object"),
     ],
 )
 def test_a_bad_table_is_refused_and_nothing_is_left(row, columns, message, tmp_path: Path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ from sharpscope.errors import UserError
 from sharpscope.integrations.completions import Labels
 from sharpscope.integrations.importers import import_files
 from sharpscope.policy import PolicySpec, load_policy
+from sharpscope.recording import from_checkpoint
 from sharpscope.recording.from_checkpoint import STATISTICS, probe_trace
+from sharpscope.recording.replay import step_rows
 from tests.integrations.trainers import small_model, tokenizer
 from tests.oracles.supervised import row_logp, tokens_of
 
@@ -85,6 +89,18 @@ def test_another_checkpoint_is_reported_and_shares_need_coefficients(checkpoint:
     assert run.tokens()["score_norm_local"].notna().all()
 
 
+def test_a_sample_of_a_steps_tokens_has_norms_and_no_shares(checkpoint: Path, tmp_path: Path, monkeypatch):
+    def sampled(*given: Any) -> Any:
+        rows = step_rows(*given)
+        return replace(rows, frame=rows.frame.assign(row_probability=0.5))
+
+    monkeypatch.setattr(from_checkpoint, "step_rows", sampled)
+    source = sharpscope.load_run(trace(tmp_path, [[0.5] * len(ids) for _, ids in ROWS]))
+    found = probe_trace(source, load_policy(PolicySpec(model=str(checkpoint))), tmp_path / "out")
+    tokens = sharpscope.load_run(tmp_path / "out").tokens()
+    assert not found[0].attributed and tokens["attribution"].isna().all() and tokens["score_norm_local"].notna().all()
+
+
 def test_a_checkpoint_that_does_not_fit_is_an_error_unless_forced(checkpoint: Path, tmp_path: Path):
     source = sharpscope.load_run(trace(tmp_path, None, shift=-0.6))
     policy = load_policy(PolicySpec(model=str(checkpoint)))
@@ -111,4 +127,9 @@ def test_what_cannot_be_probed_is_refused(checkpoint: Path, tmp_path: Path):
     import_files("jsonl", tmp_path / "u.jsonl", tmp_path / "unknown", Labels())
     with pytest.raises(UserError, match="token ID 99 of step 1 is not among its 37"):
         probe_trace(sharpscope.load_run(tmp_path / "unknown"), policy, tmp_path / "out")
+    line |= {"token_id": [9, 8], "logp": [-1.0, -1.0], "temperature": [0.7, 1.0]}
+    (tmp_path / "u.jsonl").write_text(json.dumps(line))
+    import_files("jsonl", tmp_path / "u.jsonl", tmp_path / "several", Labels())
+    with pytest.raises(UserError, match=r"step 1: has several temperatures \(0\.7 to 1\)"):
+        probe_trace(sharpscope.load_run(tmp_path / "several"), policy, tmp_path / "out")
     assert not (tmp_path / "out").exists()

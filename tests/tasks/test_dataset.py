@@ -188,7 +188,7 @@ def test_broken_files_say_where_and_what(tmp_path):
     for content in ("{not json}\n", "[1, 2]\n", "[" * 100_000 + "\n"):
         file = tmp_path / "a.jsonl"
         file.write_text(f"{good}\n\n{content}{good}\n")
-        with pytest.raises(UserError, match="line 3: not readable as jsonl"):
+        with pytest.raises(UserError, match="line 3: not readable as JSON lines"):
             load(file)
     (tmp_path / "latin.jsonl").write_bytes(good.encode() + b'\n{"prompt": "\xe9"}\n')
     (tmp_path / "empty.jsonl").write_text("\n\n")
