@@ -427,7 +427,7 @@ class Recorder(Guard):
         distributed.gather(None)  # before the sum, in which a process that has failed takes no part
         change = distributed.sum_tensors(change)
         plain = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in view.parameters]
-        turned = [gradient + more for gradient, more in zip(plain, change, strict=True)]
+        turned = [more.add_(gradient) for more, gradient in zip(change, plain, strict=True)]
         seconds = time.perf_counter() - started
         self.observers.schedule.spend("rotation", seconds)
         return UpdateRotation(rotation(turned, plain), Rotation(math.nan, math.nan), math.nan, seconds)
