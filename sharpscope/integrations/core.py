@@ -147,7 +147,7 @@ class Recorder(Guard):
         self._serial = distributed.rank()
         self._step, self.step_number, self.total = Step(), 1, 0
         self._events: list[Event] = []
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._quantities = Quantities()
         self._stack, self._hooks = ExitStack(), list[Any]()
         self.optimizer: Any = None
@@ -598,8 +598,8 @@ class Recorder(Guard):
 
     def _warn(self, rule: str, severity: str, text: str, value: float = math.nan) -> None:
         """Report something once."""
-        if text not in self._told:
-            self._told.add(text)
+        if text not in self._reported:
+            self._reported.add(text)
             self._event(rule, severity, text, value)
 
     def _write_events(self) -> None:

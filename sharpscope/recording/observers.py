@@ -340,17 +340,17 @@ class _UpdateProbes:
         self.run, self.config = observer.run, observer.run.config
         group = observer.rollouts.group[update.rows.to(observer.rollouts.group.device)]
         self.rows, self.probability, share = torch.arange(len(group)), 1.0, self.config.recording.group_share
-        self.still = torch.arange(0)  # rows of groups without a gradient that are not measured but written
-        self.still_probability = 1.0
+        self.inactive = torch.arange(0)  # rows of groups without a gradient that are not measured but written
+        self.inactive_probability = 1.0
         written = observer.written[0][update.rows.cpu()]
         if not sampled or share < 1 or not bool(written.all()):
             seeded, group = generator(self.config.seed, "groups", observer.step, update.index), group.cpu()
             moved = (update.loss_coef != 0).any(dim=1).cpu()
             least = math.ceil(2 / self.config.update.mini_batches)  # two groups a step
             self.rows, self.probability = sample_groups(group, moved, share if sampled else 1.0, seeded, written, least)
-            still = ~torch.isin(group, group[moved])
-            self.still = (still & written).nonzero()[:, 0]
-            self.still_probability = len(group[self.still].unique()) / max(len(group[still].unique()), 1)
+            inactive = ~torch.isin(group, group[moved])
+            self.inactive = (inactive & written).nonzero()[:, 0]
+            self.inactive_probability = len(group[self.inactive].unique()) / max(len(group[inactive].unique()), 1)
         part = self.part = observer.rollouts.rows(update.rows[self.rows.to(update.rows.device)])
         self.mask = _mask(part)
         coef = update.loss_coef[self.rows.to(update.loss_coef.device)].to(part.input_ids.device)
@@ -437,9 +437,9 @@ class _UpdateProbes:
     def _shares(self, gradient: list[Tensor], norm: float, check: Check) -> None:
         """Attribution of the measured rows, and that of groups without a gradient, which is known to be 0."""
         self.put("attribution", self._along(gradient, check, self.sharded) / norm**2)
-        known = torch.zeros(len(self.still), self.mask.shape[1])
-        for name, values in (("attribution", known), ("inclusion_probability", known + self.still_probability)):
-            self.observer.put(name, self.update, self.still, values)
+        known = torch.zeros(len(self.inactive), self.mask.shape[1])
+        for name, values in (("attribution", known), ("inclusion_probability", known + self.inactive_probability)):
+            self.observer.put(name, self.update, self.inactive, values)
 
     def influence(self) -> None:
         """c_t⟨∇log π_t, ∇L_heldout⟩ of all tokens; positive lowers the held-out loss."""

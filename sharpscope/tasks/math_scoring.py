@@ -23,7 +23,7 @@ from sharpscope.tasks.answers import final_answer
 from sharpscope.tasks.base import Reward
 
 TIME_LIMIT = 5.0
-"""Default time limit of one comparison [s]."""
+"""Time limit of one comparison [s]."""
 LONGEST_ANSWER = 500
 """Longest answer that is parsed [characters]; longer ones are wrong, because parsing takes more than linear time."""
 START_LIMIT = 120.0
@@ -72,22 +72,22 @@ def stated(answer: str) -> str:
     return answer[opening + 1 : closing] if opening >= 0 and answer.count("$") == 2 else answer
 
 
-def score_math(text: str, truths: Sequence[str], time_limit: float = TIME_LIMIT) -> Reward:
+def score_math(text: str, truths: Sequence[str]) -> Reward:
     """1 if the final answer, extracted by `answers.final_answer` and `stated`, is mathematically equal to one of `truths`.
 
-    `parts["timed_out"]` is 1 if a comparison exceeded `time_limit` [s].
+    `parts["timed_out"]` is 1 if a comparison exceeded TIME_LIMIT.
     """
     answer = as_latex(stated(final_answer(text)))
-    outcomes = [equal(as_latex(final_answer(truth)), answer, time_limit) for truth in truths]
+    outcomes = [equal(as_latex(final_answer(truth)), answer) for truth in truths]
     correct = any(outcome is True for outcome in outcomes)
     timed_out = not correct and any(outcome is None for outcome in outcomes)
     return Reward(float(correct), {"answer": float(correct), "timed_out": float(timed_out)}, correct=correct)
 
 
-def score_value(text: str, truths: Sequence[str], time_limit: float = TIME_LIMIT) -> Reward:
+def score_value(text: str, truths: Sequence[str]) -> Reward:
     """Like `score_math`, but the answer must be a number; an unevaluated expression is wrong."""
     if is_value(as_latex(stated(final_answer(text)))):
-        return score_math(text, truths, time_limit)
+        return score_math(text, truths)
     return Reward(0.0, {"answer": 0.0, "timed_out": 0.0}, correct=False)
 
 
@@ -101,8 +101,8 @@ def is_value(answer: str) -> bool:
     return _VALUE.fullmatch(last) is not None or _VALUE.fullmatch(inside) is not None
 
 
-def equal(gold: str, answer: str, time_limit: float = TIME_LIMIT) -> bool | None:
-    """Whether two answers in LaTeX are mathematically equal; None if the comparison exceeds `time_limit` [s] or the memory.
+def equal(gold: str, answer: str) -> bool | None:
+    """Whether two answers in LaTeX are mathematically equal; None if the comparison exceeds TIME_LIMIT or the memory.
 
     Raises:
         UserError: math-verify is not installed.
@@ -114,7 +114,7 @@ def equal(gold: str, answer: str, time_limit: float = TIME_LIMIT) -> bool | None
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(answer):
         return int(gold) == int(answer)
     try:
-        return _compare(gold, answer, time_limit)
+        return _compare(gold, answer)
     except TimeoutError:
         return None
 
@@ -126,12 +126,12 @@ class _Worker:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[str] | None = None
 
-    def ask(self, request: str, time_limit: float) -> str:
-        """The line that the process answers; empty if it ended or was killed after `time_limit` [s]."""
+    def ask(self, request: str) -> str:
+        """The line that the process answers; empty if it ended or was killed after TIME_LIMIT."""
         with self.lock:
             if self.process is None or self.process.poll() is not None:
                 self._start()
-            return self._line(f"{request}\n", time_limit)
+            return self._line(f"{request}\n", TIME_LIMIT)
 
     def _line(self, request: str, time_limit: float) -> str:
         process = self.process
@@ -170,8 +170,8 @@ _workers: dict[int, _Worker] = {}
 
 
 @lru_cache(maxsize=10_000)
-def _compare(gold: str, answer: str, time_limit: float) -> bool:
-    line = _workers.setdefault(os.getpid(), _Worker()).ask(json.dumps([gold, answer]), time_limit)
+def _compare(gold: str, answer: str) -> bool:
+    line = _workers.setdefault(os.getpid(), _Worker()).ask(json.dumps([gold, answer]))
     if not line:
         raise TimeoutError  # not kept by the cache
     return line == "true\n"

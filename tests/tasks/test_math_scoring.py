@@ -119,19 +119,22 @@ def test_right_answers(gold, text):
 
 
 @pytest.mark.parametrize(("gold", "text"), WRONG + ADVERSARIAL, ids=lambda text: repr(text)[:40])
-def test_wrong_and_adversarial_answers(gold, text):
+def test_wrong_and_adversarial_answers(gold, text, monkeypatch):
+    monkeypatch.setattr(math_scoring, "TIME_LIMIT", 20.0)
     started = time.perf_counter()
-    reward = score_math(text, [gold], time_limit=20.0)
+    reward = score_math(text, [gold])
     assert (reward.total, reward.correct) == (0.0, False)
     assert reward.parts["answer"] == 0.0
     if len(text) > math_scoring.LONGEST_ANSWER:
         assert time.perf_counter() - started < 0.5
 
 
-def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_read():
+def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_read(monkeypatch):
     assert score_math("2/6", ["1/3"]).correct  # the worker has started
     started = time.perf_counter()
-    reward = score_math("<answer>9^{9^{9^{9}}}</answer>", ["5"], time_limit=0.3)
+    with monkeypatch.context() as patch:
+        patch.setattr(math_scoring, "TIME_LIMIT", 0.3)
+        reward = score_math("<answer>9^{9^{9^{9}}}</answer>", ["5"])
     assert time.perf_counter() - started < 5
     assert reward.parts == {"answer": 0.0, "timed_out": 1.0}
     assert not reward.correct
