@@ -112,6 +112,12 @@ ADVERSARIAL = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """On a busy machine a comparison can take longer than the limit."""
+    monkeypatch.setattr(math_scoring, "TIME_LIMIT", 20.0)
+
+
 @pytest.mark.parametrize(("gold", "text"), RIGHT)
 def test_right_answers(gold, text):
     assert score_math(text, [gold]).correct
@@ -119,8 +125,7 @@ def test_right_answers(gold, text):
 
 
 @pytest.mark.parametrize(("gold", "text"), WRONG + ADVERSARIAL, ids=lambda text: repr(text)[:40])
-def test_wrong_and_adversarial_answers(gold, text, monkeypatch):
-    monkeypatch.setattr(math_scoring, "TIME_LIMIT", 20.0)
+def test_wrong_and_adversarial_answers(gold, text):
     started = time.perf_counter()
     reward = score_math(text, [gold])
     assert (reward.total, reward.correct) == (0.0, False)
@@ -187,11 +192,11 @@ EXPRESSIONS = r"""3 * 4; 3 \cdot 4; 3 \times 4; (3)(4); 3(4); 7 + 5; (7 + 5); 19
 
 @pytest.mark.parametrize("answer", re.split(r";\s+", NUMBERS))
 def test_a_number_is_an_answer_however_it_is_written(answer):
-    assert score_value(f"<answer>{answer}</answer>", ["12"], 20.0).correct
+    assert score_value(f"<answer>{answer}</answer>", ["12"]).correct
 
 
 @pytest.mark.parametrize("answer", re.split(r";\s*", EXPRESSIONS.rstrip(";")))
 def test_a_question_written_down_again_is_no_answer(answer):
     """math-verify works expressions out: the reward of generated arithmetic could be had by copying."""
-    reward = score_value(f"<answer>{answer}</answer>", ["12"], 20.0)
+    reward = score_value(f"<answer>{answer}</answer>", ["12"])
     assert not reward.correct and reward.total == 0.0 and set(reward.parts) == {"answer", "timed_out"}
