@@ -176,14 +176,20 @@ def sharpness(run: Run, quantity: str = "sam", functional: str = FUNCTIONAL) -> 
     return means.assign(estimated=estimated)
 
 
-def shared_sharpness(
-    runs: Sequence[Run], quantity: str = "sam", functional: str = FUNCTIONAL
-) -> tuple[float, list[pd.DataFrame]] | None:
-    """(radius, `sharpness` of each run by step) at one radius that all runs share, on one probe set; None without one.
+def probe_sets(run: Run, quantity: str = "sam", functional: str = FUNCTIONAL) -> frozenset[str]:
+    """Names of the probe sets of `probe_rows`; empty where the quantity was not measured."""
+    return frozenset(probe_rows(run, quantity, functional)["probe_set"])
 
-    Of several radii it is the largest at which no run's last estimate exceeds MAX_SATURATION, or else the smallest.
+
+def shared_sharpness(
+    runs: Sequence[Run], quantity: str = "sam", functional: str = FUNCTIONAL, one_set: bool = True
+) -> tuple[float, list[pd.DataFrame]] | None:
+    """(radius, `sharpness` of each run by step) at one radius that all runs share; None without one.
+
+    Of several radii it is the largest at which no run's last estimate exceeds MAX_SATURATION, or else the smallest. With
+    `one_set`, None also where the runs' probe sets differ.
     """
-    if len({frozenset(probe_rows(run, quantity, functional)["probe_set"]) for run in runs}) != 1:
+    if one_set and len({probe_sets(run, quantity, functional) for run in runs}) != 1:
         return None
     frames = [sharpness(run, quantity, functional) for run in runs]
     radii = sorted(set.intersection(*(set(frame.index.get_level_values("rho")) for frame in frames)))

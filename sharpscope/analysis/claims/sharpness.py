@@ -14,7 +14,7 @@ import pandas as pd
 
 from sharpscope.analysis.claims import one_update
 from sharpscope.analysis.claims.base import ClaimData, declared, mean_estimate, pairing_notes
-from sharpscope.analysis.measures import FUNCTIONAL, SMOOTHING, by_step, log_ratios, probe_rows, shared_sharpness
+from sharpscope.analysis.measures import FUNCTIONAL, SMOOTHING, by_step, log_ratios, probe_sets, shared_sharpness
 from sharpscope.analysis.statistics import sign_flip_p
 from sharpscope.analysis.study import Pair, Study
 from sharpscope.traces import MAX_SATURATION
@@ -55,7 +55,7 @@ def compared(study: Study, pairs: list[Pair], quantity: str, matching: Matching)
         *(f"{name}_{which}" for which in ("baseline", "treatment") for name in ("rise", "unit", "estimated")),
     ]
     names = [name for pair in pairs for name in (pair.baseline, pair.treatment)]
-    shared = shared_sharpness([study.finished[name] for name in names], quantity) if pairs else None
+    shared = shared_sharpness([study.finished[name] for name in names], quantity, one_set=False) if pairs else None
     if shared is None:
         return pd.DataFrame(columns=columns), None
     radius, found = shared
@@ -82,7 +82,8 @@ def measure(study: Study) -> ClaimData:
     if pairing.missing:
         return ClaimData(missing=pairing.missing)
     found = study.finished
-    pairs = [p for p in pairing.pairs if all(len(probe_rows(found[n], "sam")) for n in (p.baseline, p.treatment))]
+    sets = {name: probe_sets(found[name]) for pair in pairing.pairs for name in (pair.baseline, pair.treatment)}
+    pairs = [pair for pair in pairing.pairs if sets[pair.baseline] and sets[pair.baseline] == sets[pair.treatment]]
     frames = {(q, name): compared(study, pairs, q, matching) for q in MEASURES for name, matching in MATCHED.items()}
     frame, radius = frames["sam", "step"]
     if radius is None or not len(frame):
@@ -114,7 +115,7 @@ def measure(study: Study) -> ClaimData:
             "radius (probes.rho: auto)"
         )
     if len(pairs) < len(pairing.pairs):
-        notes.append(f"{len(pairing.pairs) - len(pairs)} pairs were not probed")
+        notes.append(f"{len(pairing.pairs) - len(pairs)} pairs were not probed, or not on one probe set")
     return ClaimData(
         parts={"": main},
         missing=missing,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+import pytest
 
 from tests.analysis.claims.frames import frame_run, study, tokens_frame
 from tests.analysis.claims.planted import made, verdict
@@ -49,11 +52,27 @@ def test_the_radius_is_the_one_that_all_runs_share_and_is_named():
     found = verdict(study(*runs), "C4")
     assert found.verdict != "supported" and found.effect.value == 0 and found.n == 8
     assert any("radius 0.05, shared by all runs" in note for note in found.finding.notes)
-    for run in runs:
-        if run.method == "grpo-sg":
-            run.probes["probe_set"] = "train-1"
-    elsewhere = verdict(study(*(probed(r.method, r.seed, {}, None) for r in runs)), "C4")
-    assert elsewhere.verdict == "untestable" and "sharpness" in elsewhere.reason
+
+
+def test_sharpness_is_compared_on_one_probe_set_for_each_pair():
+    """Seeds may have questions of their own; the two runs of a pair must not."""
+
+    def judged(name_of):
+        runs = []
+        for seed in range(8):
+            for method, rise in (("grpo", 0.1), ("grpo-sg", 0.05)):
+                run = probed(method, seed, {0.05: rise * (1 + 0.1 * seed)}, 0.9)
+                run.probes["probe_set"] = name_of(method, seed)
+                runs.append(run)
+        return verdict(study(*runs), "C4")
+
+    found = judged(lambda method, seed: f"train-{seed}")
+    assert found.n == 8 and found.effect.value == pytest.approx(math.log(0.5))
+    found = judged(lambda method, seed: f"train-{method if seed < 2 else seed}")
+    assert found.n == 6 and any(
+        "2 pairs were not probed, or not on one probe set" in note for note in found.finding.notes
+    )
+    assert judged(lambda method, seed: f"train-{method}").verdict == "untestable"
 
 
 def accuracies(greedy, sampled, seeds=12, noise=0.005):
