@@ -533,9 +533,10 @@ def run_table(runs: Runs) -> pd.DataFrame:
     for name, run in runs.by_name.items():
         why, count = run.info.get("end"), len(run.steps)
         status = run.status if run.status == "finished" or not why else f"{run.status}: {why}"
-        reward = number(series_mean(known(run.steps.sort_values("step")["reward_mean"])[-max(1, count // 3) :])[0])
+        reward, error = series_mean(known(run.steps.sort_values("step")["reward_mean"])[-max(1, count // 3) :])
         row = {"run": name, "method": method_label(run.method), "seed": str(run.seed), "task": run.task}
-        rows.append(row | {"status": status, "steps": str(count), "reward, last third": reward})
+        text = interval_text(reward, Z * error)
+        rows.append(row | {"status": status, "steps": str(count), "reward, last third (± 95 % over steps)": text})
     rows += [{"run": name, "status": f"cannot be read: {why}"} for name, why in runs.skipped.items()]
     return pd.DataFrame(rows).fillna("–")
 

@@ -74,13 +74,17 @@ def _table(rows: list[dict[str, Any]]) -> pd.DataFrame:
     """The results with their 95 % intervals, in percent."""
     import pandas as pd
 
+    from sharpscope.analysis.statistics import accuracy_interval
+
     pass_at = sorted(int(name.removeprefix("pass_at_")) for name in rows[0] if re.fullmatch(r"pass_at_\d+", name))
     shown = []
     for row in rows:
         cells = {name: row[name] for name in ("split", "level")} | {"T": f"{row['temperature']:g}"}
         cells |= {"prompts": row["n"], "n": row["k"], "avg@n [95 %]": _with_interval(row, "accuracy")}
         cells |= {f"pass@{k} [95 %]": _with_interval(row, f"pass_at_{k}") if k <= row["k"] else "" for k in pass_at}
-        cells |= {"pass@n": f"{row['pass_at_k']:.2%}"} if any(other["k"] > 1 for other in rows) else {}
+        if any(other["k"] > 1 for other in rows):
+            interval = accuracy_interval(row["pass_at_k"], None, row["n"])
+            cells["pass@n [95 %]"] = f"{row['pass_at_k']:.2%} {interval.percent(2)}"
         shown.append(cells | {"reward": f"{row['reward_mean']:+.3f}"})
     return pd.DataFrame(shown)
 
