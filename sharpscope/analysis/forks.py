@@ -17,7 +17,6 @@ from scipy.stats import ttest_1samp
 from sharpscope.analysis.sections import Section
 from sharpscope.analysis.statistics import mean_interval
 from sharpscope.analysis.text import number
-from sharpscope.errors import UserError, nearest
 
 COMPARISONS = {"step": "the optimizer's step as it is", "kl": "scaled to the KL of the reference's step"}
 """How the arms' updates are compared."""
@@ -49,7 +48,7 @@ _KEY = ["run", "fork", "step", "batch", "comparison", "outcome"]
 _SERIES = ["fork", "comparison", "outcome", "arm", "reference"]
 
 
-def fork_differences(forks: pd.DataFrame, reference: str | None = None) -> pd.DataFrame:
+def fork_differences(forks: pd.DataFrame) -> pd.DataFrame:
     """Each arm's change and its difference from the reference's, by state and over all states.
 
     A row is an arm, comparison and outcome of one fork in one state, or in `all states`. Forks are pooled over runs that
@@ -58,22 +57,13 @@ def fork_differences(forks: pd.DataFrame, reference: str | None = None) -> pd.Da
 
     Args:
         forks: table `forks` of a run or of several, see `Run.forks`.
-        reference: arm that the others are compared with; None for the one of the fork. Matched comparisons stay those with the
-            KL of the fork's reference.
 
     Returns:
         Columns `state`, `fork`, `comparison`, `outcome`, `arm`, `reference`; `states` and `batches` used and `invalid` batches left out;
         `change` (mean) with `change_low`, `change_high`; `difference` with `low`, `high` (95 % t-interval) and `p`; `sd` of the
         difference over batches of one state.
-
-    Raises:
-        UserError: no arm is called `reference`.
     """
     rows = forks if "run" in forks else forks.assign(run="")
-    if reference is not None:
-        if reference not in set(rows["arm"]):
-            raise UserError(f"reference {reference!r}: no such arm{nearest(reference, set(rows['arm']))}")
-        rows = rows.assign(reference=reference)
     pairs = _paired(rows)
     several = pairs.groupby(_SERIES)["run"].transform("nunique") > 1
     state = "step " + pairs["step"].astype(str)

@@ -24,18 +24,14 @@ NAMES = {
 }
 """Outcome -> its name in the table, in its order."""
 LAYERS = {"layer_gradient:": "Gradient norm by layer", "layer_update:": "Update norm by layer"}
+LARGEST = 4
+"""Groups of parameters that are shown, those whose gradient the leading tokens changed most."""
 MOST = 0.5
 """Share of the gradient's norm, or of the step's KL, from which most of it is said to be gone without the tokens."""
 
 
-def without_sections(run: Run, name: str, layers: int = 4) -> list[Section]:
-    """What the step did, arm by arm, its layers and its leading tokens.
-
-    Args:
-        run: with the rows.
-        name: of the fork.
-        layers: groups of parameters that are shown, those whose gradient the leading tokens changed most first.
-    """
+def without_sections(run: Run, name: str) -> list[Section]:
+    """What the step of the fork `name` did, arm by arm, the LARGEST changes of its layers, and its leading tokens."""
     rows = run.forks[run.forks["fork"] == name]
     settings = run.info["forks"][name]
     arms = list(dict.fromkeys(rows["arm"]))
@@ -68,7 +64,7 @@ def without_sections(run: Run, name: str, layers: int = 4) -> list[Section]:
         part = values.loc[values.index.str.startswith(prefix), arms]
         part = part.set_axis(part.index.str.removeprefix(prefix))
         if len(part):
-            order = (part[arms[0]] - part[arms[1]]).abs().sort_values(ascending=False, kind="stable").index[:layers]
+            order = (part[arms[0]] - part[arms[1]]).abs().sort_values(ascending=False, kind="stable").index[:LARGEST]
             parts.append(Section(title, part.loc[order].map(number).reset_index(names="parameters")))
     known = run.tokens(steps=[step], columns=["rollout", "position", "loss_coef", "advantage", "logp"])
     tokens = pd.DataFrame(settings["tokens"]).merge(known, on=["rollout", "position"], how="left")
