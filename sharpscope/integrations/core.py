@@ -579,9 +579,8 @@ class Recorder(Guard):
         """Mean k3 of KL(π_old‖π) over the tokens of KL_ROWS of the step's completions, after its last update [nats]; not with FSDP2."""
         if is_sharded(self.model):  # a forward pass before zero_grad would change the training
             return None
-        rows = torch.linspace(
-            0, len(before) - 1, min(KL_ROWS, len(before))
-        ).long()  # of different prompts where there are
+        # Of different prompts, where there are several.
+        rows = torch.linspace(0, len(before) - 1, min(KL_ROWS, len(before))).long()
         rollouts = batch.rollouts.rows(rows.to(batch.rollouts.group.device))
         mask = rollouts.completion_mask.bool().cpu()
         with self.whole():

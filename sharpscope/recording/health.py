@@ -120,9 +120,7 @@ class StepHealth:
     progress: float  # share of the run done
     device: torch.device  # of the model
     vocabulary: int | None = None  # tokens that the policy can draw
-    quantities: Quantities = field(
-        default_factory=Quantities
-    )  # of the steps so far; add `values` when the step is done
+    quantities: Quantities = field(default_factory=Quantities)  # of the steps so far; `values` are added at its end
     trainer: str = "sharpscope"  # whose names of the settings messages use, a key of `sharpscope.rules.FIELDS`
     lr: float | None = None  # of the step
     checkpoint: str | None = None  # the newest, by name
