@@ -30,7 +30,6 @@ from sharpscope.integrations.price import Work, places
 from sharpscope.integrations.steps import (
     Batch,
     Step,
-    process_statistics,
     prompt_texts,
     same_prompts,
     unused_tokens,
@@ -346,7 +345,7 @@ class Recorder(Guard):
         batch = self.batch_of(rollouts, advantage, **options)
         with self.whole():
             shared = len(batch.examples) < len(rollouts) and same_prompts(rollouts, 2)
-            stats = process_statistics(replace(self.scorer, share_prompt=shared), rollouts)
+            stats = replace(self.scorer, share_prompt=shared).statistics(rollouts, divided=False)
         sampled = not bool(rollouts.behavior_logp.isnan().all())
         made = Batch(self._serial, batch, unused_tokens(stats, advantage), sampled, labels)
         self._step.batches.append(made)
@@ -584,7 +583,7 @@ class Recorder(Guard):
         rollouts = batch.rollouts.rows(rows.to(batch.rollouts.group.device))
         mask = rollouts.completion_mask.bool().cpu()
         with self.whole():
-            after = process_statistics(replace(self.scorer, share_prompt=False), rollouts).logp.cpu()
+            after = replace(self.scorer, share_prompt=False).statistics(rollouts, divided=False).logp.cpu()
         x = (after - before.cpu()[rows])[mask].double()
         return float((torch.expm1(x) - x).mean()) if len(x) else None
 

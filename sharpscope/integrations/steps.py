@@ -13,8 +13,7 @@ from torch import Tensor
 
 from sharpscope import distributed
 from sharpscope.errors import UserError
-from sharpscope.policy import Rollouts, TokenStats, completions_of, join_rollouts, microbatches
-from sharpscope.policy.scoring import Scorer, shortest, write_stats
+from sharpscope.policy import Rollouts, TokenStats, completions_of, join_rollouts
 from sharpscope.recording.norms import Norms
 from sharpscope.recording.step import (
     PendingUpdate,
@@ -294,20 +293,6 @@ def same_prompts(rollouts: Rollouts, group_size: int) -> bool:
     ids = rollouts.input_ids[:, : rollouts.prompt_width] * rollouts.attention_mask[:, : rollouts.prompt_width]
     grouped = ids.view(-1, group_size, ids.shape[1])
     return bool((grouped == grouped[:, :1]).all())
-
-
-def process_statistics(scorer: Scorer, rollouts: Rollouts) -> TokenStats:
-    """TokenStats (N, T) of this process's rows; `Scorer.statistics` divides rows that all processes have."""
-    result = scorer.zeros(rollouts)
-    group = rollouts.group if scorer.share_prompt and not scorer.sharded else None
-    prompts = rollouts.prompt_lengths
-    batches = microbatches(rollouts.lengths, scorer.microbatch_tokens, prompt_lengths=prompts, group=group)
-    idle = scorer.idle_passes(batches)
-    for rows in batches:
-        write_stats(result, rows, scorer.score(rollouts.rows(rows), stats=True).stats)
-    for _ in range(idle):
-        scorer.score(rollouts.rows(shortest(rollouts)), stats=True)
-    return result
 
 
 def prompt_texts(rollouts: Rollouts, tokenizer: Any) -> list[str]:

@@ -79,11 +79,14 @@ class Scorer:
         )
 
     @torch.no_grad()
-    def statistics(self, rollouts: Rollouts) -> TokenStats:
-        """Compute TokenStats (N, T) of all rows under the current policy. All processes must call it."""
+    def statistics(self, rollouts: Rollouts, *, divided: bool = True) -> TokenStats:
+        """Compute TokenStats (N, T) of all rows under the current policy. All processes must call it.
+
+        Unless `divided`, the rows are those of this process, not the same in all, so that each computes its own.
+        """
         result = self.zeros(rollouts)
         fields = [getattr(result, name) for name in STAT_NAMES]
-        self._gather(rollouts, fields, lambda part, _: vars(self.score(part, stats=True).stats).values())
+        self._gather(rollouts, fields, lambda part, _: vars(self.score(part, stats=True).stats).values(), divided)
         return result
 
     @torch.no_grad()
@@ -115,10 +118,17 @@ class Scorer:
         return result
 
     def _gather(
-        self, rollouts: Rollouts, results: list[Tensor], values: Callable[[Rollouts, Tensor], Iterable[Tensor]]
+        self,
+        rollouts: Rollouts,
+        results: list[Tensor],
+        values: Callable[[Rollouts, Tensor], Iterable[Tensor]],
+        divided: bool = True,
     ) -> None:
-        """Fill `results` (N, …) with the values of each microbatch and its rows, on all processes."""
-        local_rows, batches = self.split(rollouts, torch.arange(len(rollouts)))
+        """Fill `results` (N, …) with the values of each microbatch and its rows, on all processes if they are divided."""
+        local_rows = torch.arange(len(rollouts))
+        local_rows, batches = (
+            self.split(rollouts, local_rows) if divided else (local_rows, self._microbatches(rollouts))
+        )
         idle = self.idle_passes(batches)
         for rows in batches:
             for result, value in zip(results, values(rollouts.rows(rows), rows), strict=True):
@@ -126,7 +136,8 @@ class Scorer:
         for _ in range(idle):
             rows = shortest(rollouts)
             values(rollouts.rows(rows), rows)
-        distributed.exchange_rows(local_rows, results)
+        if divided:
+            distributed.exchange_rows(local_rows, results)
 
     def zeros(self, rollouts: Rollouts) -> TokenStats:
         """TokenStats (N, T) of zeros, with the rollouts' device and the dtype of the model's statistics."""
@@ -147,10 +158,12 @@ class Scorer:
         local_rows = torch.isin(member, chosen).nonzero()[:, 0]
         if not len(local_rows):
             return rows[local_rows], []
-        part, rows = part.rows(local_rows), rows[local_rows]
+        rows = rows[local_rows]
+        return rows, [rows[batch] for batch in self._microbatches(part.rows(local_rows))]
+
+    def _microbatches(self, part: Rollouts) -> list[Tensor]:
         group = part.group if self._shares else None
-        batches = microbatches(part.lengths, self._budget, prompt_lengths=part.prompt_lengths, group=group)
-        return rows, [rows[batch] for batch in batches]
+        return microbatches(part.lengths, self._budget, prompt_lengths=part.prompt_lengths, group=group)
 
     def idle_passes(self, batches: list[Tensor]) -> int:
         """Number of additional passes of this process if other processes of a sharded model have more microbatches.
@@ -163,10 +176,3 @@ class Scorer:
 def shortest(rollouts: Rollouts) -> Tensor:
     """Index (1,) of the row with the fewest tokens."""
     return (rollouts.lengths + rollouts.prompt_lengths).argmin()[None].cpu()
-
-
-def write_stats(target: TokenStats, rows: Tensor, values: TokenStats | None) -> None:
-    """Write `values` (n, T) to the rows `rows` of `target` (N, T)."""
-    assert values is not None
-    for name in STAT_NAMES:
-        getattr(target, name)[rows] = getattr(values, name).to(getattr(target, name).dtype)
