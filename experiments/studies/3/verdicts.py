@@ -1,0 +1,89 @@
+"""Recompute the third study's numbers from its Parquet files alone, without sharpscope.
+
+python experiments/studies/3/verdicts.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+DATA = Path(__file__).parents[3] / "data" / "studies" / "3" / "runs"
+TABLES = "eval", "probes", "steps"
+MAX_SATURATION = 0.3
+ARMS = "grpo", "acting", "published", "sam"
+T_QUANTILE = {5: 2.5706, 4: 2.7764, 3: 3.1824, 2: 4.3027, 1: 12.7062}
+"""97.5 % quantile of Student's t by degrees of freedom."""
+
+
+def numbers(tables: dict[str, pd.DataFrame]) -> dict[str, float]:
+    """The numbers of a finished run, from its rows of each table."""
+    evaluation, probes, steps = (tables[name] for name in TABLES)
+    last = evaluation[(evaluation["step"] == 16) & (evaluation["split"] == "heldout")].set_index("temperature")
+    sam = probes[(probes["step"] == 16) & (probes["quantity"] == "sam")].iloc[0]
+    arm, late = steps[steps["step"] > 4], steps[steps["step"] > 12]
+    return {
+        "greedy accuracy [%]": 100 * last.loc[0.0, "accuracy"],
+        "accuracy at T = 1 [%]": 100 * last.loc[1.0, "accuracy"],
+        "training reward, steps 13 to 16 [%]": 100 * late["reward_mean"].mean(),
+        "SAM sharpness": sam["value"],
+        "SAM sharpness per unit of 1 − loss": sam["value"] / sam["ceiling"],
+        "entropy, steps 13 to 16 [nats]": late["entropy_mean"].mean(),
+        "completions cut, steps 13 to 16 [%]": 100 * late["truncated_fraction"].mean(),
+        "norm of the gradient, median": arm["grad_norm"].median(),
+        "norm of the update, mean": arm["update_norm"].mean(),
+        "rotation of the update, steps 6 and 12 [degrees]": arm["update_rotation"].mean(),
+        "rotation of the gradient, steps 6 and 12 [degrees]": arm["gradient_rotation"].mean(),
+        "KL(old ‖ new) of a step [nats]": arm["kl_step"].mean(),
+    }
+
+
+def sign_flips(differences: np.ndarray) -> float:
+    """Two-sided exact p of the mean under all sign changes."""
+    signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(differences))))
+    means = np.abs(signs @ differences)
+    return float((means >= abs(differences.sum()) - 1e-12).mean())
+
+
+def interval(differences: np.ndarray) -> tuple[float, float, float]:
+    """Mean and 95 % t-interval."""
+    mean, n = float(differences.mean()), len(differences)
+    half = T_QUANTILE[n - 1] * float(differences.std(ddof=1)) / math.sqrt(n)
+    return mean, mean - half, mean + half
+
+
+def main() -> None:
+    """Print the tables in Markdown."""
+    tables = {name: dict(list(pd.read_parquet(DATA / f"{name}.parquet").groupby("run"))) for name in TABLES}
+    found = {}
+    for run in tables["steps"]:
+        arm, seed = run.rsplit("-s", 1)
+        found[arm, int(seed)] = numbers({name: rows[run] for name, rows in tables.items()})
+    whole = [seed for seed in range(6) if all((arm, seed) in found for arm in ARMS)]
+    data = pd.DataFrame({key: value for key, value in found.items() if key[1] in whole}).T
+    print(f"Whole blocks: {whole}\n\n| mean over {len(whole)} seeds | {' | '.join(ARMS)} |\n|---|---|---|---|---|")
+    for name in data.columns:
+        print(f"| {name} | " + " | ".join(f"{data.loc[arm, name].mean():.4g}" for arm in ARMS) + " |")
+    print("\n| difference to grpo | mean | 95 % t-interval | p (sign flips) | by seed |\n|---|---|---|---|---|")
+    for arm in ARMS[1:]:
+        for name in list(data.columns)[:5]:
+            own, base = data.loc[arm, name].to_numpy(float), data.loc["grpo", name].to_numpy(float)
+            ratio = name.startswith("SAM")
+            both = (own > 0) & (base > 0) if ratio else np.full(len(own), True)
+            if name.endswith("loss"):  # a saturated estimate is one of the accuracy
+                both &= np.maximum(own, base) <= MAX_SATURATION
+            if both.sum() < 2:
+                continue
+            change = 100 * np.log(own[both] / base[both]) if ratio else own - base
+            mean, low, high = interval(change)
+            label = f"{arm}: {name.split(' [')[0]}" + (", 100·ln of the ratio" if ratio else "")
+            values = ", ".join(f"{value:+.1f}" for value in change)
+            print(f"| {label} | {mean:+.2f} | [{low:+.2f}, {high:+.2f}] | {sign_flips(change):.3f} | {values} |")
+
+
+if __name__ == "__main__":
+    main()
