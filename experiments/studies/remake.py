@@ -1,4 +1,4 @@
-"""Make verdicts and paired differences of the kept runs of both studies, and say what differs from those stored.
+"""Make verdicts and paired differences of the kept runs of the studies, and say what differs from those stored.
 
     python experiments/studies/remake.py          # compare with experiments/studies/*/results/{claims.json,differences.csv}
     python experiments/studies/remake.py --write  # store what the code gives now
@@ -20,7 +20,7 @@ from sharpscope.sweeps import read_sweep
 from sharpscope.traces import load_runs
 
 ROOT = Path(__file__).resolve().parents[2]
-DATA = {"1": ROOT / "data" / "reference", "2": ROOT / "data" / "studies" / "2" / "runs"}
+DATA = {"1": ROOT / "data" / "reference"} | {name: ROOT / "data" / "studies" / name / "runs" for name in ("2", "3")}
 
 
 def main(write: bool) -> int:
