@@ -11,15 +11,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 
-from experiments.benchmarks.common import Cost, Row, described, plain_gradient, random_rows
+from experiments.benchmarks.common import Cost, Row, costs, described, plain_gradient, random_rows
 from sharpscope.config import RunConfig, build_config
-from sharpscope.policy import load_policy, render_prompts
+from sharpscope.policy import cache, draw_scored, load_policy, render_prompts
+from sharpscope.policy.forward import score_completions
 from sharpscope.tasks import Example, Reward, make_task
 from sharpscope.traces import load_run
 from sharpscope.training import train
@@ -306,3 +308,19 @@ def rotation(model: str, size: int, methods: Sequence[str] = TEN) -> list[Row]:
     once = time.process_time() - began
     note = f"{seconds:.3g} s a method, {once:.3g} s a gradient of {tuple(ids.shape)} tokens; {described(policy.model)}"
     return [Row("rotation, a method, in gradients", seconds / once, "gradients", "≤ 1.3", "≤ 1.05", note)]
+
+
+def beginning(model: str, repeats: int) -> list[Row]:
+    """Sampling 64 prompts with a beginning in common and a gradient over them, against reading it in each of them."""
+    config = _config(model, 6, 1, "none", BARE)
+    policy, task, kept = load_policy(config.policy), make_task(config.task), cache.WORTH_A_PASS
+
+    def run(tokens: int) -> None:
+        cache.WORTH_A_PASS = tokens
+        rows, _ = draw_scored(policy, task, task.splits()["train"][:64], 1, config.rollout, 0)
+        score_completions(policy.model, rows, 1.0, share_prompt=True, with_grad=True).logp.sum().backward()
+
+    found = costs(
+        {"each": partial(run, sys.maxsize), "once": partial(run, kept)}, repeats
+    )  # leaves the constant as it was
+    return [Row("a shared beginning of 64 prompts", found["each"].over(found["once"]), "×")]
