@@ -11,13 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from scipy.stats import t, ttest_1samp
 
 DATA = Path(__file__).parents[3] / "data" / "studies" / "3" / "runs"
 TABLES = "eval", "probes", "steps"
 MAX_SATURATION = 0.3
 ARMS = "grpo", "acting", "published", "sam"
-T_QUANTILE = {5: 2.5706, 4: 2.7764, 3: 3.1824, 2: 4.3027, 1: 12.7062}
-"""97.5 % quantile of Student's t by degrees of freedom."""
+OUTCOMES = {
+    "accuracy_greedy": (100.0, "greedy accuracy [points]"),
+    "heldout_failure": (100.0, "held-out failure [points]"),
+    "entropy": (1000.0, "entropy [millinats]"),
+}
 
 
 def numbers(tables: dict[str, pd.DataFrame]) -> dict[str, float]:
@@ -52,8 +56,60 @@ def sign_flips(differences: np.ndarray) -> float:
 def interval(differences: np.ndarray) -> tuple[float, float, float]:
     """Mean and 95 % t-interval."""
     mean, n = float(differences.mean()), len(differences)
-    half = T_QUANTILE[n - 1] * float(differences.std(ddof=1)) / math.sqrt(n)
+    half = float(t.ppf(0.975, n - 1)) * float(differences.std(ddof=1)) / math.sqrt(n)
     return mean, mean - half, mean + half
+
+
+def forks() -> None:
+    """Differences of single updates from that of plain GRPO, paired by batch; *: p below 0.05 after Holm's adjustment over the arms."""
+    rows = pd.read_parquet(DATA.parent / "forks" / "forks.parquet")
+    wide = rows[rows["valid"]].pivot_table(
+        index=["comparison", "outcome", "arm"], columns="batch", values="value", sort=False
+    )
+    arms = [arm for arm in rows["arm"].unique() if arm != "grpo"]
+    turned = wide.loc["step", "update_rotation"].mean(axis=1)
+    table = pd.DataFrame({"rotation of the update [°]": turned.loc[arms].map("{:.1f}".format)})
+    for outcome, (factor, name) in OUTCOMES.items():
+        values = wide.loc["kl", outcome]
+        change = factor * (values.loc[[arm for arm in arms if arm in values.index]] - values.loc["grpo"])
+        found = {arm: (line.dropna(), ttest_1samp(line.dropna(), 0.0).pvalue) for arm, line in change.iterrows()}
+        order = sorted(found, key=lambda arm: found[arm][1])
+        adjusted = np.maximum.accumulate([found[arm][1] * (len(order) - place) for place, arm in enumerate(order)])
+        for arm, p in zip(order, adjusted, strict=True):
+            mean, low, high = interval(found[arm][0].to_numpy())
+            table.loc[arm, name] = f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]" + "*" * bool(p < 0.05)
+    batches = rows["batch"].nunique()
+    before = rows.drop_duplicates(["batch", "outcome"]).groupby("outcome")["start"].mean()
+    after = wide.loc["step"].xs("grpo", level="arm").mean(axis=1)
+    print(f"\n{batches} batches; before, and after the update of plain GRPO:\n")
+    for outcome, (factor, name) in OUTCOMES.items():
+        print(f"- {name}: {factor * before[outcome]:.4g}, {factor * after[outcome]:.4g}")
+    print(f"\n| arm | {' | '.join(table.columns)} |\n{'|---' * (len(table.columns) + 1)}|")
+    for arm, cells in table.iterrows():
+        print(f"| `{arm}` | {' | '.join(map(str, cells))} |")
+
+
+def contaminated() -> None:
+    """Cosines to the policy gradient on clean and contaminated batches, and `delight` − method where contaminated, paired by batch."""
+    rows = pd.read_csv(DATA.parent / "contaminated.csv")
+    for state, part in rows.groupby("state", sort=False):
+        wide = part.pivot_table(index="batch", columns=["contaminated", "method"], values="cosine", sort=False)
+        clean, wrong = (wide[share] for share in sorted(part["contaminated"].unique()))
+        others = [name for name in clean if name != "delight"]
+        p = {name: ttest_1samp(wrong["delight"] - wrong[name], 0.0).pvalue for name in others}
+        order = sorted(p, key=lambda name: p[name])
+        adjusted = np.maximum.accumulate([p[name] * (len(order) - place) for place, name in enumerate(order)])
+        print(f"\n{state}: {len(wide)} batches; halves of the estimate: {part['cosine_of_halves'].iloc[0]:.3f}\n")
+        print(
+            "| method | cosine, clean | cosine, contaminated | delight − method, contaminated | p, adjusted |\n|---|---|---|---|---|"
+        )
+        for name in clean:
+            cells = f"| `{name}` | {clean[name].mean():.3f} | {wrong[name].mean():.3f} |"
+            if name == "delight":
+                print(f"{cells} – | – |")
+                continue
+            mean, low, high = interval((wrong["delight"] - wrong[name]).to_numpy())
+            print(f"{cells} {mean:+.3f} [{low:+.3f}, {high:+.3f}] | {min(adjusted[order.index(name)], 1):.2g} |")
 
 
 def main() -> None:
@@ -83,6 +139,8 @@ def main() -> None:
             label = f"{arm}: {name.split(' [')[0]}" + (", 100·ln of the ratio" if ratio else "")
             values = ", ".join(f"{value:+.1f}" for value in change)
             print(f"| {label} | {mean:+.2f} | [{low:+.2f}, {high:+.2f}] | {sign_flips(change):.3f} | {values} |")
+    forks()
+    contaminated()
 
 
 if __name__ == "__main__":
