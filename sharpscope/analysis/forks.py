@@ -7,6 +7,7 @@ several states it is the states' means, since batches share what is special abou
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -30,6 +31,7 @@ ALL_STATES = "all states"
 UNITS: dict[str, tuple[str, float]] = {
     "heldout_failure": ("points", 100.0),
     "train_failure": ("points", 100.0),
+    "accuracy_greedy": ("points", 100.0),
     "entropy": ("millinats", 1000.0),
     "kl": ("millinats / token", 1000.0),
 }
@@ -38,6 +40,7 @@ UNITS: dict[str, tuple[str, float]] = {
 NAMES: dict[str, str] = {
     "heldout_failure": "held-out failure",
     "train_failure": "training failure",
+    "accuracy_greedy": "held-out accuracy, greedy",
     "entropy": "entropy at fixed tokens",
     "kl": "KL to the start",
     "sam_sharpness": "SAM sharpness",
@@ -135,23 +138,15 @@ def fork_sections(differences: pd.DataFrame, title: str = "", most: int | None =
     """
     sections = []
     states = list(dict.fromkeys(differences["state"]))
-    for state in states:
-        for comparison, text in COMPARISONS.items():
-            table = fork_table(differences, state, comparison, most)
-            if len(table) and (comparison == "step" or state == states[-1]):
-                sections.append(Section(f"{title}{state}, {text}", table, NOTE, "Counterfactual updates"))
+    for state, (comparison, text) in itertools.product(states, COMPARISONS.items()):
+        table = fork_table(differences, state, comparison, most)
+        if len(table) and (comparison == "step" or state == states[-1]):
+            sections.append(Section(f"{title}{state}, {text}", table, NOTE, "Counterfactual updates"))
     return sections
 
 
 def fork_table(differences: pd.DataFrame, state: str, comparison: str, most: int | None = None) -> pd.DataFrame:
-    """One row per arm: differences to the reference with intervals; the reference shows its change.
-
-    Args:
-        differences: from `fork_differences`.
-        state: value of its column `state`.
-        comparison: `step` or `kl`.
-        most: outcomes; None: all.
-    """
+    """One row per arm of a state and comparison: differences to the reference with intervals; the reference shows its change."""
     here = differences[differences["state"] == state].set_index(["arm", "outcome"])
     chosen = here[here["comparison"] == comparison]
     angles = here["change"].groupby(level=["arm", "outcome"]).first()  # rotations do not depend on the comparison
@@ -167,11 +162,8 @@ def fork_table(differences: pd.DataFrame, state: str, comparison: str, most: int
             unit, factor = UNITS.get(name, ("", 1.0))
             mean, low, high = (factor * part[column].get(name, math.nan) for column in columns)
             interval = "" if math.isnan(low) else f" [{low:+.3g}, {high:+.3g}]"
-            title = NAMES[name] + f" [{unit}]" * bool(unit)
-            row[title] = "–" if math.isnan(mean) else f"{mean:+.3g}{interval}"
+            row[NAMES[name] + f" [{unit}]" * bool(unit)] = "–" if math.isnan(mean) else f"{mean:+.3g}{interval}"
         main = part.loc["heldout_failure"] if "heldout_failure" in part.index else part.iloc[0]
         row[f"p ({NAMES.get(str(main.name), main.name)})"] = "–" if is_reference else number(main["p"])
-        row["batches"] = str(int(main["batches"]))
-        row["left out"] = str(int(main["invalid"]))
-        rows.append(row)
+        rows.append(row | {"batches": str(int(main["batches"])), "left out": str(int(main["invalid"]))})
     return pd.DataFrame(rows)

@@ -187,7 +187,6 @@ def critical_text(estimates: pd.DataFrame) -> str:
 def critical_sentence(sharpness: float, threshold: float) -> str:
     """What a critical sharpness says about its threshold 2 / learning rate."""
     factor = threshold / sharpness
-    means = f"was {1 / factor:.3g} times too long: it raised"
-    if factor >= 1:
-        means = f"could be {factor:.3g} times longer before it raised"
+    longer = f"could be {factor:.3g} times longer before it raised"
+    means = longer if factor >= 1 else f"was {1 / factor:.3g} times too long: it raised"
     return f"critical sharpness {sharpness:.3g}, threshold 2/lr = {threshold:.3g}: the update {means} the loss of its batch"

@@ -50,7 +50,7 @@ class Moved:
     probability: float
     sentence: Marked
     correct: bool | None
-    count: int = 1
+    count: int
 
 
 def largest_update(run: Run) -> Spike | None:
@@ -76,10 +76,8 @@ def moved_tokens(run: Run, step: int, top: int = 4) -> list[Moved]:
         correct = None if pd.isna(row["correct"]) else bool(row["correct"])
         group = ("alone", row["rollout"]) if pd.isna(row["group"]) else row["group"]
         key = (sentence.token, sentence.direction, correct, group)
-        one = Moved(row["share"], row["probability"], sentence, correct)
-        if key in merged:
-            one = replace(merged[key], share=merged[key].share + one.share, count=merged[key].count + 1)
-        merged[key] = one
+        one = merged.get(key, Moved(0.0, row["probability"], sentence, correct, 0))
+        merged[key] = replace(one, share=one.share + row["share"], count=one.count + 1)
     largest = sorted(merged.values(), key=lambda one: -abs(one.share))[:top]
     return sorted(largest, key=lambda one: (one.share < 0, -abs(one.share)))
 
@@ -153,7 +151,7 @@ def moved_sections(runs: Sequence[Run], top: int = 4, why: str = "") -> list[Sec
         where = ", ".join(filter(None, (f"{named}step {spike.step}", spike.update, spike.sample)))
         title = f"Which tokens moved the model ({where})"
         if spike.missing:
-            result.append(Section(title, _sentence(spike.missing)))
+            result.append(Section(title, f"{spike.missing[0].upper()}{spike.missing[1:]}."))
             continue
         many = f", {spike.times:.1f} × the typical one" * (spike.times > 1.5)
         texts = told_apart([str(text) for text in spike.prompts["prompt"]], 90)
@@ -169,18 +167,13 @@ def moved_sections(runs: Sequence[Run], top: int = 4, why: str = "") -> list[Sec
     return result
 
 
-def _sentence(text: str) -> str:
-    """The text with a capital and a full stop."""
-    return f"{text[0].upper()}{text[1:]}."
-
-
 def step_sections(run: Run, spike: Spike, top: int = 8) -> list[Section]:
     """The tokens, prompts and ranges of probability behind one update's gradient; all shares are of its square."""
     many = f", {spike.times:.1f} × the typical {number(spike.typical)}" if spike.typical > 0 else ""
     z = f", z = {spike.z:.1f}" if math.isfinite(spike.z) else ""
     title = f"{run.name}, step {spike.step}{', ' * bool(spike.update)}{spike.update}: gradient norm {number(spike.grad_norm)}{many}{z}"
     if spike.missing or spike.prompts is None or spike.probabilities is None:
-        return [Section(title, _sentence(spike.missing))]
+        return [Section(title, f"{spike.missing[0].upper()}{spike.missing[1:]}.")]
     of, first = (f" of {spike.sample}" if spike.sample else ""), spike.prompts.head(4)
     note = "↑ made more likely, ↓ less likely. All shares are of its square; those of all tokens sum to 100 %."
     texts = told_apart([str(text) for text in first["prompt"]])
@@ -195,11 +188,9 @@ def step_sections(run: Run, spike: Spike, top: int = 8) -> list[Section]:
         {"low": max(one.left, 0.0), "high": one.right, **row}
         for one, row in zip(spike.probabilities.index, spike.probabilities.to_dict("records"), strict=True)
     ]
-    cells = [
-        (f"{row['low']:g} to {row['high']:g}", percent(row["share"], 1, sign=True), percent(row["tokens"], 1))
-        for row in records
-    ]
-    ranges = pd.DataFrame(cells, columns=["π", "share of the update", "share of the tokens"])
+    cells = {"π": [f"{row['low']:g} to {row['high']:g}" for row in records]}
+    cells["share of the update"] = [percent(row["share"], 1, sign=True) for row in records]
+    ranges = pd.DataFrame(cells | {"share of the tokens": [percent(row["tokens"], 1) for row in records]})
     scaled = f"Estimated from {spike.sample} and scaled to sum to 100 %." if spike.sample else ""
     return [*result, Section("Ranges of probability", ranges, scaled, records=records)]  # type: ignore[arg-type]
 
@@ -231,12 +222,9 @@ def accuracy_texts(settings: Sequence[Setting]) -> list[str]:
     for split, what in (("heldout", "held-out prompts"), ("unseen", "prompts of sizes that training never saw")):
         rows = []
         for setting in settings:
-            heats = [min(temperatures(run, split), default=math.nan) for run in setting.runs.values()]
-            each = [
-                list(evaluations(run, split, heat).values())
-                for run, heat in zip(setting.runs.values(), heats, strict=True)
-            ]
-            known = [(heat, ends) for heat, ends in zip(heats, each, strict=True) if len(ends) > 1]
+            coldest = [(run, min(temperatures(run, split), default=math.nan)) for run in setting.runs.values()]
+            each = [(heat, list(evaluations(run, split, heat).values())) for run, heat in coldest]
+            known = [(heat, ends) for heat, ends in each if len(ends) > 1]
             if known:
                 first, last = (float(np.mean([ends[k][0] for _, ends in known])) for k in (0, -1))
                 rows.append((setting.label, first, last, known[0][1][-1][1], known[0][0]))

@@ -110,8 +110,7 @@ def layer_sections(run: Run, step: int, top: int = 6) -> list[Section]:
         tokens = tokens.sort_values(layer, ascending=False, kind="stable").head(top)
         where = f"layer {layer}" if layer.isdecimal() else f"the {layer}"
         norms = {f"|c|·‖∇ ln π‖ in {where}": tokens[layer], "in all": (tokens[layers] ** 2).sum(axis=1) ** 0.5}
-        table = {"token": sentences(run, step, tokens)} | {
-            name: [*map(number, values)] for name, values in norms.items()
-        }
-        parts.append(Section(f"Leading tokens by {where}", pd.DataFrame(table)))
+        shown_norms = {name: [*map(number, values)] for name, values in norms.items()}
+        table = pd.DataFrame({"token": sentences(run, step, tokens)} | shown_norms)
+        parts.append(Section(f"Leading tokens by {where}", table))
     return parts

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.study import per_run
-from sharpscope.traces import MAX_SATURATION
-
-if TYPE_CHECKING:
-    from sharpscope.traces import Run
+from sharpscope.traces import MAX_SATURATION, Run
 
 GREEDY, SAMPLED = 0.0, 1.0
 """Temperatures of the accuracies compared."""

@@ -76,8 +76,7 @@ def analyze(
         pictures: dict[str, Any] = {section.name: section.content for section in figures_of}
         saved = {}
         if pictures or figures:
-            from sharpscope.analysis.figures.plots import run_pictures
-            from sharpscope.analysis.figures.style import save
+            from sharpscope.analysis.figures.plots import run_pictures, save
 
             for name, figure in (*pictures.items(), *(run_pictures(runs) if figures else ())):
                 tell(f"{name}.png")

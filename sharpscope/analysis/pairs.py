@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,10 +23,7 @@ from sharpscope.analysis.measures import (
 from sharpscope.analysis.statistics import mean_interval, series_mean, sign_flip_p, to_halve
 from sharpscope.analysis.study import Study, ground_of, last_step, studies
 from sharpscope.analysis.text import sampling
-from sharpscope.traces import MAX_SATURATION, timing_columns
-
-if TYPE_CHECKING:
-    from sharpscope.traces import Run
+from sharpscope.traces import MAX_SATURATION, Run, timing_columns
 
 FLIPS_FROM = 6
 """Pairs from which a sign-flip test can reject at 5 %."""
@@ -93,31 +90,18 @@ def compare_runs(runs: Iterable[Run] | Mapping[str, Run], baseline: str | None =
     values = list(names.values())
     rows: list[dict[str, Any]] = []
     if len(values) == 2:
-        if ground_of(values[0]) == ground_of(values[1]):
-            rows = list(_compared(*_labels(values), [(values[0].seed, values[0], values[1])]))
+        a, b = values
+        if ground_of(a) == ground_of(b):
+            labels = (a.name, b.name) if a.method == b.method else (a.method, b.method)
+            rows = list(_compared(*labels, [(a.seed, a, b)]))
         return pd.DataFrame(rows, columns=COLUMNS)
     for study in studies(Study(names)):
-        settings = {setting.label: setting for setting in study.settings}
-        if not settings:
-            continue
-        first = settings[_baseline(study, baseline)]
-        for label, second in settings.items():
+        fit = [s for name in (baseline, "grpo") for s in study.settings if name in (s.label, s.method)]
+        for first, second in itertools.product([*fit, *study.settings][:1], study.settings):
             pairs = [(seed, first.runs[seed], run) for seed, run in second.runs.items() if seed in first.runs]
-            if label != first.label and pairs:
-                rows += _compared(first.label, label, pairs)
+            if second.label != first.label and pairs:
+                rows += _compared(first.label, second.label, pairs)
     return pd.DataFrame(rows, columns=COLUMNS)
-
-
-def _labels(runs: Sequence[Run]) -> tuple[str, str]:
-    """Labels of two runs: their methods, or their names where the methods are equal."""
-    first, second = runs
-    return (first.method, second.method) if first.method != second.method else (first.name, second.name)
-
-
-def _baseline(study: Study, asked: str | None) -> str:
-    """The label of the setting that the others are compared with."""
-    fit = (s.label for name in (asked, "grpo") for s in study.settings if name in (s.label, s.method))
-    return next(fit, study.settings[0].label)
 
 
 def _compared(first: str, second: str, pairs: Sequence[tuple[Any, Run, Run]]) -> Iterator[dict[str, Any]]:

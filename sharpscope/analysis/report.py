@@ -34,7 +34,7 @@ from sharpscope.analysis.sections import Code, Section
 from sharpscope.analysis.selection import gap_section, selection_section
 from sharpscope.analysis.spikes import LARGE, SPIKE_Z, recorded_by
 from sharpscope.analysis.statistics import mean_interval, series_mean
-from sharpscope.analysis.study import Setting, Study, flat, last_step, studies
+from sharpscope.analysis.study import Setting, Study, flat, last_step, per_run, studies
 from sharpscope.analysis.text import interval_text, method_label, model_label, number, percent, printable, sampling
 from sharpscope.analysis.token_values import entropy_section
 from sharpscope.diagnose.report import sparkline
@@ -171,22 +171,16 @@ def found_sections(study: Study, settings: Sequence[Setting], top: int = 4, runs
     worst = float(np.nanmax([0.0, *np.concatenate([np.zeros(0), *filled])]))
     said = trained_text(study, settings[:2])
     if worst > MAX_SATURATION:
-        said += (
-            f" SAM sharpness is saturated: its rise is up to {percent(worst)} of what is possible, so it shows how many answers are "
-            "right and not how sharp the loss is. Choose a smaller probes.rho."
-        )
-    return [
-        Section("What was found", said),
-        *moved_sections(first, top, not_kept(first)),
-        *difference_sections(study, settings),
-    ]
+        said += f" SAM sharpness is saturated: its rise is up to {percent(worst)} of what is possible, so it shows how many answers are"
+        said += " right and not how sharp the loss is. Choose a smaller probes.rho."
+    moved = moved_sections(first, top, not_kept(first))
+    return [Section("What was found", said), *moved, *difference_sections(study, settings)]
 
 
+@per_run
 def comparison(study: Study) -> pd.DataFrame:
     """`compare_runs` of a study, computed once."""
-    if not hasattr(study, "_compared"):
-        study._compared = compare_runs(study.runs)  # type: ignore[attr-defined]
-    return pd.DataFrame(study._compared)  # type: ignore[attr-defined]
+    return compare_runs(study.runs)
 
 
 def _rank(quantity: str) -> int:
@@ -272,9 +266,8 @@ def setting_sections(study: Study) -> list[Section]:
 
     rows = []
     for key in dict.fromkeys(key for facts in columns.values() for one in facts for key in one):
-        cells = [
-            printable(", ".join(dict.fromkeys(_value(one.get(key)) for one in part)), 60) for part in columns.values()
-        ]
+        values = [dict.fromkeys(_value(one.get(key)) for one in part) for part in columns.values()]
+        cells = [printable(", ".join(each), 60) for each in values]
         if len(set(cells)) > 1 and key not in ("name", "out", "method.name", "seed"):
             rows.append((key, *cells))
     frame = pd.DataFrame(rows, columns=["setting", *map(method_label, columns)])
@@ -336,12 +329,12 @@ def sharpness_sections(settings: Sequence[Setting]) -> list[Section]:
             steps = [_span([part["step"].iloc[k] for _, part in several]) for k, several in ((0, parts), (-1, longer))]
             worst = max(known(pd.concat([part["saturation"] for _, part in parts]).fillna(-1.0)))
             filled = percent(worst) + " (saturated)" * bool(worst > MAX_SATURATION) if worst >= 0 else "–"
-            row = {"measure": measure, "setting": method_label(setting.label)}
-            row |= {
+            row = {
+                "measure": measure,
+                "setting": method_label(setting.label),
                 "steps": " and ".join(filter(None, steps)),
-                "at the first": _over_seeds(first),
-                "at the last": _over_seeds(last),
             }
+            row |= {"at the first": _over_seeds(first), "at the last": _over_seeds(last)}
             rows.append(row | {"change": _over_seeds(changes, sign=True), "of the possible rise": filled})
     run = next(iter(settings[0].runs.values()))
     if not rows:
@@ -485,10 +478,8 @@ def not_kept(runs: Sequence[Run]) -> str:
     """Which runs have no completions because they are reduced; empty if there are none."""
     count = sum(completions_dropped(run) for run in runs)
     which = "these runs" if count == len(runs) else f"{count} of {len(runs)} runs"
-    kept = (
-        f"Completions of {which} were not kept when they were reduced; a report of the whole runs shows their tokens."
-    )
-    return kept if count else ""
+    kept = f"Completions of {which} were not kept when they were reduced"
+    return f"{kept}; a report of the whole runs shows their tokens." if count else ""
 
 
 def cost_table(runs: Runs) -> pd.DataFrame:

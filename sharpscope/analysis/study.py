@@ -5,21 +5,18 @@ from __future__ import annotations
 import functools
 import json
 import re
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.tokens import Reduced, Reducer, scan
 from sharpscope.config import ClaimsSpec
-
-if TYPE_CHECKING:
-    from sharpscope.traces import Run, Runs
+from sharpscope.traces import Run, Runs
 
 NOT_A_SETTING = (
     *("seed", "name", "out", "threads", "device"),
@@ -106,18 +103,14 @@ class Study:
     # Settings: what figures and summaries show.
 
     @cached_property
-    def _laid_out(self) -> tuple[tuple[Setting, ...], tuple[str, ...]]:
-        return _settings(self.runs)
-
-    @cached_property
     def settings(self) -> tuple[Setting, ...]:
         """Settings with at least one step, sorted by label."""
-        return self._laid_out[0]
+        return _settings(self)[0]
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Which runs the settings leave out and why."""
-        return self._laid_out[1]
+        return _settings(self)[1]
 
     @property
     def labels(self) -> list[str]:
@@ -275,23 +268,21 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 Value = TypeVar("Value")
-_MEMORY: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def per_run(function: Callable[..., Value]) -> Callable[..., Value]:
-    """Cache the results of a function of (run, …) for the lifetime of the run."""
+    """Cache the results of a function of (run or study, …) for the lifetime of its first argument."""
 
     @functools.wraps(function)
-    def remembering(run: Run, *arguments: Any) -> Value:
-        """The result for a run and arguments, computed once."""
-        known = _MEMORY.setdefault(run, {})
+    def _remembering(run: Any, *arguments: Any) -> Value:
+        known = vars(run).setdefault("_remembered", {})
         key = (function.__qualname__, *arguments)
         if key not in known:
             known[key] = function(run, *arguments)
         result: Value = known[key]
         return result
 
-    return remembering
+    return _remembering
 
 
 @per_run
@@ -340,11 +331,12 @@ def _titles(examples: Mapping[str, Run]) -> dict[str, str]:
     return titles
 
 
-def _settings(runs: Mapping[str, Run]) -> tuple[tuple[Setting, ...], tuple[str, ...]]:
+@per_run
+def _settings(study: Study) -> tuple[tuple[Setting, ...], tuple[str, ...]]:
     """Settings of the runs, and notes on which runs were left out."""
     notes: list[str] = []
     by_setting: dict[tuple[str, str], dict[str, Run]] = defaultdict(dict)
-    for name, run in runs.items():
+    for name, run in study.runs.items():
         by_setting[run.method, _text(setting_of(run))][name] = run
     used = {cell: kept for cell, members in by_setting.items() if (kept := _one_per_seed(members, notes))}
     settings = []
@@ -377,25 +369,20 @@ def _one_per_seed(members: Mapping[str, Run], notes: list[str]) -> dict[Any, Run
     without = [name for name, run in members.items() if name not in with_steps and not run.rows("forks")]
     notes += [f"{name} has no steps yet and is left out." for name in without]
     finished = {name: run for name, run in with_steps.items() if run.status == "finished"}
-    if finished:
-        notes += [
-            f"{name} ({run.status}, {last_step(run)} steps) is left out: other runs of its setting are finished."
-            for name, run in with_steps.items()
-            if name not in finished
-        ]
-    else:
-        notes += [
-            f"{name} is not finished ({run.status}, {last_step(run)} steps): what it has is used."
-            for name, run in with_steps.items()
-        ]
+    for name, run in with_steps.items():
+        state = f"({run.status}, {last_step(run)} steps)"
+        if finished and name not in finished:
+            notes.append(f"{name} {state} is left out: other runs of its setting are finished.")
+        elif not finished:
+            notes.append(f"{name} is not finished {state}: what it has is used.")
     chosen: dict[Any, tuple[str, Run]] = {}
     for name, run in (finished or with_steps).items():
-        if run.seed in chosen:
-            first, second = sorted([chosen[run.seed], (name, run)], key=lambda pair: -last_step(pair[1]))
-            notes.append(f"{second[0]} repeats seed {run.seed} of {first[0]} and is left out: it is no new sample.")
-            chosen[run.seed] = first
-        else:
-            chosen[run.seed] = (name, run)
+        both = [chosen[run.seed], (name, run)] if run.seed in chosen else [(name, run)]
+        (first, longer), *rest = sorted(both, key=lambda pair: -last_step(pair[1]))
+        notes += [
+            f"{again} repeats seed {run.seed} of {first} and is left out: it is no new sample." for again, _ in rest
+        ]
+        chosen[run.seed] = first, longer
     return {seed: run for seed, (_, run) in sorted(chosen.items(), key=lambda item: str(item[0]))}
 
 
@@ -405,11 +392,10 @@ def _mismatch(first: str, second: str, by_key: Mapping[str, Mapping[str, Mapping
     differing = sorted(f"{key} ({a.get(key)} and {b.get(key)})" for key in {*a, *b} if a.get(key) != b.get(key))
     if not differing:
         return f"{first} and {second} share no seed"
-    return (
-        f"the runs of {first} and {second} differ in {', '.join(differing[:4])}; a difference between them could not be "
-        "attributed to the method"
-    )
+    why = "a difference between them could not be attributed to the method"
+    return f"the runs of {first} and {second} differ in {', '.join(differing[:4])}; {why}"
 
 
 def _order(seed: Any) -> tuple[bool, Any]:
-    return (not isinstance(seed, int | float), seed if isinstance(seed, int | float) else str(seed))
+    is_text = not isinstance(seed, int | float)
+    return is_text, str(seed) if is_text else seed

@@ -49,11 +49,9 @@ def path_sections(paths: Sequence[str | Path]) -> list[Section]:
     """
     with quiet():
         runs = load_runs(paths)
-        if len(runs) == 1 and not runs.skipped:
-            return run_sections(runs[0])
         if not len(runs):
             load_run(Path(paths[0]))  # says why there is none
-        return runs_sections(runs)
+        return run_sections(runs[0]) if len(runs) == 1 and not runs.skipped else runs_sections(runs)
 
 
 def show_headline(paths: Sequence[str | Path]) -> RenderableType:

@@ -77,7 +77,7 @@ def without_sections(run: Run, name: str) -> list[Section]:
 
 
 def verdict(values: pd.DataFrame, arms: list[str], top: int) -> str:
-    """How much of the gradient's norm and of the step's KL is gone without the leading tokens, and without random ones.
+    """How much smaller the gradient's norm and the step's KL are without the leading tokens, and without random ones.
 
     `values`: outcome by arm; `arms`: the step as it was, without the leading tokens, and without random others.
     """
@@ -85,10 +85,10 @@ def verdict(values: pd.DataFrame, arms: list[str], top: int) -> str:
     for name, what, unit in (("kl", "the step's KL", " nats a token"), ("grad_norm", "the gradient's norm", "")):
         whole, without, others = (float(values.at[name, arm]) for arm in arms)  # type: ignore[arg-type]
         gone[name] = tuple(1 - value / whole if whole > 0 else math.nan for value in (without, others))
-        shares = f"{percent(gone[name][0])} of {what} is gone without these {top} tokens"
+        less, random = (f"{percent(abs(part))} {'smaller' if part >= 0 else 'larger'}" for part in gone[name])
         change = f"{number(without)}{unit} in place of {number(whole)}"
-        parts.append(f"{shares} ({change}), {percent(gone[name][1])} without {top} random ones")
-    said = f"{parts[0]}; {parts[1]}."
+        parts.append(f"{what} is {less} ({change}), and {random} without {top} random ones")
+    said = f"Without these {top} tokens {parts[0]}; {parts[1]}."
     most = {name: tokens >= MOST and tokens > 2 * max(random, 0.0) for name, (tokens, random) in gone.items()}
     if most["grad_norm"] and not most["kl"]:
         said += " The step is less changed than the gradient: clipping and the optimizer's moments bound it whatever the gradient's size."

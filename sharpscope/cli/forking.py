@@ -26,7 +26,7 @@ def fork(
     methods: Annotated[str | None, Option(help=f"{METHODS} The first is the reference.")] = None,
     token_weights: TokenWeights = None,
     batches: Annotated[int | None, Option(min=1, help="Batches of rollouts per state. Default: 30.")] = None,
-    outcomes: Annotated[str | None, Option(help="failure,entropy (the default), sharpness.")] = None,
+    outcomes: Annotated[str | None, Option(help="failure,entropy (the default), greedy, sharpness.")] = None,
     set_: Annotated[
         list[str] | None, Option("--set", help="Field of the run, or fork.NAME (`sharpscope config fork`). Repeatable.")
     ] = None,

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from sharpscope.config.base import Spec
 from sharpscope.config.methods import arm_name
 
-OutcomeGroup = Literal["failure", "entropy", "sharpness"]
+OutcomeGroup = Literal["failure", "entropy", "greedy", "sharpness"]
 
 
 class ForkSpec(Spec):
@@ -19,8 +19,8 @@ class ForkSpec(Spec):
     """Arms: [name=]method[+field=value…], such as grpo or strong=grpo-sg+weight.U=4. The first is the reference."""
     batches: int = Field(30, ge=1, le=100_000, description="Batches of rollouts per state; every arm learns from each.")
     outcomes: tuple[OutcomeGroup, ...] = Field(("failure", "entropy"), min_length=1)
-    """failure: expected failure on held-out and training prompts; entropy: on the held-out tokens; sharpness: SAM
-    sharpness on training prompts."""
+    """failure: expected failure on held-out and training prompts; entropy: on the held-out tokens; greedy: accuracy
+    of new greedy answers to the held-out prompts; sharpness: SAM sharpness on training prompts."""
     prompts: int = Field(64, ge=2, le=100_000, description="Held-out prompts per batch for the outcomes.")
     samples: int = Field(2, ge=1, le=10_000)
     """Completions per held-out prompt; the training prompts get as many in total."""

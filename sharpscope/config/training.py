@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from sharpscope.config.base import Spec
-from sharpscope.rules import RULES
+from sharpscope.rules.table import RULES
 
 
 class OptimizerSpec(Spec):

@@ -12,18 +12,8 @@ from sharpscope.diagnose.logs import Log
 from sharpscope.diagnose.quantities import BY_NAME
 
 ORDERED = (
-    "reward",
-    "grad_norm",
-    "update_norm",
-    "entropy",
-    "kl",
-    "kl_step",
-    "length",
-    "truncated",
-    "dead_groups",
-    "clipped",
-    "mismatch",
-    "mismatch_kl",
+    *("reward", "grad_norm", "update_norm", "entropy", "kl", "kl_step"),
+    *("length", "truncated", "dead_groups", "clipped", "mismatch", "mismatch_kl"),
 )
 """Quantities whose changes are listed."""
 

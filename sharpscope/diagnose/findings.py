@@ -15,8 +15,9 @@ import numpy as np
 from sharpscope.diagnose.changes import ORDERED, Change
 from sharpscope.diagnose.logs import Log
 from sharpscope.diagnose.quantities import BY_NAME
-from sharpscope.rules import EARLY, RULES, SEVERITIES, WINDOW, History, Rule, Severity, applies
-from sharpscope.rules.measures import finite, step_noise
+from sharpscope.rules.judging import applies
+from sharpscope.rules.measures import EARLY, WINDOW, History, finite, step_noise
+from sharpscope.rules.table import RULES, SEVERITIES, Rule, Severity
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Positions at which a rule applies: first, last, how many; and the change with which it began."""
+    """Positions at which a rule applies: first, last, how many; the change with which it began; and the rule's measure."""
 
     began: Change
     first: int
     last: int
     count: int
+    measured: np.ndarray
 
 
 EXACT = ("zero_gradient", "reward_constant")
@@ -79,16 +81,11 @@ def find(log: Log, changes: Sequence[Change]) -> list[Finding]:
     """The rules that apply in a log, most severe first, then by the step at which they began."""
     history: dict[str, np.ndarray] = {str(name): log.frame[name].to_numpy(float) for name in log.frame}
     steps = log.frame.index.to_numpy()
-    found: dict[str, tuple[_Stretch, np.ndarray]] = {}
-    for rule in RULES.values():
-        if set(rule.quantities) & set(history):
-            measured = rule.measure(history)
-            stretch = _stretch(rule, measured, history, steps, changes)
-            if stretch is not None:
-                found[rule.name] = stretch, measured
-    fall = found.get("reward_collapse")
-    fallen = fall[0].began.step if fall is not None and fall[0].last >= len(steps) - WINDOW else None
-    findings = [_finding(RULES[name], *seen, history, steps, fallen) for name, seen in found.items()]
+    judged = [rule for rule in RULES.values() if set(rule.quantities) & set(history)]
+    seen = {rule.name: _stretch(rule, history, steps, changes) for rule in judged}
+    fall = seen.get("reward_collapse")
+    fallen = fall.began.step if fall is not None and fall.last >= len(steps) - WINDOW else None
+    findings = [_finding(RULES[name], one, history, steps, fallen) for name, one in seen.items() if one is not None]
     return sorted(findings, key=lambda found: (SEVERITIES.index(found.severity), found.step))  # then as in the table
 
 
@@ -102,10 +99,9 @@ def order_of(findings: Sequence[Finding], changes: Sequence[Change]) -> list[Cha
     return sorted(known, key=lambda change: (change.step, change.quantity))
 
 
-def _stretch(
-    rule: Rule, measured: np.ndarray, history: History, steps: np.ndarray, changes: Sequence[Change]
-) -> _Stretch | None:
+def _stretch(rule: Rule, history: History, steps: np.ndarray, changes: Sequence[Change]) -> _Stretch | None:
     """The stretch with the most steps at which a rule applies, without gaps of more than WINDOW steps; None without any."""
+    measured = rule.measure(history)
     holds = np.flatnonzero(applies(rule, measured))
     if not len(holds):
         return None
@@ -120,7 +116,7 @@ def _stretch(
     name = next(name for name in _shown(rule, history) if rule.name != "non_finite" or np.isinf(history[name][first]))
     if rule.window == 0:
         step = int(steps[0])
-        return _Stretch(Change(name, step, step, step, "flat", np.nan, np.nan), first, last, len(part))
+        return _Stretch(Change(name, step, step, step, "flat", np.nan, np.nan), first, last, len(part), measured)
     before, inside, start = _onset(history[name], first, rule.window)
     if rule.name in EXACT:
         start = first - int(np.argmin(np.append(history[name][first::-1] == history[name][first], False))) + 1
@@ -131,7 +127,7 @@ def _stretch(
         late = itertools.dropwhile(lambda c: c.direction == "flat", reversed(earlier))
         same = list(itertools.takewhile(lambda c: c.direction == way and (c.after > c.before) == (way == "up"), late))
         began = same[-1] if same else began  # the first of those in its direction
-    return _Stretch(began, first, last, len(part))
+    return _Stretch(began, first, last, len(part), measured)
 
 
 def _onset(values: np.ndarray, at: int, window: int) -> tuple[float, float, int]:
@@ -153,28 +149,24 @@ def _shown(rule: Rule, history: History) -> list[str]:
     return sorted(there, key=lambda name: not len(finite(history, name)))
 
 
-def _finding(
-    rule: Rule, stretch: _Stretch, measured: np.ndarray, history: History, steps: np.ndarray, fallen: int | None
-) -> Finding:
+def _finding(rule: Rule, stretch: _Stretch, history: History, steps: np.ndarray, fallen: int | None) -> Finding:
     """A rule's finding; `fallen`: the step from which on the reward falls for good."""
     soon = stretch.began.step + max(20, len(steps) // 5) if rule.window == 1 else int(steps[-1])
     harmed = fallen is not None and stretch.began.step - WINDOW <= fallen <= soon
     outcome = 0 if harmed else 2 if fallen is None and _rose(history) else 1
-    severity = rule.level(float(np.nanmax(measured[stretch.first : stretch.last + 1])), outcome)
+    severity = rule.level(float(np.nanmax(stretch.measured[stretch.first : stretch.last + 1])), outcome)
     passed = rule.window > 1 and stretch.last < len(steps) - max(WINDOW, len(steps) // 10)
     if passed and severity != "info":
         severity = SEVERITIES[SEVERITIES.index(severity) + 1]
-    change, value = _evidence(rule, stretch, measured, history, steps)
+    change, value = _evidence(rule, stretch, history, steps)
     if harmed and rule.name != "reward_collapse":
         change += f"; reward falls from step {fallen}"
     elif outcome == 2 and rule.severity[2] != rule.severity[1]:
         change += "; reward rose"
-    return Finding(rule, severity, stretch.began, change, value, _certainty(rule, stretch, measured, passed))
+    return Finding(rule, severity, stretch.began, change, value, _certainty(rule, stretch, passed))
 
 
-def _evidence(
-    rule: Rule, stretch: _Stretch, measured: np.ndarray, history: History, steps: np.ndarray
-) -> tuple[str, str]:
+def _evidence(rule: Rule, stretch: _Stretch, history: History, steps: np.ndarray) -> tuple[str, str]:
     """How the quantity of a finding changed, and what the rule measured."""
     began = stretch.began
     quantity, values = BY_NAME[began.quantity], history[began.quantity]
@@ -186,15 +178,15 @@ def _evidence(
     now = f"{inside[0] if rule.window == 1 else inside[-WINDOW:].mean():.3g}{unit}"
     if np.isfinite(began.before) and (steps < began.step).any():
         now = f"{began.before:.3g} → {now}"
-    worst = measured[stretch.first : stretch.last + 1]
+    worst = stretch.measured[stretch.first : stretch.last + 1]
     value = float(np.nanmin(worst) if rule.below else np.nanmax(worst))
     limit = f"reported {'to' if rule.below else 'from'} {rule.threshold:g}"
     return f"{quantity.title} {now}", f"measured: {value:.3g} ({rule.statistic}; {limit})"
 
 
-def _certainty(rule: Rule, stretch: _Stretch, measured: np.ndarray, passed: bool) -> str:
+def _certainty(rule: Rule, stretch: _Stretch, passed: bool) -> str:
     """Where a rule applies, when it began, and how often it applies in healthy runs."""
-    judged = int(np.isfinite(measured[stretch.first :]).sum())
+    judged = int(np.isfinite(stretch.measured[stretch.first :]).sum())
     parts = []
     if rule.window > 1 and stretch.began.high > stretch.began.low:
         parts.append(f"began between steps {stretch.began.low} and {stretch.began.high}")

@@ -14,17 +14,11 @@ import pandas as pd
 
 from sharpscope.diagnose.quantities import BY_NAME, QUANTITIES, framework_of, keys_of
 from sharpscope.errors import UserError, nearest
-from sharpscope.rules import RULES
+from sharpscope.rules.table import RULES
 
 STEP_KEYS = (
-    "step",
-    "_step",
-    "global_step",
-    "Step",
-    "train/global_step",
-    "training/global_step",
-    "trainer/global_step",
-    "global_step/max_steps",
+    *("step", "_step", "global_step", "Step"),
+    *("train/global_step", "training/global_step", "trainer/global_step", "global_step/max_steps"),
 )
 """Keys of the step, in the order in which they are looked for."""
 

@@ -16,7 +16,7 @@ from sharpscope.diagnose.findings import Finding, find, order_of
 from sharpscope.diagnose.logs import Log, read_log
 from sharpscope.diagnose.quantities import BY_NAME
 from sharpscope.errors import UserError
-from sharpscope.rules import advise
+from sharpscope.rules.judging import advise
 
 MOST = 5
 """Findings that are shown."""

@@ -22,6 +22,7 @@ from sharpscope.errors import UserError, nearest
 from sharpscope.forks.outcomes import (
     FixedRollouts,
     Reading,
+    greedy_success,
     heldout_order,
     matching_scale,
     outcome_rows,
@@ -36,13 +37,12 @@ from sharpscope.recording import run_folder
 from sharpscope.recording.environment import set_threads
 from sharpscope.recording.probe_sets import Drawer
 from sharpscope.seeds import derive
+from sharpscope.tasks import Example
 from sharpscope.traces import Run, RunLock, TraceWriter, create_run_dir, load_run, read_run_info, update_run_info
 from sharpscope.traces.files import RUN_FILE
 from sharpscope.training.checkpoint import step_of
 
 SPLITS = ("heldout", "train")
-EFFECTIVE_SHARE = 0.5
-"""Smallest valid effective sample size of importance weights, as a share of the samples."""
 KL_TOLERANCE = 1e-3
 """Relative tolerance of the matched KL."""
 
@@ -187,13 +187,7 @@ class _Point:
 
 
 class Measure:
-    """Measures the arms of a fork from one state.
-
-    Attributes:
-        start: the state.
-        spec: of the fork.
-        rho: radius of the sharpness; None: found on the training completions of the first batch.
-    """
+    """Measures the arms of a fork from one state; without a radius `rho` it is found on training completions of the first batch."""
 
     def __init__(self, start: Start, spec: ForkSpec, rho: float | None) -> None:
         self.start, self.spec, self.rho = start, spec, rho
@@ -208,12 +202,16 @@ class Measure:
         """
         start, spec, samples = self.start, self.spec, self.spec.samples
         if split == "heldout":
-            examples = replace(self._heldout, cursor=batch * spec.prompts).take(spec.prompts)
+            examples = self.asked(batch)
         else:
             examples = start.order(batch).take(start.config.rollout.prompts_per_step)
             samples = max(1, math.ceil(spec.prompts * samples / len(examples)))
         seed = derive(start.config.seed, f"fork {split}", start.step, batch)
         return FixedRollouts.scored(self._draw(examples, samples, seed), start.scorer)
+
+    def asked(self, batch: int) -> list[Example]:
+        """The held-out prompts of a batch."""
+        return replace(self._heldout, cursor=batch * self.spec.prompts).take(self.spec.prompts)
 
     def batch_rows(self, name: str, batch: int) -> Iterator[dict[str, Any]]:
         """Rows of the table `forks` of all arms on one batch."""
@@ -223,7 +221,7 @@ class Measure:
             with self._surface(self.fixed("train", 0)) as surface:
                 self.rho = find_radius(surface).rho
         sets = {split: self.fixed(split, batch) for split in SPLITS}
-        before = self._readings(sets, {split: fixed.start for split, fixed in sets.items()})
+        before = self._readings(batch, sets, {split: fixed.start for split, fixed in sets.items()})
         arms = list(start.methods)
         common = {"step": start.step, "fork": name, "batch": batch, "reference": arms[0]}
         reference: tuple[list[Tensor], float] | None = None  # displacement and its KL
@@ -233,28 +231,22 @@ class Measure:
             moved = start.snapshot.displacement()
             sound = not any(update.problem for update in made.updates)
             stats = {split: start.scorer.statistics(fixed.rollouts) for split, fixed in sets.items()}
-            point = _Point(self._readings(sets, stats), 1.0)
+            point = _Point(self._readings(batch, sets, stats), 1.0)
             reference = reference or (moved, point.readings["kl"].value)
             turned, norm = rotation(moved, reference[0]), math.sqrt(inner(moved, moved))
             effects = {"update_norm": norm, "update_rotation": turned.angle, "update_scale": turned.scale}
             for comparison in ("step", "kl"):
                 if comparison == "kl":
-                    point = self._matched(sets, moved, point, reference[1])
+                    point = self._matched(batch, sets, moved, point, reference[1])
                 same = {"arm": arm, **common, "comparison": comparison, "scale": point.scale}
                 same["seconds"] = time.perf_counter() - began
                 began = time.perf_counter()
-                valid = sound and point.matched
-
-                def enough(_: str, reading: Reading, valid: bool = valid) -> bool:
-                    """NaN of the share: no importance weights."""
-                    return valid and not reading.effective_share < EFFECTIVE_SHARE
-
-                yield from outcome_rows(same, point.readings, before, enough)
+                yield from outcome_rows(same, point.readings, before, sound and point.matched)
                 if comparison == "step":
-                    yield from outcome_rows(same, {key: Reading(value) for key, value in effects.items()}, {}, enough)
+                    yield from outcome_rows(same, {key: Reading(value) for key, value in effects.items()}, {}, sound)
 
     def _matched(
-        self, sets: Mapping[str, FixedRollouts], moved: Sequence[Tensor], step: _Point, wanted: float
+        self, batch: int, sets: Mapping[str, FixedRollouts], moved: Sequence[Tensor], step: _Point, wanted: float
     ) -> _Point:
         """Outcomes at the scale at which the update has the KL `wanted`, the reference's; `step` are those of the update as it is."""
         present, heldout = step.readings["kl"].value, sets["heldout"]
@@ -273,26 +265,34 @@ class Measure:
 
         scale, reached = matching_scale(divergence, wanted, math.sqrt(wanted / present), KL_TOLERANCE)
         stats = last | {"train": scorer.statistics(sets["train"].rollouts)}
-        return _Point(self._readings(sets, stats), scale, reached)
+        return _Point(self._readings(batch, sets, stats), scale, reached)
 
-    def _readings(self, sets: Mapping[str, FixedRollouts], stats: Mapping[str, TokenStats]) -> dict[str, Reading]:
-        """Outcomes by name from the present statistics of the fixed completions."""
+    def _readings(
+        self, batch: int, sets: Mapping[str, FixedRollouts], stats: Mapping[str, TokenStats]
+    ) -> dict[str, Reading]:
+        """Outcomes by name at the present weights; `stats`: present statistics of the fixed completions."""
         wanted, heldout = self.spec.outcomes, sets["heldout"]
         readings = {"kl": Reading(heldout.kl(stats["heldout"].logp))}
         if "failure" in wanted:
             readings |= {f"{split}_failure": fixed.failure(stats[split].logp) for split, fixed in sets.items()}
         if "entropy" in wanted:
             readings["entropy"] = Reading(heldout.entropy(stats["heldout"]))
+        if "greedy" in wanted:
+            start = self.start
+            right = greedy_success(start.policy, start.task, self.asked(batch), start.config.rollout)
+            readings["accuracy_greedy"] = Reading(float(right.mean()))
         if "sharpness" in wanted:
-            readings["sam_sharpness"] = self.sharpness(sets["train"], stats["train"])
+            readings |= self.sharpness(sets["train"], stats["train"])
         return readings
 
-    def sharpness(self, fixed: FixedRollouts, present: TokenStats) -> Reading:
-        """SAM sharpness of the expected failure, importance-weighted from `fixed`; `present` are its present statistics."""
+    def sharpness(self, fixed: FixedRollouts, present: TokenStats) -> dict[str, Reading]:
+        """SAM sharpness of the expected failure, importance-weighted from `fixed`, and its share of the largest possible rise."""
         assert self.rho is not None
         with self._surface(fixed) as surface:
             found = sharpness(surface, None, self.rho, "sam", at=surface.gradient())
-        return Reading(found.value, effective_share=fixed.weights(present.logp)[1])
+        share = fixed.weights(present.logp)[1]
+        value = Reading(found.value, effective_share=share)
+        return {"sam_sharpness": value, "saturation": Reading(found.saturation)}
 
     def _surface(self, fixed: FixedRollouts) -> AbstractContextManager[Surface]:
         config = self.start.config

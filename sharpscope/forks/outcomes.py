@@ -7,7 +7,7 @@ estimated by Σ_i w_i·F_i / Σ_i w_i (self-normalized importance weighting), F_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,64 +15,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sharpscope.config import RunConfig
+from sharpscope.config import RolloutSpec, RunConfig
 from sharpscope.errors import UserError
 from sharpscope.objective import k3
-from sharpscope.policy import Rollouts, TokenStats
+from sharpscope.policy import Policy, Rollouts, TokenStats
+from sharpscope.policy.generation import draw_scored
 from sharpscope.policy.scoring import Scorer
 from sharpscope.probes import Drawn, Objective, rollout_batch
 from sharpscope.seeds import derive
-from sharpscope.tasks import Task
-from sharpscope.traces import read_run_info
+from sharpscope.tasks import Example, Task
+from sharpscope.traces import MAX_SATURATION, read_run_info
 from sharpscope.training import DataOrder
+
+EFFECTIVE_SHARE = 0.5
+"""Smallest valid effective sample size of importance weights, as a share of the samples."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """An outcome at some weights.
-
-    Attributes:
-        value: of the outcome.
-        std_error: of the change since the starting weights, over prompts; NaN if not estimated.
-        effective_share: effective sample size as a share of the samples; NaN without importance weights.
-    """
+    """An outcome at some weights."""
 
     value: float
-    std_error: float = math.nan
-    effective_share: float = math.nan
+    std_error: float = math.nan  # of the change since the starting weights, over prompts; NaN if not estimated
+    effective_share: float = math.nan  # effective sample size / samples; NaN without importance weights
 
 
 def outcome_rows(
-    common: Mapping[str, Any],
-    readings: Mapping[str, Reading],
-    start: Mapping[str, Reading],
-    valid: Callable[[str, Reading], bool],
+    common: Mapping[str, Any], readings: Mapping[str, Reading], start: Mapping[str, Reading], sound: bool
 ) -> list[dict[str, Any]]:
-    """Rows of the table `forks`, one for each outcome; `valid` is asked of those that are finite."""
+    """Rows of the table `forks`, one for each outcome of an update.
+
+    An outcome is valid if the update is `sound`, the outcome finite, its effective sample size large enough, and, for a
+    sharpness, its saturation small enough.
+    """
+    saturated = "saturation" in readings and readings["saturation"].value > MAX_SATURATION
     rows = []
     for name, reading in readings.items():
         numbers = {key: value if math.isfinite(value) else None for key, value in vars(reading).items()}
         before = start[name].value if name in start else math.nan
         numbers["start"] = before if math.isfinite(before) else None
-        rows.append(
-            {**common, "outcome": name, **numbers, "valid": math.isfinite(reading.value) and valid(name, reading)}
-        )
+        few = reading.effective_share < EFFECTIVE_SHARE  # not where it is NaN
+        valid = sound and math.isfinite(reading.value) and not few and not (saturated and name == "sam_sharpness")
+        rows.append({**common, "outcome": name, **numbers, "valid": valid})
     return rows
 
 
 @dataclass(frozen=True)
 class FixedRollouts:
-    """Completions of the starting policy with their success and its statistics of their tokens.
+    """Completions of the starting policy with their success and its statistics of their tokens."""
 
-    Attributes:
-        rollouts: N rows; `group` is the prompt.
-        success: (N,) in [0, 1].
-        start: statistics (N, T) under the starting policy.
-    """
-
-    rollouts: Rollouts
-    success: Tensor
-    start: TokenStats
+    rollouts: Rollouts  # N rows; `group` is the prompt
+    success: Tensor  # (N,) in [0, 1]
+    start: TokenStats  # (N, T) under the starting policy
 
     @classmethod
     def scored(cls, drawn: Drawn, scorer: Scorer) -> FixedRollouts:
@@ -136,21 +130,16 @@ def matching_scale(
         evaluations: most calls of `divergence`.
     """
     low, high, slope = 0.0, math.inf, 2.0
-    scale, before, last = (
-        start,
-        math.nan,
-        math.nan,
-    )  # `before`: the scale of the evaluation before, with the result `last`
+    scale, before, last = start, math.nan, math.nan  # `before`: the scale before, with the result `last`
     for _ in range(evaluations):
         reached = divergence(scale)
         if abs(reached - target) <= tolerance * target:
             return scale, True
         low, high = (scale, high) if reached < target else (low, scale)  # also where it is not finite
         if 0 < reached < math.inf:
-            local = (
-                math.log(reached / last) / math.log(scale / before) if 0 < last < math.inf and scale != before else 0.0
-            )
-            slope = local if 0.25 <= local <= 16 else slope
+            if 0 < last < math.inf and scale != before:
+                local = math.log(reached / last) / math.log(scale / before)
+                slope = local if 0.25 <= local <= 16 else slope
             proposal = scale * (target / reached) ** (1 / slope)
         else:
             proposal = scale * 4 if reached <= 0 else scale / 2
@@ -172,6 +161,13 @@ def heldout_order(config: RunConfig, task: Task) -> DataOrder:
     if not examples:
         raise UserError(f"task.kind = '{config.task.kind}': has no split 'heldout' to measure outcomes on")
     return DataOrder(examples, derive(config.seed, "fork held-out"))
+
+
+def greedy_success(policy: Policy, task: Task, examples: Sequence[Example], rollout: RolloutSpec) -> Tensor:
+    """Whether the present policy's greedy answer to each prompt is right, (prompts,), as 0 and 1."""
+    greedy = rollout.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0})
+    _, rewards = draw_scored(policy, task, examples, 1, greedy, 0)
+    return torch.tensor([float(reward.correct) for reward in rewards], dtype=torch.float64)
 
 
 def run_radius(config: RunConfig, run: Path | str | None) -> float | None:

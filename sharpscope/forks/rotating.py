@@ -13,12 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sharpscope.config import (
-    RunConfig,
-    method_names,
-    method_rotation_bound,
-    reference_method,
-)
+from sharpscope.config import RunConfig, method_names, method_rotation_bound, reference_method
 from sharpscope.config.method import Kl, Method
 from sharpscope.config.selections import CurvatureTokens
 from sharpscope.errors import UserError
@@ -40,14 +35,8 @@ CONTROLS = ("grpo-sg-reverse", "grpo-sg-shuffled")
 
 BINS = ("pos_peak", "pos_valley", "neg_peak", "neg_valley")
 """Tokens by the sign of A and by π against Σ π², see `BinTokens`."""
-_NUMBERS = [
-    "gradient_rotation",
-    "gradient_scale",
-    "gradient_kept",
-    "update_rotation",
-    "update_scale",
-    "update_difference",
-]
+_NUMBERS = ["gradient_rotation", "gradient_scale", "gradient_kept"]
+_NUMBERS += ["update_rotation", "update_scale", "update_difference"]
 _NUMBERS += ["rotation_bound", "weight_mean", "weight_mean_gradient"]
 _NUMBERS += ["weight_saturation_low_gradient", "weight_saturation_high_gradient"]
 _NUMBERS += [f"entropy_{kind}_{name}" for kind in ("predicted", "measured") for name in BINS]
@@ -222,13 +211,7 @@ class _Start(Start):
     """One step of a run, from which every method is compared: the whole batch is one update."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        methods: Mapping[str, Method],
-        checkpoint: Path | None,
-        *,
-        measure: bool,
-        warm_up: int = 0,
+        self, config: RunConfig, methods: Mapping[str, Method], checkpoint: Path | None, measure: bool, warm_up: int
     ) -> None:
         warming = reference_method(next(iter(methods.values())))  # its weights need no calibration
         options: dict[str, Any] = {"warm_up": warm_up, "warming": warming, "mini_batches": 1, "inner_epochs": 1}
@@ -337,13 +320,8 @@ class _Start(Start):
 
         An entropy bonus, sharpness control and a clip by module are not in the coefficients.
         """
-        for other, coefficients, reference, rotation, after in self.known:
-            if (
-                _only_coefficients(method)
-                and _only_coefficients(other)
-                and _same(coef, coefficients)
-                and _same(against, reference)
-            ):
+        for other, coefficients, reference, rotation, after in self.known if _only_coefficients(method) else ():
+            if _only_coefficients(other) and _same(coef, coefficients) and _same(against, reference):
                 return rotation, after
         return None
 
@@ -356,7 +334,8 @@ class _Start(Start):
         normalizer = token_normalizer(
             method, mask, self.config.rollout.max_new_tokens, keep=plan.keep, group=rollouts.group, dtype=logp.dtype
         )
-        other = learner.reference_logp(rollouts) if method.needs_reference else None
+        reference = learner.reference
+        other = learner.scorer.log_probabilities(rollouts, model=reference) if method.needs_reference else None
         policy_loss(method, plan, logp, normalizer, reference_logp=other).loss.backward()
         tokens = StepTokens.unused(stats)
         assert logp.grad is not None

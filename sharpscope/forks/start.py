@@ -13,15 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope import distributed
-from sharpscope.config import (
-    Method,
-    RunConfig,
-    TokenWeight,
-    build_config,
-    known_settings,
-    parse_methods,
-    read_recorded,
-)
+from sharpscope.config import Method, RunConfig, TokenWeight, build_config, known_settings, parse_methods, read_recorded
 from sharpscope.config.policy import EMBEDDED_PREFIX
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
@@ -121,9 +113,7 @@ def arms_of(texts: Sequence[str], token_weights: str | None, config: RunConfig) 
 class Snapshot:
     """A copy of weights, buffers, optimizer state and torch's random state; `restore` puts all of them back bit for bit.
 
-    Args:
-        model: the policy; its frozen parameters are not copied, since no update writes them.
-        optimizer: over its trainable parameters.
+    Frozen parameters are not copied, since no update writes them.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -158,12 +148,9 @@ class Snapshot:
 class Start:
     """Policy, optimizer, data order and methods at one step of a run, from which single updates are made.
 
-    Attributes:
-        config, task, policy, optimizer, scorer: of the run.
-        step: of the state; 0 is before training.
-        methods: by name, presets filled in; the run's own method has the constants that the run has calibrated.
-        lr: learning rate of the next step.
-        warmed: number of steps whose gradients filled AdamW's moments; 0 where they are stored.
+    Presets in `methods` are filled in, and the run's own method has the constants that the run has calibrated. `step` is that
+    of the state, 0 before training; `lr` that of the next step; `warmed` the number of steps whose gradients filled AdamW's
+    moments, 0 where they are stored.
 
     Args:
         config: of the run.
@@ -299,16 +286,11 @@ class Start:
     ) -> StepResult:
         """Make the step `number` steps after the next one from the present weights."""
         steps, progress = self.config.steps, self.progress(number)
-        set_learning_rate(
-            self.optimizer, learning_rate(self.config.optimizer, min(self.step + 1 + number, steps), steps)
-        )
+        lr = learning_rate(self.config.optimizer, min(self.step + 1 + number, steps), steps)
+        set_learning_rate(self.optimizer, lr)
         health = StepHealth(self.config.health, seed_step, drawn, method, progress, self.policy.device)
-        options |= {
-            "method": method,
-            "stats": self.statistics(drawn.rollouts),
-            "before_first_update": health.allows_updates,
-        }
-        return learner.learn(drawn.rollouts, drawn.advantage, seed_step, progress, **options)
+        options |= {"stats": self.statistics(drawn.rollouts), "before_first_update": health.allows_updates}
+        return learner.learn(drawn.rollouts, drawn.advantage, seed_step, progress, method=method, **options)
 
     def advance(self, steps: int, tell: Tell) -> None:
         """Make so many steps of the first method, as its run made them; the state is then the one after them."""
@@ -335,7 +317,5 @@ class Start:
         """Restore the state, and make the step of a method on a batch; the model keeps its weights. See `Learner.learn`."""
         self.snapshot.restore()
         method = self.methods[name]
-        options: dict[str, Any] = {"without": without, "before_step": before_step}
-        return self._make(
-            self.learner(method), method, self.rollouts(method, batch), self.step + 1 + batch, 0, **options
-        )
+        given = (self.learner(method), method, self.rollouts(method, batch), self.step + 1 + batch, 0)
+        return self._make(*given, without=without, before_step=before_step)

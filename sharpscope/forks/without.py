@@ -21,10 +21,9 @@ from torch.nn import functional as F
 from sharpscope.config import ForkSpec, RunConfig, validate
 from sharpscope.config.probes import ProbesSpec
 from sharpscope.errors import UserError
-from sharpscope.forks.outcomes import FixedRollouts, Reading, heldout_order, outcome_rows, run_radius
+from sharpscope.forks.outcomes import FixedRollouts, Reading, greedy_success, heldout_order, outcome_rows, run_radius
 from sharpscope.forks.start import Start, Tell, resolve
 from sharpscope.policy import Policy, Rollouts
-from sharpscope.policy.generation import draw_scored
 from sharpscope.policy.scoring import Scorer
 from sharpscope.probes import Drawn, Objective, attribute, find_radius, limited_surface, rollout_batch, sharpness
 from sharpscope.recording.environment import set_threads
@@ -48,11 +47,6 @@ Places = list[tuple[int, int]]
 
 class StepAgain(ABC):
     """A step of a run that can be made again from its state, and what is measured of the present weights.
-
-    Attributes:
-        step, temperature, seed: of the run.
-        scorer: of the policy.
-        rollouts: of the step.
 
     Args:
         held_out: draws completions of held-out prompts: sampled ones, and the greedy answers' success; None: there are no prompts.
@@ -101,7 +95,7 @@ class StepAgain(ABC):
             self._fixed = self._fixed or present
             _, prompt = drawn.rollouts.group.cpu().unique(return_inverse=True)
             sums = torch.zeros(len(greedy), dtype=torch.float64).index_add_(0, prompt, drawn.correct.double().cpu())
-            correct = {"accuracy_greedy": greedy.double(), "accuracy": sums / torch.bincount(prompt)}  # (prompts,)
+            correct = {"accuracy_greedy": greedy, "accuracy": sums / torch.bincount(prompt)}  # (prompts,)
             for name, values in correct.items():
                 change = values - before.setdefault(name, values)
                 found[name] = Reading(float(values.mean()), float(change.std()) / math.sqrt(len(change)))
@@ -145,7 +139,6 @@ class StepAgain(ABC):
         parameters, observed = [p for p in model.parameters() if p.requires_grad], []
 
         def observe(update: PendingUpdate) -> None:
-            """Each token's share of its first update."""
             observed.append(update.index)
             if not update.grad_norm > 0:
                 return
@@ -207,12 +200,10 @@ def drawn_by(
 ) -> Callable[[], tuple[Drawn, Tensor]]:
     """Draws of the present policy for `StepAgain`, with the same prompts and random numbers each time."""
     drawer, examples = Drawer(config, policy, task), heldout_order(config, task).take(spec.prompts)
-    greedy = config.rollout.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0})
 
     def draw() -> tuple[Drawn, Tensor]:
-        """Sampled completions, and the greedy answers' success."""
-        _, rewards = draw_scored(policy, task, examples, 1, greedy, 0)
-        return drawer(examples, spec.samples, seed), torch.tensor([float(reward.correct) for reward in rewards])
+        greedy = greedy_success(policy, task, examples, config.rollout)
+        return drawer(examples, spec.samples, seed), greedy
 
     return draw
 
@@ -297,14 +288,7 @@ def _write(run: Run, again: StepAgain, name: str, settings: Mapping[str, Any], t
         readings = again.measure() | update_readings(made)
         common = {"step": again.step - 1, "fork": name, "batch": 0, "arm": arm, "reference": ALL}
         common |= {"comparison": "step", "scale": 1.0}
-        sound = not any(update.problem for update in made)
-        saturated = readings.get("saturation", Reading(0.0)).value > MAX_SATURATION  # it measures the accuracy
-
-        def valid(outcome: str, _: Reading, sound: bool = sound, saturated: bool = saturated) -> bool:
-            """Whether a value measures what it says."""
-            return sound and not (saturated and outcome == "sam_sharpness")
-
-        rows += outcome_rows(common, readings, start, valid)
+        rows += outcome_rows(common, readings, start, not any(update.problem for update in made))
         tell(f"{arm}: measured")
     again.restore()
     tokens = [{"rollout": r, "position": p, "share": share} for (r, p), share in zip(leading, shares, strict=True)]

@@ -15,7 +15,7 @@ import pandas as pd
 
 from sharpscope.config.training import HealthSpec
 from sharpscope.errors import UserError
-from sharpscope.rules import Event, judge
+from sharpscope.rules.judging import Event, judge
 from sharpscope.traces import TABLES, RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
 from sharpscope.traces.files import now
 from sharpscope.traces.rules import sampler_values

@@ -54,7 +54,7 @@ from sharpscope.recording.rows import (
 )
 from sharpscope.recording.run_folder import NoWriter, note, run_info, trace_writer
 from sharpscope.recording.step import PendingUpdate, RolloutBatch, StepResult, StepTokens, UpdateRotation, step_tensors
-from sharpscope.rules import Event
+from sharpscope.rules.judging import Event
 from sharpscope.seeds import generator
 from sharpscope.tasks import Example, Reward
 from sharpscope.traces import RunLock, TraceWriter, create_run_dir, create_run_info, free_name, load_run, rewind
@@ -582,8 +582,9 @@ class Recorder(Guard):
         rows = torch.linspace(0, len(before) - 1, min(KL_ROWS, len(before))).long()
         rollouts = batch.rollouts.rows(rows.to(batch.rollouts.group.device))
         mask = rollouts.completion_mask.bool().cpu()
+        each = replace(rollouts, group=torch.arange(len(rows), device=rollouts.group.device))  # may have one prompt
         with self.whole():
-            after = replace(self.scorer, share_prompt=False).statistics(rollouts, divided=False).logp.cpu()
+            after = self.scorer.statistics(each, divided=False).logp.cpu()
         x = (after - before.cpu()[rows])[mask].double()
         return float((torch.expm1(x) - x).mean()) if len(x) else None
 

@@ -33,7 +33,7 @@ from sharpscope.policy.adapters import has_adapters
 from sharpscope.policy.sharding import reshard
 from sharpscope.probes import guarded
 from sharpscope.recording.observers import StepObserver
-from sharpscope.rules import OF_ROLLOUTS
+from sharpscope.rules.table import OF_ROLLOUTS
 
 IGNORED = -100
 _LAUNCHES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")

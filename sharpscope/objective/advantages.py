@@ -199,15 +199,7 @@ def _divided(centered: Tensor, value: Tensor) -> Tensor:
 def overlong_penalty(sampling: Sampling, length: Tensor, max_completion_length: int) -> Tensor:
     """DAPO's soft overlong penalty, to be added to the reward (arXiv 2503.14476); 0 if `sampling.overlong` is empty.
 
-    With B = buffer·limit: 0 up to limit − B tokens, then −(length − (limit − B))/B, −1 at the limit and beyond.
-
-    Args:
-        sampling: its `overlong` holds the buffer.
-        length: (N,) completion lengths [tokens].
-        max_completion_length: the limit [tokens].
-
-    Returns:
-        (N,) float32 in [−1, 0].
+    With B = buffer·limit: 0 up to limit − B tokens, then −(length − (limit − B))/B, −1 at the limit and beyond. (N,) float32.
     """
     spec = sampling.overlong
     if spec is None:

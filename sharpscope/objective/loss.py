@@ -51,13 +51,8 @@ def policy_loss(
     weight where it belongs and 1 elsewhere, D_t the divergence of KL-Cov or Lp-Reg, k_t the estimator `kl.estimator`
     and b_t the sampler correction. No gradient flows through w, b, the masks or the bounds.
 
-    Args:
-        method: the objective; its schedules are read at `plan.progress`.
-        plan: the rows of `prepare`'s plan that belong to this microbatch.
-        logp: (n, T) [nats] under the current policy, with gradient.
-        normalizer: (n, T) rows of `token_normalizer` over all completions of the update.
-        reference_logp: (n, T) [nats] under the reference policy; needed if `method.kl.coef` is not 0.
-        pass_index: which of the `pass_count` optimizer passes this update is.
+    `plan` and `normalizer` have the microbatch's rows of those of the whole update; `logp` and `reference_logp` (needed for
+    a KL term) are (n, T) [nats]; `pass_index` is which of the `pass_count` optimizer passes this update is.
 
     Raises:
         ValueError: shapes differ, or log-probabilities that the method needs are missing.
@@ -138,14 +133,8 @@ class MethodState:
 def entropy_bonus(coef: float, plan: Plan, entropy: Tensor, tokens: int, *, pass_index: int = 0) -> Tensor:
     """This microbatch's share of coef·(mean entropy of an update's loss tokens), to be subtracted from the loss.
 
-    The mean is over tokens whatever `aggregate` is, as in TRL.
-
-    Args:
-        coef: of `FixedEntropyBonus`, resolved.
-        plan: the rows of the plan that belong to this microbatch.
-        entropy: (n, T) [nats] of the current policy, with gradient.
-        tokens: loss tokens of all completions of the update, of all passes.
-        pass_index: which optimizer pass this update is.
+    The mean is over the `tokens` of all passes and completions of the update whatever `aggregate` is, as in TRL. `entropy` is
+    (n, T) [nats] of the current policy.
     """
     return coef * torch.where(plan.pass_mask(pass_index), entropy, 0.0).sum() / max(tokens, 1)
 
@@ -157,13 +146,7 @@ def clipped_objective(clip: Clip | None, ratio: Tensor, advantage: Tensor, logp:
     0, below for A < 0. cispo: sg[clip(x, 1 − low, 1 + high)]·A·ln π; a bound acts where it binds and A ≠ 0. dual:
     ppo's, but at least bound·A for A < 0; there the upper bound acts where x > bound. sapo: (4/τ)·sigmoid(τ·(x − 1))·A;
     no bound acts. dppo: sg[min(x, bound)]·A·ln π where the mask keeps the token, else 0; a bound acts on the others. delight:
-    sg[sigmoid(−A·ln π/eta)]·A·ln π; no bound acts.
-
-    Args:
-        clip: which, and its bounds.
-        ratio: (n, T) x: the ratio, or weight × ratio.
-        advantage: (n, T).
-        logp: (n, T) [nats]; read by cispo, dppo and delight only.
+    sg[sigmoid(−A·ln π/eta)]·A·ln π; no bound acts. `ratio` is x, the ratio or weight × ratio; all are (n, T).
     """
     if isinstance(clip, SapoClip):
         tau = _choose(advantage > 0, 1.0, 1.05, ratio)
@@ -257,15 +240,8 @@ def importance_ratio(spec: Ratio, log_ratio: Tensor, mask: Tensor) -> Tensor:
     """r_t, GSPO's s_i or HölderPO's power mean; with gradient through `log_ratio`.
 
     token: exp(x_t). sequence: exp(mean_t x_t) (arXiv 2507.18071). holder: (mean_t exp(p·x_t))^(1/p) (arXiv 2605.12058),
-    whose limit p → 0 is the sequence ratio. Means run over the loss tokens of the completion.
-
-    Args:
-        spec: which; a schedule of p must be resolved (`at`).
-        log_ratio: (n, T) x_t = ln π − ln π_old [nats], 0 outside the mask.
-        mask: (n, T) bool.
-
-    Returns:
-        (n, T); sequence ratios repeat along T. 1 outside the mask for token ratios, and in rows without tokens.
+    whose limit p → 0 is the sequence ratio. Means run over the loss tokens of the completion. `log_ratio` (n, T) is
+    x_t = ln π − ln π_old [nats], 0 outside the mask. Ratios of sequences repeat along T.
     """
     if isinstance(spec, TokenRatio):
         return log_ratio.exp()
@@ -306,18 +282,15 @@ def token_normalizer(
     sequence_mean: 1/(n·length_i); token_mean: 1/Σ length; constant: 1/(n·max_completion_length); sequence_sum: 1/n;
     kept_mean: 1/Σ keep; kept_sequence_mean: 1/(n·kept_i); kept_groups: 1/(n_g·max_completion_length·K), n_g the completions
     of the group and K the groups with a kept token, at least 1. Otherwise token selections do not change it, and passes never
-    do: every pass of Lopti divides by the full token count.
+    do: every pass of Lopti divides by the full token count. A row without tokens still counts in n.
 
     Args:
         method: its `aggregate` decides.
-        mask: (n, T) loss tokens of all completions of the update; a row without tokens still counts in n.
+        mask: (n, T) loss tokens of all completions of the update.
         max_completion_length: the completion limit [tokens].
         keep: (n, T) bool, rows of the plan's `keep`; needed by `kept_…` unless the method keeps all tokens.
         group: (n,) integer labels; needed by `kept_groups`.
-        dtype: of the result.
-
-    Returns:
-        (n, T), 0 outside the mask.
+        dtype: of the result, (n, T) and 0 outside the mask.
 
     Raises:
         ValueError: `keep` or `group` is needed and missing.
@@ -351,16 +324,8 @@ def token_normalizer(
 def gradient_mass(method: Method, mask: Tensor, advantage: Tensor, logit_grad_norm: Tensor) -> Tensor:
     """|A_t|·coefficient_t·‖p_t − e_y‖₂, what each token gives to the gradient by its logits at weight 1 and ratio 1.
 
-    It equals |c_t|·‖p_t − e_y‖ for c_t = ∂L/∂ln π_t of an update over all rows, up to a factor common to all tokens.
-
-    Args:
-        method: its `aggregate` decides.
-        mask: (N, T) loss tokens of the step.
-        advantage: (N,) or (N, T).
-        logit_grad_norm: (N, T) ‖p − e_y‖₂.
-
-    Returns:
-        (N, T) in the dtype of `logit_grad_norm`, 0 outside the mask.
+    It equals |c_t|·‖p_t − e_y‖ for c_t = ∂L/∂ln π_t of an update over all rows, up to a factor common to all tokens. (N, T),
+    0 outside the mask; `advantage` is (N,) or (N, T).
     """
     together = torch.zeros(len(mask), dtype=torch.long)  # all groups have one size, up to the common factor
     coefficient = token_normalizer(method, mask, 1, keep=mask.bool(), group=together, dtype=logit_grad_norm.dtype)

@@ -33,15 +33,7 @@ from sharpscope.objective.values import Plan, StepTensors
 
 @torch.no_grad()
 def token_weights(spec: Weighting, step: StepTensors, generator: torch.Generator | None = None) -> Tensor:
-    """Token weights of a step, without gradient. Schedules are resolved at `step.progress`.
-
-    Args:
-        spec: any member of `TokenWeight`, calibrated if it needs to be.
-        step: statistics of the policy at the start of the step.
-        generator: for the permutations of `shuffled`.
-
-    Returns:
-        (N, T) in the dtype of `step.logp`, ≥ 0 and finite on loss tokens, 0 elsewhere.
+    """Token weights (N, T) of a step, ≥ 0 and finite, 0 outside the mask. Schedules are resolved at `step.progress`.
 
     Raises:
         UserError: a custom function returns a wrong type, shape, sign or value.
@@ -68,12 +60,8 @@ def calibrate(weighting: TokenWeight, step: StepTensors) -> TokenWeight:
 def prepare(method: Method, step: StepTensors, generator: torch.Generator | None = None) -> Plan:
     """Weights, token selection and passes of a step from the statistics of π_old; they stay fixed over its updates.
 
-    Means, covariances and quantiles run over all loss tokens of the step, never a microbatch.
-
-    Args:
-        method: the objective, with calibrated weights.
-        step: (N, T) statistics at the start of the step.
-        generator: needed by `shuffled` weights and by Clip-Cov's draw.
+    Means, covariances and quantiles run over all loss tokens of the step, never a microbatch. `shuffled` weights and
+    Clip-Cov's draw need a generator.
 
     Raises:
         UserError: weights are negative, or a custom function returns something else than weights.
@@ -229,17 +217,9 @@ class WeightSummary:
 def summarize_weights(
     weighting: Weighting, weight: Tensor, mask: Tensor, *, progress: float = 0.0, mass: Tensor | None = None
 ) -> WeightSummary:
-    """Mean and saturation of `weight` over the loss tokens.
+    """Mean and saturation of `weight` (N, T) over the loss tokens; NaN (None for the saturation) without any.
 
-    Args:
-        weighting: gives the bounds. A weight within 1e-6 of a bound counts as on it.
-        weight: (N, T).
-        mask: (N, T) loss tokens, bool or 0/1.
-        progress: in [0, 1], at which schedules are evaluated.
-        mass: (N, T) how much each token counts, ≥ 0; None: all the same.
-
-    Returns:
-        The summary; NaN (None for the saturation) without a loss token or without mass.
+    A weight within 1e-6 of a bound counts as on it. `mass` (N, T), ≥ 0: how much each token counts; None: all the same.
     """
     inside = mask.bool()
     w = weight[inside].detach().double()

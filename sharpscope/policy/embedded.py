@@ -110,11 +110,6 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     file.write_text(json.dumps(settings, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of an embedded policy or of a folder written by `save_tokenizer`."""
-    return PreTrainedTokenizerFast.from_pretrained(folder)
-
-
 def build_model(
     tokenizer: PreTrainedTokenizerBase, *, layers: int, width: int, feed_forward: int, heads: int, seed: int
 ) -> Qwen2ForCausalLM:

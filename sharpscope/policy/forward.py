@@ -56,19 +56,17 @@ def score_completions(
     Rows run in buckets of similar length, and only tokens of the mask reach the output layer.
 
     Args:
-        model: A causal LM, the policy or a reference model.
+        model: The policy or a reference model.
         rows: n rows; with `share_prompt`, rows of a `group` must have the same prompt.
         temperature: T > 0.
         share_prompt: Whether to run each group's prompt once; completions attend to it through a differentiable cache.
-            The result is the same up to rounding.
-        with_grad: Whether to keep the graph, so that `logp` and the function's values are differentiable.
+        with_grad: Whether `logp` and the function's values are differentiable.
         stats: Whether to also return `TokenStats` from the same logits, without gradient.
         compute: Type of the layers' matrix products (autocast); norms, the output layer and later operations use the type
             of the weights, at least float32. None: the type of the weights.
         gradient_checkpointing: Whether to recompute layers in the backward pass.
-        one_pass: Whether to run all rows in one forward pass, with padding, as all processes must where weights are
-            sharded. Not with `share_prompt`.
-        function: If given, also return its values of the masked tokens, which it gets row by row.
+        one_pass: Whether to run all rows in one forward pass, as all processes must where weights are sharded.
+        function: If given, also return its values of the masked tokens.
 
     Raises:
         ValueError: The temperature is not positive, rows of a group have different prompts, or both `one_pass` and
@@ -84,10 +82,8 @@ def score_completions(
         hidden_parts, index_parts = [], []
         index = torch.arange(mask.numel(), device=mask.device).view(mask.shape)  # (n, T)
         states = _shared_hidden(model, rows) if share_prompt else _plain_hidden(model, rows, one_pass)
-        with (
-            computing(model, compute),
-            recompute_layers(model) if gradient_checkpointing and with_grad else nullcontext(),
-        ):
+        recomputing = recompute_layers(model) if gradient_checkpointing and with_grad else nullcontext()
+        with computing(model, compute), recomputing:
             for bucket, hidden in states:  # (b,), (b, T_b, d)
                 keep = mask[bucket, : hidden.shape[1]]
                 hidden_parts.append(hidden[keep])

@@ -45,23 +45,14 @@ def generate(
     environment: Environment | None = None,
     first: int = 0,
 ) -> Completions:
-    """Generate `group_size` completions per prompt.
+    """Generate `group_size` completions per prompt of token IDs; the rows of a prompt are adjacent.
 
-    The random numbers of a completion depend only on the generator's state, the index of its prompt and its index in the
-    group, so the size of the batches and the other rows change it at most by rounding.
+    The random numbers of a completion depend only on the state of the CPU generator, from which one number is drawn, the index
+    of its prompt and its index in the group, so the size of the batches and the other rows change it at most by rounding. If the
+    prompts are a part of a longer list, `first` is the index of the first one; the completions are those of the list.
 
-    Args:
-        policy: Model and tokenizer.
-        prompts: Token IDs of each prompt, not empty, without padding.
-        group_size: Completions per prompt, G.
-        spec: Sampling parameters.
-        generator: A CPU generator; one number is drawn from it.
-        environment: Replies after each of its stop strings and each end-of-text token, until it returns None. Its text
-            counts toward the maximum number of new tokens. A row is truncated if no token would fit after a reply.
-        first: Index of the first prompt if the prompts are a part of a longer list; the completions are those of the list.
-
-    Returns:
-        Completions of N = len(prompts) × G rows, the rows of a prompt adjacent.
+    The environment replies after each of its stop strings and each end-of-text token, until it returns None. Its text counts
+    toward the maximum number of new tokens. A row is truncated if no token would fit after a reply.
 
     Raises:
         UserError: A prompt and `spec.max_new_tokens` exceed the model's context.

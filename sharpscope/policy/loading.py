@@ -112,13 +112,20 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
             weights = stored_numbers(Path(location)) * dtype.itemsize
             require_memory(weights, device, f"loading {spec.model} in {spec.dtype}", "take a smaller model")
             tokenizer = _tokenizer(source, options)
+            attention: str = spec.attention
+            if attention == "auto":  # sdpa does not support capped attention logits
+                attention = "sdpa" if getattr(config, "attn_logit_softcapping", None) is None else "eager"
+            experts = ("num_experts", "num_local_experts", "n_routed_experts")
+            if any(
+                getattr(config, name, None) for name in experts
+            ):  # forward-mode derivatives need them run one by one
+                options["experts_implementation"] = "eager"
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source,
                 config=config,
                 dtype=dtype,
-                attn_implementation=_attention(spec, config),
+                attn_implementation=attention,
                 use_safetensors=True,
-                **_experts(config),
                 output_loading_info=True,
                 **options,
             )
@@ -216,18 +223,6 @@ def _tokenizer(location: str, options: dict[str, Any]) -> PreTrainedTokenizerBas
     declared = get_tokenizer_config(location, **options).get("tokenizer_class")
     generic = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
     return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(location, **options)
-
-
-def _attention(spec: PolicySpec, config: Any) -> str:
-    """The attention kernel; sdpa does not support capped attention logits."""
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
-    return spec.attention if spec.attention != "auto" else "eager" if capped else "sdpa"
-
-
-def _experts(config: Any) -> dict[str, str]:
-    """Run the experts of a mixture sequentially, the only implementation with forward-mode derivatives."""
-    mixture = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    return {"experts_implementation": "eager"} if mixture else {}
 
 
 def _device(name: str) -> torch.device:

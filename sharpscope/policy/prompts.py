@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from sharpscope.errors import UserError
 from sharpscope.policy.loading import Policy
@@ -48,20 +49,15 @@ def with_openings(examples: Sequence[Example], policy: Policy) -> list[Example]:
     Raises:
         UserError: The chat template rejects the messages of an example.
     """
-    return [_with_opening(example, policy) for example in examples]
-
-
-def _with_opening(example: Example, policy: Policy) -> Example:
-    opening = _opening(_apply_template(example, policy)) if policy.chat and not example.templated else ""
-    if not opening or example.prefill.lstrip().startswith(THINK):
-        return example
-    # The prompt does not end with the new prefill, so remove the old one here.
-    return replace(
-        example,
-        prompt=example.prompt.removesuffix(example.prefill),
-        prefill=opening + example.prefill,
-        messages=_messages(example) if example.messages else (),
-    )
+    opened = []
+    for example in examples:
+        opening = _opening(_apply_template(example, policy)) if policy.chat and not example.templated else ""
+        changes: dict[str, Any] = {}
+        if opening and not example.prefill.lstrip().startswith(THINK):
+            changes = {"prefill": opening + example.prefill, "messages": example.messages and _messages(example)}
+            changes["prompt"] = example.prompt.removesuffix(example.prefill)  # it does not end with the new prefill
+        opened.append(replace(example, **changes))
+    return opened
 
 
 def _messages(example: Example) -> list[dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope import distributed
+from sharpscope.policy.adapters import without_adapters
 from sharpscope.policy.forward import PerToken, Scored, microbatches, score_completions
 from sharpscope.policy.head import bare
 from sharpscope.policy.rollouts import Rollouts
@@ -57,26 +59,26 @@ class Scorer:
         """Whether the model's parameters are sharded over processes."""
         return is_sharded(self.model)
 
-    @cached_property
-    def _budget(self) -> int:
-        return min(self.microbatch_tokens, activation_tokens(self.model, self.gradient_checkpointing))
-
     @property
     def _shares(self) -> bool:
         return self.share_prompt and not self.sharded
 
     def score(self, rows: Rollouts, *, model: nn.Module | None = None, **options: Any) -> Scored:
-        """Score rows in one microbatch, with `model` instead of the policy if given; options of `score_completions`."""
-        return score_completions(
-            self.model if model is None else model,
-            rows,
-            self.temperature,
-            share_prompt=self._shares,
-            compute=self.compute,
-            one_pass=self.sharded,
-            gradient_checkpointing=self.gradient_checkpointing,
-            **options,
-        )
+        """Score rows in one microbatch; options of `score_completions`.
+
+        With `model`, under a reference: another model, or the policy itself without its adapters.
+        """
+        with without_adapters(self.model) if model is self.model else nullcontext():
+            return score_completions(
+                self.model if model is None else model,
+                rows,
+                self.temperature,
+                share_prompt=self._shares,
+                compute=self.compute,
+                one_pass=self.sharded,
+                gradient_checkpointing=self.gradient_checkpointing,
+                **options,
+            )
 
     @torch.no_grad()
     def statistics(self, rollouts: Rollouts, *, divided: bool = True) -> TokenStats:
@@ -91,7 +93,7 @@ class Scorer:
 
     @torch.no_grad()
     def log_probabilities(self, rollouts: Rollouts, *, model: nn.Module | None = None) -> Tensor:
-        """Compute log-probabilities (N, T) [nats] of all rows under the policy, or under `model`. All processes must call it."""
+        """Compute log-probabilities (N, T) [nats] of all rows; `model` as in `score`. All processes must call it."""
         result = self.zeros(rollouts).logp
         self._gather(rollouts, [result], lambda part, _: [self.score(part, model=model).logp])
         return result
@@ -163,7 +165,8 @@ class Scorer:
 
     def _microbatches(self, part: Rollouts) -> list[Tensor]:
         group = part.group if self._shares else None
-        return microbatches(part.lengths, self._budget, prompt_lengths=part.prompt_lengths, group=group)
+        budget = min(self.microbatch_tokens, activation_tokens(self.model, self.gradient_checkpointing))
+        return microbatches(part.lengths, budget, prompt_lengths=part.prompt_lengths, group=group)
 
     def idle_passes(self, batches: list[Tensor]) -> int:
         """Number of additional passes of this process if other processes of a sharded model have more microbatches.

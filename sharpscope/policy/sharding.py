@@ -27,10 +27,6 @@ from sharpscope.policy.head import backbone, layers_of
 def shard(model: nn.Module, reshard_after_forward: bool = True) -> None:
     """Shard the layers' parameters over all processes, in place. Gradients are summed over processes, not averaged.
 
-    Args:
-        model: The model.
-        reshard_after_forward: Whether to free the gathered parameters after each forward pass.
-
     Raises:
         UserError: The model has adapters, or its architecture does not mark the layers.
     """
@@ -74,13 +70,9 @@ def local_part(tensor: Any) -> Tensor:
 
 
 def sum_over_parts(terms: Iterable[tuple[Tensor, Sequence[float]]], count: int) -> list[float]:
-    """Sums (count,) of numbers of this process's parts of tensors: every part of the whole tensors counts once.
+    """Sums (count,) over tensors of the numbers (count,) of this process's part of each: every part counts once.
 
     All processes must call it if a tensor is sharded.
-
-    Args:
-        terms: a tensor, and the numbers (count,) of this process's part of it.
-        count: of numbers.
     """
     whole, parts, sharded = [0.0] * count, [0.0] * count, False
     for tensor, numbers in terms:
@@ -195,14 +187,14 @@ def gathered_copy(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             copied = copies[parameter] = named[name]
-            _fill(copied, full_tensor(parameter.detach()), keep)
             copied.requires_grad_(parameter.requires_grad)
-            gradient = None if parameter.grad is None else full_tensor(parameter.grad)
-            if gradient is not None and keep:
-                copied.grad = gradient.to(device)
+            whole, gradient = full_tensor(parameter.detach()), full_tensor(parameter.grad)
+            if keep:
+                copied.copy_(whole)
+                copied.grad = None if gradient is None else gradient.to(device)
         buffers = dict(plain.named_buffers())
-        for name, buffer in model.named_buffers():
-            _fill(buffers[name], buffer, keep)
+        for name, buffer in model.named_buffers() if keep else ():
+            buffers[name].copy_(buffer)
     groups = [group | {"params": [copies[p] for p in group["params"]]} for group in optimizer.param_groups]
     copied_optimizer = torch.optim.AdamW(groups)
     for tensor, state in optimizer.state.items() if moments else ():
@@ -211,11 +203,6 @@ def gathered_copy(
             if keep:
                 copied_optimizer.state[copies[tensor]][name] = entry if name == "step" else entry.to(device)
     return ModelView(plain, [p for p in plain.parameters() if p.requires_grad], copied_optimizer)
-
-
-def _fill(target: Tensor, value: Tensor, keep: bool) -> None:
-    if keep:
-        target.copy_(value)
 
 
 def shard_state(whole: ModelView, model: nn.Module, optimizer: torch.optim.AdamW) -> None:

@@ -19,6 +19,7 @@ from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
 from sharpscope.policy.token_stats import flat_logp
 from sharpscope.probes.guard import guarded
+from sharpscope.probes.surface import length
 from sharpscope.probes.token_gradients.forward_mode import KEPT_BYTES, Keeping, logp_derivative
 from sharpscope.probes.token_gradients.rows import Rows, make_rows
 from sharpscope.probes.token_gradients.self_check import check_derivative, check_shares
@@ -82,7 +83,7 @@ def attribute(
             return coef.to(values) * values
         kept: list[list[Tensor]] = []
         along = _gradient(model, structure, rows, coef, temperature, kept)
-        squared = math.fsum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in along)
+        squared = math.fsum(length(part) ** 2 for part in along)
         if squared == 0.0:
             return torch.where(mask.bool(), math.nan, 0.0).to(coef.dtype)
         values = _checked_derivative(model, structure, rows, along, temperature, check, kept)
@@ -119,13 +120,7 @@ def logp_gradient(
 ) -> list[Tensor]:
     """∇ Σ_t c_t log π_t for the trainable parameters in the model's order, without holding all logits.
 
-    Args:
-        model: see `score_norms`.
-        input_ids: (N, S) tokens.
-        mask: (N, S), 1 on the tokens of the sum.
-        coef: (N, S) constants c_t.
-        attention_mask: (N, S), 0 on padding; None for no padding.
-        temperature: softmax temperature.
+    Args are those of `attribute`.
     """
     with guarded(model):
         rows = make_rows(model, input_ids, mask, attention_mask, temperature)
@@ -170,11 +165,8 @@ def _gradient(
 def failure_coefficients(mask: Tensor, success: Tensor) -> Tensor:
     """Coefficients c (N, S) with Σ c·∇log π = ∇ expected failure, for rows drawn from the current policy.
 
-    The expected failure is mean_i [1 − R_i·exp(Σ_t log r_it)]; its gradient at r = 1 is −mean_i R_i Σ_t ∇log π_it.
-
-    Args:
-        mask: (N, S), 1 on completion tokens.
-        success: (N,) R in [0, 1].
+    The expected failure is mean_i [1 − R_i·exp(Σ_t log r_it)]; its gradient at r = 1 is −mean_i R_i Σ_t ∇log π_it. `mask` is
+    (N, S), 1 on completion tokens; `success` (N,) R in [0, 1].
     """
     return -mask.to(success) * success[:, None] / len(mask)
 

@@ -30,7 +30,7 @@ def check_products(surface: Surface, operator: Operator | None = None, name: str
     (`LmSurface.checked`), since this takes tens of gradients.
 
     Args:
-        surface: surface that is already guarded.
+        surface: already guarded.
         operator: its Hessian if it exists already.
         name: what is checked, for the message.
 
@@ -60,10 +60,7 @@ def check_products(surface: Surface, operator: Operator | None = None, name: str
 
 
 def check_gradient(surface: Surface, name: str = "loss_fn") -> float:
-    """Relative error of a surface's gradient along one direction, against a central difference of its losses.
-
-    Returns:
-        Error of ⟨∇L, v⟩ with v as in `check_products`; NaN if inconclusive.
+    """Relative error of ⟨∇L, v⟩ with v as in `check_products`, against a central difference of losses; NaN if inconclusive.
 
     Raises:
         CheckError: as for `check_products`.
@@ -113,7 +110,6 @@ def _error(surface: Surface, function: Callable[[], Tensor], derivative: Tensor,
     wrong = math.nan
 
     def at(step: float) -> Tensor:
-        """The function at θ + step·v."""
         with moved(surface.parameters, vector * step, relative_error=math.inf):
             return function()
 

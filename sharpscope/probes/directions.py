@@ -25,15 +25,10 @@ Gradient = Iterable[Tensor | None]
 
 @dataclass(frozen=True)
 class Rotation:
-    """A vector compared with a reference.
+    """A vector compared with a reference."""
 
-    Attributes:
-        angle: between the two, in [0, 180] [degrees]; NaN if one is zero or not finite.
-        scale: norm of the vector over that of the reference; NaN if the reference is zero.
-    """
-
-    angle: float
-    scale: float
+    angle: float  # between the two, in [0, 180] [degrees]; NaN if one is zero or not finite
+    scale: float  # norm of the vector over that of the reference; NaN if the reference is zero
 
 
 @torch.no_grad()
@@ -71,11 +66,6 @@ def noise_rotation(first: Gradient, second: Gradient, share: float = 0.5) -> flo
         noise_rotation = arccos √( max(0, ⟨g_A, g_B⟩) / (f·(1 − f)·‖g_A + g_B‖²) ),
 
     the angle whose squared cosine is ‖E g‖²/E‖g‖². With f = 1/2 its tangent is ‖g_A − g_B‖/(2·√⟨g_A, g_B⟩).
-
-    Args:
-        first: g_A.
-        second: g_B.
-        share: f in (0, 1).
 
     Returns:
         Degrees in [0, 90]; `NOISE_BOUND` if ⟨g_A, g_B⟩ ≤ 0, which says that no common direction can be seen, not that the

@@ -17,38 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One estimate of a property of the loss surface: a row of the `probes` table.
+    """One estimate of a property of the loss surface: a row of the `probes` table, whose columns schema.yaml defines."""
 
-    Attributes:
-        probe: the probe: `loss`, `curvature`, `perturbation`, `critical`, `update` or `gradient`.
-        quantity: the estimated quantity, such as `largest`, `trace` or `sam`.
-        value: the estimate in the quantity's unit; NaN if it is not available (see `why`).
-        std_error: standard error over `samples` independent draws; NaN if the method has none.
-        samples: number of random vectors, perturbations, iterations or completions.
-        rho: radius of a perturbation [parameters' L2 norm], or node of a spectral density; NaN if none.
-        converged: False if the estimate is not reliable (see `why`); None for direct evaluations.
-        residual: ‖Hv − λv‖ of an eigenpair, or the residual of the iteration; NaN if none.
-        seed: seed of the random numbers; None if there are none.
-        seconds: wall-clock time.
-        functional: name of the probed loss.
-        probe_set: name of the prompts.
-        parameters: `all`, the parameters that the estimate is about.
-        prompts: number of prompts in the probed loss; None if not known.
-        prompt_std_error: standard error over prompts, as if the prompts were a random sample and all else fixed; NaN if not known.
-        ceiling: largest rise that the loss allows on these prompts; NaN if it has no bound.
-        saturation: value / ceiling of a rise, which for `expected_failure` is the rise per unit of 1 − loss; NaN if unbounded.
-        prompt_values: one value for each prompt, with mean `value` and standard error of the mean `prompt_std_error`; rows of the
-            `probe_prompts` table.
-        why: reason for `converged = False` or a NaN value; empty otherwise.
-    """
-
-    probe: str
-    quantity: str
-    value: float
-    std_error: float = math.nan
-    samples: int | None = None
+    probe: str  # loss, curvature, perturbation, critical, update or gradient
+    quantity: str  # such as `largest`, `trace` or `sam`
+    value: float  # NaN if it is not available (see `why`)
+    std_error: float = math.nan  # over `samples` independent draws
+    samples: int | None = None  # random vectors, perturbations, iterations or completions
     rho: float = math.nan
-    converged: bool | None = None
+    converged: bool | None = None  # False if the estimate is not reliable (see `why`); None for direct evaluations
     residual: float = math.nan
     seed: int | None = None
     seconds: float = 0.0
@@ -59,8 +36,8 @@ class Estimate:
     prompt_std_error: float = math.nan
     ceiling: float = math.nan
     saturation: float = math.nan
-    why: str = ""
-    prompt_values: tuple[float, ...] = ()
+    why: str = ""  # reason for `converged = False` or a NaN value
+    prompt_values: tuple[float, ...] = ()  # with mean `value`; rows of the `probe_prompts` table
 
 
 ESTIMATE_COLUMNS = tuple(field.name for field in fields(Estimate) if field.name != "prompt_values")
@@ -105,12 +82,7 @@ def problems(estimates: Iterable[Estimate]) -> tuple[str, ...]:
 
 
 def columns(estimates: Iterable[Estimate], *, why: bool = False) -> dict[str, list[Any]]:
-    """Estimates as columns of the `probes` table, without `step`; NaN becomes None, which the table stores as null.
-
-    Args:
-        estimates: one row each.
-        why: also give the reasons, which are not a column of that table.
-    """
+    """Estimates as columns of the `probes` table, without `step`; NaN becomes None. `why`: also the reasons, no column of it."""
     rows = list(estimates)
     names = [name for name in ESTIMATE_COLUMNS if why or name != "why"]
     return {name: [_cell(getattr(row, name)) for row in rows] for name in names}

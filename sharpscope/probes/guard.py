@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,16 +30,14 @@ def guarded(model: torch.nn.Module, *, attention: str | None = None) -> Iterator
     Raises:
         UserError: transformers does not know the attention implementation.
     """
-    with ExitStack() as stack:
-        stack.enter_context(random_state())
-        stack.enter_context(_attributes(model))
-        stack.enter_context(_eval_mode(model))
-        stack.enter_context(gradients(model.parameters()))
-        if attention is not None:
-            stack.enter_context(attention_implementation(model, attention))
-        stack.enter_context(
-            _implementation(model, "_experts_implementation_internal", lambda _, current: current and "eager")
-        )
+    with (
+        random_state(),
+        _attributes(model),
+        _eval_mode(model),
+        gradients(model.parameters()),
+        nullcontext() if attention is None else attention_implementation(model, attention),
+        _implementation(model, "_experts_implementation_internal", lambda _, current: current and "eager"),
+    ):
         yield
 
 
@@ -87,7 +85,6 @@ def model_configs(model: torch.nn.Module) -> list[Any]:
     configs: dict[int, Any] = {}
 
     def visit(config: Any) -> None:
-        """Add a configuration and those inside it."""
         if config is None or not hasattr(config, "_attn_implementation_internal") or id(config) in configs:
             return
         configs[id(config)] = config

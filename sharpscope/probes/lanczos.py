@@ -27,14 +27,7 @@ class NotFiniteError(ArithmeticError):
 
 
 class Operator:
-    """A symmetric linear map (P,) → (P,) that counts its products.
-
-    Attributes:
-        size: P.
-        dtype: dtype of the vectors.
-        device: device of the vectors.
-        products: number of matrix-vector products so far.
-    """
+    """A symmetric linear map (P,) → (P,) of vectors of one dtype on one device, which counts its `products`."""
 
     def __init__(
         self, product: Callable[[Tensor], Tensor], size: int, dtype: torch.dtype, device: torch.device
@@ -68,7 +61,6 @@ def graph_product(loss: Tensor, parameters: Sequence[Tensor]) -> Callable[[Tenso
     outputs = [gradients[i] for i in active]
 
     def product(vector: Tensor) -> Tensor:
-        """H v."""
         if not active:
             return flatten([None] * len(parameters), parameters)
         parts = unflatten(vector, parameters)
@@ -84,22 +76,16 @@ def graph_product(loss: Tensor, parameters: Sequence[Tensor]) -> Callable[[Tenso
 class Eigenpairs:
     """Extreme eigenpairs.
 
-    Attributes:
-        values: (k,) float64 signed eigenvalues in descending order.
-        vectors: (k, P) unit eigenvectors in the same order.
-        upper: number of eigenpairs at the upper end; the others are at the lower end.
-        converged: whether, over STEADY products or the whole space, all residuals were ≤ tolerance · the largest |λ| and the
-            values did not change. Converged values are eigenvalues but need not be the extreme ones, see `eigenpairs`.
-        why: reason for `converged = False`.
-        krylov: the subspace, for deflation; None if a restart has shortened it.
+    They have converged if over STEADY products, or the whole space, all residuals were ≤ tolerance · the largest |λ| and the
+    values did not change. Converged values are eigenvalues but need not be the extreme ones.
     """
 
-    values: np.ndarray
-    vectors: Tensor
-    upper: int
+    values: np.ndarray  # (k,) float64 signed eigenvalues in descending order
+    vectors: Tensor  # (k, P) unit eigenvectors in the same order
+    upper: int  # number of eigenpairs at the upper end; the others are at the lower end
     converged: bool
-    why: str
-    krylov: Krylov | None
+    why: str  # reason for `converged = False`
+    krylov: Krylov | None  # the subspace, for deflation; None if a restart has shortened it
 
 
 class Krylov:
@@ -217,14 +203,13 @@ def eigenpairs(
     An eigenvalue that occurs several times is found once, unless the subspace becomes invariant.
 
     Args:
-        operator: symmetric operator on (P,).
-        upper: number of eigenpairs at the upper end.
-        lower: number of eigenpairs at the lower end.
+        operator: on (P,).
+        upper, lower: number of eigenpairs at each end.
         tolerance: bound of the residuals ‖Hv − λv‖ relative to the largest |λ|. The error of an eigenvalue is at most the
             residual, and about residual²/gap. Values must also change by less over STEADY products.
         max_products: maximum number of products.
         capacity: number of vectors (P,) in memory; beyond it Lanczos restarts.
-        generator: generator of the random starting vector.
+        generator: of the random starting vector.
 
     Raises:
         NotFiniteError: a product is NaN or infinite.
@@ -283,11 +268,11 @@ def hutchpp(
     their spread gives the standard error of the whole estimate.
 
     Args:
-        operator: symmetric operator on (P,).
+        operator: on (P,).
         probes: number of random probes, at least 2; one product each.
         sketch: dimension of the Krylov subspace, one product each; 0 for plain Hutchinson.
-        generator: generator of all random vectors.
-        subspace: existing subspace (of `eigenpairs`) to use instead of a new one.
+        generator: of all random vectors.
+        subspace: one of `eigenpairs` in place of a new one.
 
     Raises:
         ValueError: fewer than 2 probes.

@@ -18,14 +18,7 @@ from sharpscope.probes.fingerprint import remembered
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.lanczos import Operator, graph_product
 from sharpscope.probes.objectives import Objective, token_batch
-from sharpscope.probes.surface import (
-    Surface,
-    checked_parameters,
-    common_dtype,
-    flatten,
-    size_of,
-    working_precision,
-)
+from sharpscope.probes.surface import Surface, checked_parameters, common_dtype, flatten, size_of, working_precision
 
 CHECKED_TOKENS = 32  # tokens of the first row whose logits are compared with the model's own
 FEW_TOKENS = 24  # tokens of each of the two rows on which Hessian products are checked
@@ -35,20 +28,10 @@ class LmSurface(Surface):
     """L(θ) of an objective of a causal language model; create it with `lm_surface`.
 
     Rows of similar length share a microbatch to reduce padding. Results do not depend on the microbatches beyond rounding.
-
-    Attributes:
-        parameters: the tensors of θ.
-        objective: the loss, with its anchors (see `Objective.anchored`).
-        known: cache of checks of this model.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        objective: Objective,
-        microbatch_tokens: int,
-        memory_mb: float,
-        known: dict[str, Any],
+        self, model: nn.Module, objective: Objective, microbatch_tokens: int, memory_mb: float, known: dict[str, Any]
     ) -> None:
         self.model, self.objective, self.known = model, objective, known
         self.parameters = checked_parameters(list(model.parameters()))
@@ -123,7 +106,6 @@ class LmSurface(Surface):
                 rebuilt.append(index)
 
         def product(vector: Tensor) -> Tensor:
-            """H v, summed over the microbatches."""
             total = self._zeros()
             for graph in kept:
                 total += graph(vector)
@@ -203,7 +185,6 @@ class LmSurface(Surface):
         held: dict[int, int] = {p.untyped_storage().data_ptr(): 0 for p in self.model.parameters()}
 
         def pack(tensor: Tensor) -> Tensor:
-            """Note the size of a saved tensor's storage."""
             storage = tensor.untyped_storage()
             held.setdefault(storage.data_ptr(), storage.nbytes())
             return tensor.detach()
@@ -233,7 +214,7 @@ def lm_surface(
 
     Args:
         model: Hugging Face causal language model, with or without adapters.
-        objective: the loss and its rows.
+        objective: the loss.
         microbatch_tokens: tokens of one forward pass, padding included.
         memory_mb: memory for graphs of Hessian products [MiB].
         check: when to compare logits with those of the model's own attention and precision, and Hessian products as in
@@ -251,11 +232,7 @@ def lm_surface(
         with guarded(model), torch.no_grad():
             expected = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
             coarsest = max((torch.float32, *(t.dtype for t in tensors if t.is_floating_point())), key=_epsilon)
-    with (
-        guarded(model, attention="math"),
-        working_precision(tensors),
-        torch.enable_grad(),
-    ):
+    with guarded(model, attention="math"), working_precision(tensors), torch.enable_grad():
         check_head(model, output_head(model))
         surface = LmSurface(model, objective, microbatch_tokens, memory_mb, known)
         if expected is not None and bool(expected.isfinite().all()):  # nothing to compare for diverged weights

@@ -10,37 +10,27 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from sharpscope.config.probes import ObjectiveName
 from sharpscope.errors import UserError
-
-if TYPE_CHECKING:
-    from sharpscope.policy import Rollouts
+from sharpscope.policy import Rollouts, completions_of
 
 OBJECTIVES: tuple[ObjectiveName, ...] = get_args(ObjectiveName)
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Rows of tokens with padding on the right, which a causal model does not see.
+    """Rows of tokens with padding on the right, which a causal model does not see."""
 
-    Attributes:
-        input_ids: (N, S) long.
-        lengths: (N,) tokens without padding.
-        scored: (N, S) bool, tokens whose log-probability enters the loss; never the first token of a row.
-        anchor_logp: (N, S) float [nats], log-probability of the scored tokens under the policy that drew them.
-        reward: (N,) reward; a success in [0, 1] for `expected_failure`.
-    """
-
-    input_ids: Tensor
-    lengths: Tensor
-    scored: Tensor
-    anchor_logp: Tensor
-    reward: Tensor
+    input_ids: Tensor  # (N, S) long
+    lengths: Tensor  # (N,) tokens without padding
+    scored: Tensor  # (N, S) bool, tokens whose log-probability enters the loss; never the first token of a row
+    anchor_logp: Tensor  # (N, S) [nats], log-probability of the scored tokens under the policy that drew them
+    reward: Tensor  # (N,); a success in [0, 1] for `expected_failure`
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -106,23 +96,13 @@ def token_batch(
     worth = torch.ones(len(marked), device=marked.device) if reward is None else reward
     ids = input_ids.gather(1, order).long()
     # Fill the padding with the row's first token; pad tokens would make transformers warn.
-    return TokenBatch(
-        torch.where(keep, ids, ids[:, :1]),
-        lengths,
-        marked,
-        anchors.masked_fill(~marked, 0.0),
-        worth,
-    )
+    return TokenBatch(torch.where(keep, ids, ids[:, :1]), lengths, marked, anchors.masked_fill(~marked, 0.0), worth)
 
 
 def completion_batch(
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, reward: Tensor | None = None
 ) -> TokenBatch:
-    """A `TokenBatch` from (prompt ids, completion ids), with the completion tokens scored.
-
-    Args:
-        pairs: token ids of prompt and completion.
-        reward: see `token_batch`.
+    """A `TokenBatch` from token ids of prompts and completions, with the completion tokens scored.
 
     Raises:
         UserError: a prompt or a completion is empty.
@@ -130,23 +110,13 @@ def completion_batch(
     for number, (prompt, completion) in enumerate(pairs):
         if not prompt or not completion:
             raise UserError(f"probe data, row {number}: the {'completion' if prompt else 'prompt'} is empty")
-    width = max(len(prompt) + len(completion) for prompt, completion in pairs)
-    ids, present, scored = (torch.zeros(len(pairs), width, dtype=torch.long) for _ in range(3))
-    for row, (prompt, completion) in enumerate(pairs):
-        length = len(prompt) + len(completion)
-        ids[row, :length] = torch.tensor([*prompt, *completion])
-        present[row, :length] = 1
-        scored[row, len(prompt) : length] = 1
-    return token_batch(ids, present, scored, reward=reward)
+    rows = completions_of([prompt for prompt, _ in pairs], [completion for _, completion in pairs])
+    scored = torch.nn.functional.pad(rows.completion_mask, (rows.prompt_width, 0))
+    return token_batch(rows.input_ids, rows.attention_mask, scored, reward=reward)
 
 
 def rollout_batch(rollouts: Rollouts, *, reward: Tensor | None = None) -> TokenBatch:
-    """A `TokenBatch` from `Rollouts`, with the loss tokens scored and `behavior_logp` as anchors.
-
-    Args:
-        rollouts: N rows with T completion positions.
-        reward: (N,); None for the rewards of the rollouts.
-    """
+    """A `TokenBatch` with the loss tokens scored and `behavior_logp` as anchors; `reward` (N,) replaces the rollouts' own."""
     left = (rollouts.input_ids.shape[1] - rollouts.completion_mask.shape[1], 0)
     return token_batch(
         rollouts.input_ids,

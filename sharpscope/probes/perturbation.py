@@ -156,21 +156,13 @@ def sharpness(
 
 @dataclass(frozen=True)
 class Radius:
-    """The radius of the perturbations of a model.
+    """The radius of the perturbations of a model."""
 
-    Attributes:
-        rho: the radius; NaN if none was found.
-        saturation: of SAM sharpness of `expected_failure` at `rho`; NaN if the radius was given.
-        evaluations: number of losses computed.
-        seconds: wall-clock time.
-        why: reason for NaN.
-    """
-
-    rho: float
-    saturation: float = math.nan
-    evaluations: int = 0
+    rho: float  # NaN if none was found
+    saturation: float = math.nan  # of SAM sharpness of `expected_failure` at `rho`; NaN if the radius was given
+    evaluations: int = 0  # of the loss
     seconds: float = 0.0
-    why: str = ""
+    why: str = ""  # reason for NaN
 
     def estimate(self) -> Estimate:
         """Row `radius` of the `probes` table."""
@@ -194,7 +186,6 @@ def find_radius(surface: Surface) -> Radius:
     ceiling, norm = surface.ceiling(loss), length(gradient)
 
     def ended(rho: float, saturation: float, evaluations: int, why: str = "") -> Radius:
-        """The result, with the time it took."""
         return Radius(rho, saturation, evaluations, time.perf_counter() - began, why)
 
     if not ceiling > 0 or not norm > 0 or not math.isfinite(norm):

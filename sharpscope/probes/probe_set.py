@@ -25,32 +25,20 @@ SPLITS = ("train", "heldout")
 
 @dataclass(frozen=True)
 class ProbeItem:
-    """A prompt of a probe set.
+    """A prompt of a probe set."""
 
-    Attributes:
-        split: `train` or `heldout`.
-        example: what is asked, with its answer and meta.
-        prompt_ids: the prompt as the initial policy's tokenizer renders it, any prefill included.
-        solution: tokens of a completion that the task scored correct, end-of-text token included; empty: none found.
-    """
-
-    split: str
+    split: str  # `train` or `heldout`
     example: Example
-    prompt_ids: tuple[int, ...]
-    solution: tuple[int, ...] = ()
+    prompt_ids: tuple[int, ...]  # as the initial policy's tokenizer renders it, any prefill included
+    solution: tuple[int, ...] = ()  # a completion that the task scored correct, end token included; empty: none found
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Completions of the probed policy with their success; rows of a prompt are adjacent.
+    """Completions of the probed policy with their success; rows of a prompt are adjacent."""
 
-    Attributes:
-        rollouts: N rows.
-        correct: (N,) 0 or 1 (or a success between).
-    """
-
-    rollouts: Rollouts
-    correct: Tensor
+    rollouts: Rollouts  # N rows
+    correct: Tensor  # (N,) 0 or 1 (or a success between)
 
 
 # (examples, samples, seed) -> `samples` completions per example, drawn from the probed policy.
@@ -59,19 +47,12 @@ Draw = Callable[[Sequence[Example], int, int], Drawn]
 
 @dataclass(frozen=True)
 class ProbeSet:
-    """Fixed prompts with the key that they were built from. Equal keys and contents have equal hashes.
+    """Fixed prompts with the key that they were built from. Equal keys and contents have equal hashes."""
 
-    Attributes:
-        task: name of the task with its data's settings.
-        policy: the initial policy that all methods of the study start from.
-        seed: of the choice of prompts and of the solutions.
-        items: prompts, those of one split adjacent.
-    """
-
-    task: str
-    policy: str
-    seed: int
-    items: tuple[ProbeItem, ...]
+    task: str  # name, with the settings of its data
+    policy: str  # the initial policy that all methods of the study start from
+    seed: int  # of the choice of prompts and of the solutions
+    items: tuple[ProbeItem, ...]  # those of one split adjacent
 
     @property
     def content_hash(self) -> str:
@@ -184,14 +165,14 @@ def build_probe_set(
     """Choose prompts and, for each, the first of several completions that the task scores as correct.
 
     Args:
-        task: its splits `train` and `heldout` are drawn from (levels in proportion, as a seeded shuffle gives them).
-        draw: rollouts of the *initial* policy.
+        task: has the splits `train` and `heldout`.
+        draw: rollouts of the initial policy.
         encode: prompts as token ids, as the policy sees them.
         policy: name of the initial policy.
         seed: of the choice and of the completions.
         train, heldout: prompts of each split; all there are if fewer.
         tries: completions per prompt among which a solution is looked for.
-        task_name: name in the key; None: the task's own.
+        task_name: in the key; None: the task's own.
 
     Raises:
         UserError: the task has no training prompts.
@@ -239,11 +220,6 @@ def _row(item: ProbeItem) -> dict[str, Any]:
     example = item.example
     chat = {"messages": list(example.messages), "prefill": example.prefill, "templated": example.templated}
     meta: Mapping[str, Any] = {**example.meta, **{name: value for name, value in chat.items() if value}}
-    return {
-        "split": item.split,
-        "prompt": item.example.prompt,
-        "answer": item.example.answer,
-        "meta": json.dumps(dict(meta), sort_keys=True, default=str),
-        "prompt_ids": list(item.prompt_ids),
-        "solution": list(item.solution),
-    }
+    texts = {"split": item.split, "prompt": example.prompt, "answer": example.answer}
+    texts["meta"] = json.dumps(dict(meta), sort_keys=True, default=str)
+    return texts | {"prompt_ids": list(item.prompt_ids), "solution": list(item.solution)}

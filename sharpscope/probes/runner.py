@@ -31,32 +31,20 @@ TOLERANCE = 1e-2  # relative residual of eigenpairs
 
 @dataclass(frozen=True)
 class ProbeBatch:
-    """The losses to probe on one set of prompts.
+    """The losses to probe on one set of prompts."""
 
-    Attributes:
-        name: value of the `probe_set` column.
-        objectives: the losses over this batch.
-        seed: seed of every random vector.
-    """
-
-    name: str
+    name: str  # value of the `probe_set` column
     objectives: tuple[Objective, ...] = ()
-    seed: int = 0
+    seed: int = 0  # of every random vector
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Results of some probes of one loss of one batch.
-
-    Attributes:
-        batch: the batch.
-        estimates: rows of the `probes` table.
-        radius: radius of the perturbations; None before it is known.
-    """
+    """Results of some probes of one loss of one batch."""
 
     batch: ProbeBatch
     estimates: tuple[Estimate, ...]
-    radius: Radius | None = None
+    radius: Radius | None = None  # of the perturbations; None before it is known
 
 
 def run(
@@ -77,10 +65,10 @@ def run(
 
     Args:
         model: Hugging Face causal language model.
-        batches: batches to probe. A generator may draw completions of the model lazily.
+        batches: a generator may draw completions of the model lazily.
         spec: probes to run and their memory limits.
-        radius: radius of the perturbations, such as that of an earlier probe; None: by `choose_radius` on the first batch.
-        optimizer: AdamW optimizer for the preconditioned Hessian; None leaves that out.
+        radius: of the perturbations, such as that of an earlier probe; None: by `choose_radius` on the first batch.
+        optimizer: AdamW for the preconditioned Hessian; None leaves that out.
         curvature: run the curvature probes on the spec's `curvature_prompts`.
         perturbation: run the perturbation probes.
         backend: `lanczos`, or `pyhessian` for its eigenvalues and trace.
@@ -129,27 +117,16 @@ def _named(batch: ProbeBatch, functional: str, rows: list[Estimate]) -> tuple[Es
 
 @dataclass(frozen=True)
 class Point:
-    """One loss at the model's weights, which all its probes share.
+    """One loss at the model's weights, which all its probes share."""
 
-    Attributes:
-        surface: the loss surface, guarded.
-        spec: what the user has set.
-        seed: of random vectors.
-        at: L(θ) and ∇L(θ) (P,).
-        base: (k,) the loss by prompt.
-        rho: radius of perturbations; NaN if none was found.
-        optimizer: AdamW for the preconditioned Hessian, or None.
-        backend: of eigenvalues and trace.
-    """
-
-    surface: LmSurface
+    surface: LmSurface  # guarded
     spec: ProbesSpec
-    seed: int
-    at: tuple[float, Tensor]
-    base: Tensor
-    rho: float
-    optimizer: torch.optim.Optimizer | None
-    backend: Backend
+    seed: int  # of random vectors
+    at: tuple[float, Tensor]  # L(θ) and ∇L(θ) (P,)
+    base: Tensor  # (k,) the loss by prompt
+    rho: float  # radius of perturbations; NaN if none was found
+    optimizer: torch.optim.Optimizer | None  # AdamW for the preconditioned Hessian
+    backend: Backend  # of eigenvalues and trace
 
 
 def _losses(point: Point) -> Iterator[list[Estimate]]:
@@ -180,12 +157,10 @@ def _curvatures(point: Point) -> Iterator[list[Estimate]]:
     limits |= {"check": spec.check, "at": at, "by_prompt": True}
 
     def plain() -> list[Estimate]:
-        """Rows of the Hessian's curvature."""
         options: dict[str, Any] = {"top": spec.top, "trace_probes": spec.trace_probes, "backend": point.backend}
         return curvature(surface, None, point.seed, **options, **limits).estimates()[1:]
 
     def preconditioned() -> list[Estimate]:
-        """Rows of the preconditioned Hessian, with the largest stable eigenvalue."""
         assert optimizer is not None
         diagonal = adamw_preconditioner(optimizer, surface.parameters)
         options: dict[str, Any] = {"preconditioner": diagonal, "smallest": False, "trace_probes": 0}
@@ -235,16 +210,14 @@ def probe_set_batches(
     temperature: float = 1.0,
     seed: Callable[[str], int] = lambda part: 0,
 ) -> Iterator[ProbeBatch]:
-    """Batches of a probe set: one for each split that the spec names.
-
-    Completions are drawn from the probed model when a batch is requested.
+    """Batches of a probe set, one for each split that the spec names, whose completions are drawn when it is requested.
 
     Args:
         probe_set: fixed prompts.
         spec: names the losses, the splits and the numbers of completions.
         draw: draws completions of the probed model.
-        temperature: softmax temperature of the completions and the losses.
-        seed: seed of a split.
+        temperature: of the completions and the losses.
+        seed: of a split.
     """
     for split in probe_set.splits:
         if split in spec.splits:
@@ -258,6 +231,6 @@ def probe_set_batches(
             yield ProbeBatch(probe_set.name(split), tuple(objectives), part)
 
 
-def rollout_objective(name: ObjectiveName, drawn: Drawn, *, temperature: float = 1.0, stale: bool = False) -> Objective:
+def rollout_objective(name: ObjectiveName, drawn: Drawn, *, temperature: float = 1.0) -> Objective:
     """A loss over drawn completions, with the success as reward."""
-    return Objective(name, rollout_batch(drawn.rollouts, reward=drawn.correct.double()), temperature, stale=stale)
+    return Objective(name, rollout_batch(drawn.rollouts, reward=drawn.correct.double()), temperature)

@@ -69,10 +69,10 @@ def text_batches(
     are its own log-probabilities.
 
     Args:
-        policy: policy from `sharpscope.policy.load_policy`.
+        policy: from `sharpscope.policy.load_policy`.
         rows: see `read_rows`.
-        functionals: names of the objectives to probe.
-        seed: seed of every random vector.
+        functionals: names of the objectives.
+        seed: of every random vector.
         label: value of the `probe_set` column.
 
     Raises:

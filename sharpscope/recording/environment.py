@@ -25,13 +25,10 @@ thousands of small operations, which on a shared machine costs more than it gain
 
 
 def default_threads(model: str | None = None) -> int:
-    """Default number of CPU threads.
+    """Default number of CPU threads for a model, as `policy.model` names it; one on the hub is taken to be large.
 
     One for a tiny model, else `OMP_NUM_THREADS` where it is set, else the physical cores of this process divided by the run's
     processes on this machine.
-
-    Args:
-        model: as `policy.model` names it; a model on the hub is taken to be large.
     """
     if model is not None and _is_tiny(model):
         return 1
@@ -84,7 +81,6 @@ def commit() -> str | None:
         return None
 
     def git(*arguments: str) -> str:
-        """The output of a git command."""
         command = ["git", *arguments]
         return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 

@@ -36,19 +36,12 @@ STATISTICS = ("logit", "entropy", "collision", "polarity", "logit_grad_norm")
 
 @dataclass(frozen=True)
 class Probed:
-    """Measurements at one step.
+    """Measurements at one step."""
 
-    Attributes:
-        step: of the trace.
-        tokens: number of tokens measured.
-        logp_gap: mean |ln π of the trace − ln π of the checkpoint| [nats]; a checkpoint of another step has a large one.
-        attributed: whether all tokens of the step have coefficients, of the trace or of a method, so that there are shares.
-    """
-
-    step: int
-    tokens: int
-    logp_gap: float
-    attributed: bool
+    step: int  # of the trace
+    tokens: int  # number of tokens measured
+    logp_gap: float  # mean |ln π of the trace − ln π of the checkpoint| [nats]; large at a checkpoint of another step
+    attributed: bool  # whether all tokens have coefficients, of the trace or of a method, so that there are shares
 
 
 def probe_trace(

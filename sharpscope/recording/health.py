@@ -21,7 +21,7 @@ from sharpscope.objective import Method, gradient_mass, summarize_weights
 from sharpscope.policy import TokenStats
 from sharpscope.recording.rows import clipped_weight_share
 from sharpscope.recording.step import RolloutBatch, loss_mask
-from sharpscope.rules import Event, judge
+from sharpscope.rules.judging import Event, judge
 from sharpscope.traces.rules import sampler_values
 
 UNIFORM = 0.9
@@ -79,14 +79,10 @@ def check_finite(spec: HealthSpec, step: int, problems: Sequence[tuple[str, floa
 
 
 class Quantities:
-    """Canonical quantities of a run's steps (`sharpscope.diagnose.quantities`), which the health rules compare a step with.
-
-    Attributes:
-        rows: those of the finished steps, as a checkpoint stores them.
-    """
+    """Canonical quantities of a run's steps (`sharpscope.diagnose.quantities`), which the health rules compare a step with."""
 
     def __init__(self, rows: Sequence[Mapping[str, float]] = ()) -> None:
-        self.rows: list[Mapping[str, float]] = []
+        self.rows: list[Mapping[str, float]] = []  # of the finished steps, as a checkpoint stores them
         self._columns: dict[str, np.ndarray] = {}
         for row in rows:
             self.history(row)
@@ -106,12 +102,7 @@ class Quantities:
 
 @dataclass
 class StepHealth:
-    """The health rules of one step.
-
-    Attributes:
-        events: of the rules that applied so far.
-        values: canonical quantities of the step.
-    """
+    """The health rules of one step."""
 
     spec: HealthSpec
     step: int
@@ -121,11 +112,11 @@ class StepHealth:
     device: torch.device  # of the model
     vocabulary: int | None = None  # tokens that the policy can draw
     quantities: Quantities = field(default_factory=Quantities)  # of the steps so far; `values` are added at its end
-    trainer: str = "sharpscope"  # whose names of the settings messages use, a key of `sharpscope.rules.FIELDS`
+    trainer: str = "sharpscope"  # whose names of the settings messages use, a key of `sharpscope.rules.table.FIELDS`
     lr: float | None = None  # of the step
     checkpoint: str | None = None  # the newest, by name
-    values: dict[str, float] = field(init=False, default_factory=dict)
-    events: list[Event] = field(init=False, default_factory=list)
+    values: dict[str, float] = field(init=False, default_factory=dict)  # canonical quantities of the step
+    events: list[Event] = field(init=False, default_factory=list)  # of the rules that applied so far
 
     def __post_init__(self) -> None:
         reward = self.batch.rollouts.reward

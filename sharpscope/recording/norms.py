@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from sharpscope import distributed
 from sharpscope.policy.sharding import copies, is_shard
 from sharpscope.probes.parameter_groups import group_names
+from sharpscope.probes.surface import length
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,10 @@ def squares(parts: Iterable[Tensor | None]) -> list[float]:
             found.append(0.0)
         elif is_shard(part):
             shards.append(number)
-            square = float(torch.linalg.vector_norm(local.to_local(), dtype=torch.float64)) ** 2
+            square = length(local.to_local()) ** 2
             found.append(square / copies(part))
         else:
-            found.append(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2)
+            found.append(length(part) ** 2)
     if shards:
         every = distributed.gather([found[number] for number in shards])
         for number, values in zip(shards, zip(*every, strict=True), strict=True):
@@ -85,7 +86,8 @@ def update_norms(optimizer: torch.optim.AdamW, groups: Mapping[int, str]) -> Nor
     """Norms of the update Δθ that `optimizer.step()` has just made, weight decay included.
 
     Computed from AdamW's state, one parameter at a time, so that no copy of the weights is needed:
-    Δθ = −lr·m̂/(√v̂ + ε) − lr·λ·θ_before with θ_before = (θ_after + lr·m̂/(√v̂ + ε)) / (1 − lr·λ).
+    Δθ = −lr·m̂/(√v̂ + ε) − lr·λ·θ_before with θ_before = (θ_after + lr·m̂/(√v̂ + ε)) / (1 − lr·λ),
+    m̂ = m/(1 − β₁ᵗ), v̂ = v/(1 − β₂ᵗ).
     """
     return norms(_steps_taken(optimizer), groups)
 
@@ -106,8 +108,9 @@ def _steps_taken(optimizer: torch.optim.AdamW) -> Iterator[tuple[Tensor, Tensor]
                 continue  # AdamW leaves a parameter without a gradient alone, decay included
             state = optimizer.state[parameter]
             step = float(state["step"])
-            root = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(eps)
-            adaptive = (state["exp_avg"] / (1 - beta1**step)).div_(root).mul_(lr)
+            scale = math.sqrt(1 - beta2**step)
+            root = state["exp_avg_sq"].sqrt().add_(eps * scale)  # (√v̂ + ε)·scale, in fewer passes over memory
+            adaptive = (state["exp_avg"] / root).mul_(lr * scale / (1 - beta1**step))
             before = (parameter + adaptive) / (1 - lr * decay) if decay else parameter
             yield parameter, adaptive + lr * decay * before if decay else adaptive
 

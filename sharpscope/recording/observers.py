@@ -47,7 +47,7 @@ from sharpscope.recording.rows import written_groups
 from sharpscope.recording.schedule import CRITICAL, MeasurementSchedule
 from sharpscope.recording.step import PendingUpdate
 from sharpscope.recording.surface import SurfaceProbes
-from sharpscope.rules import Event
+from sharpscope.rules.judging import Event
 from sharpscope.seeds import derive, generator
 from sharpscope.tasks import Task
 from sharpscope.traces import robust_z
@@ -154,25 +154,18 @@ class StepObserver:
         step: number of the step.
         rollouts: of the step, as far as they are known.
         recent: log gradient norms of the last steps, for spikes.
-
-    Attributes:
-        columns: of the tokens table, (N, T) each, NaN where nothing was measured.
-        by_layer: rollout and position of leading tokens -> local norms by layer.
-        spike: whether an update's gradient norm was a spike, at which all is measured and written.
-        written: (N,) the rollouts whose tokens are written and may be measured, and the share of groups that are.
-        events: one for each column that its probe refused.
-        seconds: time spent.
     """
 
     def __init__(self, run: Observers, step: int, rollouts: Rollouts, recent: Sequence[float]) -> None:
         self.run, self.step, self.rollouts, self.recent = run, step, rollouts, recent
-        self.columns: dict[str, Tensor] = {}
-        self.by_layer: dict[tuple[int, int], dict[str, float]] = {}
-        self.events: list[Event] = []
+        self.columns: dict[str, Tensor] = {}  # of the tokens table, (N, T) each, NaN where nothing was measured
+        self.by_layer: dict[tuple[int, int], dict[str, float]] = {}  # local norms of leading tokens (rollout, position)
+        self.events: list[Event] = []  # one for each column that its probe refused
         self.seconds = 0.0
         self._found: list[Estimate] = []
         self._scale = math.nan  # Σ_t |∂L/∂log π_t| of the first update
-        self.spike = False
+        self.spike = False  # whether an update's gradient norm was one, at which all is measured and written
+        # (N,) the rollouts whose tokens are written and may be measured, and the share of groups that are.
         self.written = written_groups(rollouts, run.config.recording.token_rows, run.config.seed, step)
 
     @property
@@ -252,7 +245,6 @@ class StepObserver:
         """
 
         def measure(_: Check) -> None:
-            """Measure, and keep the rows and the learning rate found."""
             clip = getattr(self.run.config.method.clip, "kind", None)
             if clip in HELD_CONSTANT:
                 raise UserError(
@@ -369,7 +361,6 @@ class _UpdateProbes:
         part, temperature = self.part, self.config.rollout.temperature
 
         def of_rows(some: Tensor) -> Tensor:
-            """Values of some rows."""
             given = {"input_ids": part.input_ids, "mask": mask, "attention_mask": part.attention_mask}
             return probe(some, temperature=temperature, **{name: values[some] for name, values in given.items()})
 
@@ -388,11 +379,9 @@ class _UpdateProbes:
         local: list[Tensor] = []
 
         def measure_local(check: Check) -> None:
-            """Local score norms of all tokens."""
             by_layer: dict[int, Mapping[str, Tensor]] = {}  # first row that this process measures -> norms by layer
 
             def measured(some: Tensor, **given: Any) -> Tensor:
-                """Local norms of some rows, whose parts by layer are kept."""
                 if self.sharded is not None:
                     found = self.sharded.local(check=check != "off", **given)
                 else:
@@ -457,7 +446,6 @@ class _UpdateProbes:
         out = torch.zeros_like(self.coef)
 
         def measured(some: Tensor, **given: Any) -> Tensor:
-            """Values of some rows with a gradient."""
             if sharded is None:
                 return attribute(self.view.model, coef=self.coef[some], direction=direction, check=check, **given)
             rates = sharded.along(direction=direction, check=check != "off", **given)
@@ -516,7 +504,6 @@ class _UpdateProbes:
         coef, rows = failure_coefficients(mask, drawn.correct)[mine], drawn.rollouts.rows(torch.arange(len(mask))[mine])
 
         def gradient() -> list[Tensor]:
-            """That of this process's rows."""
             if not len(rows):
                 return [torch.zeros_like(p) for p in self.view.parameters]
             given = (rows.input_ids, _mask(rows), coef, rows.attention_mask, self.config.rollout.temperature)
@@ -525,9 +512,9 @@ class _UpdateProbes:
         return distributed.sum_tensors(distributed.together(gradient))
 
 
-def leading(size: Tensor, count: int = LEADING) -> tuple[Tensor, Tensor]:
-    """(row, position) of the `count` largest of `size` (n, T), the largest first; zeros are left out."""
-    order = size.flatten().argsort(descending=True, stable=True)[:count]
+def leading(size: Tensor) -> tuple[Tensor, Tensor]:
+    """(row, position) of the `LEADING` largest of `size` (n, T), the largest first; zeros are left out."""
+    order = size.flatten().argsort(descending=True, stable=True)[:LEADING]
     order = order[size.flatten()[order] > 0]
     return order // size.shape[1], order % size.shape[1]
 
@@ -541,12 +528,7 @@ def layer_values(groups: Mapping[str, Tensor], at: tuple[int, int]) -> dict[str,
 
 
 def sample_groups(
-    group: Tensor,
-    moved: Tensor,
-    share: float,
-    seeded: torch.Generator,
-    written: Tensor | None = None,
-    least: int = 2,
+    group: Tensor, moved: Tensor, share: float, seeded: torch.Generator, written: Tensor, least: int = 2
 ) -> tuple[Tensor, float]:
     """Rows of a simple random sample of the groups with a gradient, in order, and the probability that such a group is in it.
 
@@ -555,13 +537,12 @@ def sample_groups(
     Args:
         group: (n,) group of each row.
         moved: (n,) bool, whether a row has a gradient; without any, all groups count.
-        share: of these groups that are drawn, in (0, 1].
+        share: of these groups that are drawn, in (0, 1], and `least` the fewest.
         seeded: draws them.
-        written: (n,) bool, whether a row's group may be drawn, itself a simple random sample of the groups; None: all may.
-        least: number of groups that are drawn at least.
+        written: (n,) bool, whether a row's group may be drawn, itself a simple random sample of the groups.
     """
     groups = torch.unique(group[moved] if bool(moved.any()) else group)
-    among = groups if written is None else groups[torch.isin(groups, group[written])]
+    among = groups[torch.isin(groups, group[written])]
     size = min(len(among), max(least, round(share * len(groups))))
     drawn = among[torch.randperm(len(among), generator=seeded)[:size]]
     return torch.isin(group, drawn).nonzero()[:, 0], size / len(groups)

@@ -12,12 +12,7 @@ import torch
 
 from sharpscope import distributed
 from sharpscope.errors import UserError
-from sharpscope.policy import (
-    Policy,
-    draw_scored,
-    load_policy,
-    render_prompts,
-)
+from sharpscope.policy import Policy, draw_scored, load_policy, render_prompts
 from sharpscope.probes import Drawn, ProbeSet, Radius, build_probe_set, choose_radius, probe_set_batches
 from sharpscope.tasks import Example, Task, make_task
 

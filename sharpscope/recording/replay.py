@@ -37,25 +37,15 @@ MICROBATCH = 8192  # tokens of a forward pass
 
 @dataclass(frozen=True)
 class StepRows:
-    """A step's completions whose token IDs are known; N rows, P prompt and T completion positions.
+    """A step's completions whose token IDs are known; N rows, P prompt and T completion positions."""
 
-    Attributes:
-        step: of the trace.
-        policy: the checkpoint.
-        temperature: of the log-probabilities.
-        rollouts: with rewards, groups and the sampler's log-probabilities, NaN where they are not known.
-        frame: the step's token rows.
-        known: (tokens,) which of them belong to these completions.
-        at: their rows and positions.
-    """
-
-    step: int
-    policy: Policy
-    temperature: float
-    rollouts: Rollouts
-    frame: pd.DataFrame
-    known: np.ndarray
-    at: tuple[Tensor, Tensor]
+    step: int  # of the trace
+    policy: Policy  # the checkpoint
+    temperature: float  # of the log-probabilities
+    rollouts: Rollouts  # with rewards, groups and the sampler's log-probabilities, NaN where they are not known
+    frame: pd.DataFrame  # the step's token rows
+    known: np.ndarray  # (tokens,) which of them belong to these completions
+    at: tuple[Tensor, Tensor]  # their rows and positions
 
     @property
     def whole(self) -> bool:
@@ -170,7 +160,6 @@ def replay(rows: StepRows, method: Method) -> tuple[dict[str, Tensor], dict[str,
     reference = torch.nan_to_num(rows.tensor("ref_logp")).to(stats.logp) if method.needs_reference else None
 
     def first_update(one: Method) -> dict[str, Tensor]:
-        """What each token does in the first update of a method."""
         tensors = step_tensors(whole, advantage, stats, torch.nan_to_num(old), 0.0, one)
         one = one.model_copy(update={"weight": calibrate(one.weight, tensors)})
         plan = prepare(one, tensors)

@@ -23,12 +23,7 @@ ROTATION = ("gradient_rotation", "gradient_scale", "update_rotation", "update_sc
 
 
 def steps_row(
-    step: int,
-    batch: RolloutBatch,
-    result: StepResult,
-    method: Method,
-    progress: float,
-    lr: float,
+    step: int, batch: RolloutBatch, result: StepResult, method: Method, progress: float, lr: float
 ) -> dict[str, Any]:
     """The row of the steps table without its timing columns."""
     rollouts, tokens = batch.rollouts, result.tokens
@@ -268,14 +263,7 @@ def evaluation_row(
     temperature: float,
     truncated: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """A row of the eval table.
-
-    Args:
-        step, task, split, level, temperature: as in the table.
-        correct: (prompts, k) booleans.
-        rewards: total reward of each completion.
-        truncated: (prompts, k) whether a completion was cut at the length limit; None: not known.
-    """
+    """A row of the eval table, of booleans (prompts, k): whether a completion is correct, and was `truncated` if that is known."""
     share, k = correct.mean(axis=1), correct.shape[1]
     each = prompt_pass_at_k(correct, k)
     row = {"step": step, "task": task, "split": split, "level": level, "temperature": temperature, "k": k}
@@ -292,12 +280,7 @@ def evaluation_row(
 
 
 def prompt_pass_at_k(correct: np.ndarray, k: int) -> np.ndarray:
-    """(prompts,) unbiased pass@k of each prompt (arXiv 2107.03374), 1 − C(n−c, k)/C(n, k) with c of n ≥ k completions correct.
-
-    Args:
-        correct: (prompts, n) booleans.
-        k: completions drawn without replacement, from 1 to n.
-    """
+    """(prompts,) unbiased pass@k (arXiv 2107.03374), 1 − C(n−c, k)/C(n, k) with c of a prompt's n ≥ k completions correct."""
     n = correct.shape[1]
     # 1 − Π_{i=n−c+1..n} (1 − k/i), which never overflows
     missed = [np.prod(1.0 - k / np.arange(n - c + 1, n + 1)) if n - c >= k else 0.0 for c in correct.sum(axis=1)]

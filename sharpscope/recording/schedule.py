@@ -15,31 +15,22 @@ MOST_SPIKES = 8
 
 
 class MeasurementSchedule:
-    """The intervals of a run's measurements. They depend on the configuration alone, so that runs can be compared.
-
-    Attributes:
-        every: interval of each measure [steps]; 0: never.
-        seconds: time spent so far by measure [s]; a checkpoint stores it, as the rest.
-        training: time of generation and training so far [s].
-        spikes: steps so far at which a spike was measured.
-        at: measure -> the steps of it, in place of its interval.
-        most_spikes: steps at which a spike is measured.
-    """
+    """The intervals of a run's measurements. They depend on the configuration alone, so that runs can be compared."""
 
     def __init__(self, config: RunConfig) -> None:
         spec = config.recording
         self.last = config.steps
-        self.every = {
+        self.every = {  # interval of each measure [steps]; 0: never
             "shares": spec.token_gradients_every,
             "norms": spec.token_gradients_every,
             "rotation": spec.rotation_every,
             "influence": spec.heldout_influence_every,
             "surface": config.probes.interval(config.steps),
         }
-        self.seconds: dict[str, float] = {}
-        self.training = 0.0
-        self.spikes: list[int] = []
-        self.at: dict[str, frozenset[int]] = {}
+        self.seconds: dict[str, float] = {}  # spent so far by measure
+        self.training = 0.0  # time of generation and training so far [s]
+        self.spikes: list[int] = []  # steps so far at which a spike was measured
+        self.at: dict[str, frozenset[int]] = {}  # measure -> the steps of it, in place of its interval
         self.most_spikes = MOST_SPIKES
 
     def due(self, measure: str, step: int) -> bool:

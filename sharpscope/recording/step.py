@@ -142,18 +142,11 @@ class StepTokens:
 
 @dataclass(frozen=True)
 class UpdateRotation:
-    """An update compared with the update of the reference objective (`reference_method`) from the same state.
+    """An update compared with the update of the reference objective (`reference_method`) from the same state."""
 
-    Attributes:
-        gradient: of the gradient that the optimizer gets, before clipping.
-        update: of the optimizer's step, momentum, clipping and weight decay included.
-        noise: `noise_rotation` of the reference gradient, from two halves of the prompts [degrees]; NaN for one prompt.
-        seconds: time spent.
-    """
-
-    gradient: Rotation
-    update: Rotation
-    noise: float
+    gradient: Rotation  # of the gradient that the optimizer gets, before clipping
+    update: Rotation  # of the optimizer's step, momentum, clipping and weight decay included
+    noise: float  # `noise_rotation` of the reference gradient, from two halves of the prompts; NaN for one prompt
     seconds: float
 
 
@@ -206,12 +199,7 @@ def loss_mask(rollouts: Rollouts, method: Method) -> Tensor:
 
 
 def step_tensors(
-    rollouts: Rollouts,
-    advantage: Tensor,
-    stats: TokenStats,
-    old_logp: Tensor,
-    progress: float,
-    method: Method,
+    rollouts: Rollouts, advantage: Tensor, stats: TokenStats, old_logp: Tensor, progress: float, method: Method
 ) -> StepTensors:
     """What the objective needs of a step, from rollouts (N, T) and the statistics of the policy at its start.
 

@@ -14,7 +14,7 @@ from sharpscope.recording.health import refusal
 from sharpscope.recording.probe_sets import Drawer
 from sharpscope.recording.run_folder import note
 from sharpscope.recording.schedule import MeasurementSchedule
-from sharpscope.rules import Event
+from sharpscope.rules.judging import Event
 from sharpscope.seeds import derive
 
 if TYPE_CHECKING:
@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 
 
 class SurfaceProbes:
-    """Probes the loss surface at scheduled steps.
-
-    Attributes:
-        radius: radius of the perturbations, found at the first probe and kept in run.json; None before.
-        refused: whether the probed loss differed from the policy's own; the surface is then left out of the run.
-    """
+    """Probes the loss surface at scheduled steps."""
 
     def __init__(
         self,
@@ -40,8 +35,8 @@ class SurfaceProbes:
         self.spec = config.probes
         self.schedule = MeasurementSchedule(config) if schedule is None else schedule
         self.probe_set: ProbeSet | None = None
-        self.radius: Radius | None = None
-        self.refused = False
+        self.radius: Radius | None = None  # of the perturbations, found at the first probe and kept in run.json
+        self.refused = False  # whether the probed loss differed from the policy's own
 
     def start(self, probe_set: ProbeSet, info: dict[str, Any]) -> list[Event]:
         """Take the run's probe set and, in a resumed run, its radius.

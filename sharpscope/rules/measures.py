@@ -36,26 +36,27 @@ class OfLastStep(dict[str, Values]):
 
 def value(name: str) -> Measure:
     """The quantity itself."""
-    return lambda history: _on_known(history, (name,), lambda x: x, depends_on=1)
+    return _of_last(name, 1, lambda x: x)
 
 
 def mean(name: str) -> Measure:
     """Mean of the quantity over the last WINDOW steps that have it."""
-    return lambda history: _on_known(history, (name,), lambda x: trailing(x, WINDOW), depends_on=WINDOW)
+    return _of_last(name, WINDOW, lambda x: trailing(x, WINDOW))
 
 
 def negative(name: str) -> Measure:
     """Share of the last WINDOW steps (of at least 5) whose value is negative beyond rounding."""
-    return lambda history: _on_known(
-        history, (name,), lambda x: trailing((x < -1e-6).astype(float), WINDOW, 5), depends_on=WINDOW
-    )
+    return _of_last(name, WINDOW, lambda x: trailing((x < -1e-6).astype(float), WINDOW, 5))
 
 
 def zero(name: str) -> Measure:
     """Share of the last WINDOW steps (of at least 5) whose value is exactly 0."""
-    return lambda history: _on_known(
-        history, (name,), lambda x: trailing((x == 0).astype(float), WINDOW, 5), depends_on=WINDOW
-    )
+    return _of_last(name, WINDOW, lambda x: trailing((x == 0).astype(float), WINDOW, 5))
+
+
+def _of_last(name: str, count: int, of: Callable[[Values], Values], first: int = 0) -> Measure:
+    """`of` the known values of one quantity, which needs the `first` and the last `count` of them."""
+    return lambda history: _on_known(history, (name,), of, first, count)
 
 
 def relative(name: str, window: int = WINDOW) -> Measure:
@@ -69,7 +70,7 @@ def relative(name: str, window: int = WINDOW) -> Measure:
         ratio[:EARLY] = np.nan
         return ratio
 
-    return lambda history: _on_known(history, (name,), _of, first=EARLY, depends_on=window)
+    return _of_last(name, window, _of, EARLY)
 
 
 def spike(name: str) -> Measure:
@@ -85,15 +86,14 @@ def spike(name: str) -> Measure:
             ratio[SPIKE_LEAST:] = np.where(rise > 4 * scale, np.exp(rise), 0.0)
         return ratio
 
-    def measure(history: History) -> Values:
-        """Of the steps at which the quantity is positive."""
+    def _measure(history: History) -> Values:
         if name not in history:
             return _nothing(history)
         kind = OfLastStep if isinstance(history, OfLastStep) else dict
         positive = kind({name: np.where(history[name] > 0, history[name], np.nan)})
         return _on_known(positive, (name,), _of, depends_on=SPIKE_WINDOW + 1)
 
-    return measure
+    return _measure
 
 
 def reward_fall(history: History) -> Values:
@@ -155,8 +155,7 @@ def constant_reward(history: History) -> Values:
     """Share of the last WINDOW steps whose mean reward is exactly that of the present one."""
 
     def _of(y: Values) -> Values:
-        same = _windows(y, WINDOW) == y[:, None]
-        out = same.sum(axis=1) / WINDOW
+        out = (_windows(y, WINDOW) == y[:, None]).mean(axis=1)
         out[: WINDOW // 2 - 1] = np.nan
         return out
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 
 from sharpscope.packaged import package_yaml
-from sharpscope.rules import measures
-from sharpscope.rules.measures import Measure
+
+if TYPE_CHECKING:
+    from sharpscope.rules.measures import Measure
 
 Severity = Literal["info", "warning", "critical"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
@@ -31,7 +34,7 @@ class Rule:
         name: of the rule, its setting `health.<name>`, its events and its section in the documentation.
         title: the finding in a few words.
         quantities: canonical quantities that it judges; the first one shows it best.
-        measure: number that it compares with the threshold, of each step from the values up to it.
+        measured_by: function of `rules.measures` with its arguments: `drift`, `relative(entropy, 1)`.
         threshold: it applies at or above this (`below`: at or below).
         statistic: what the measure is, in words and units; the value is shown before it or after it.
         meaning: what it usually means.
@@ -48,7 +51,7 @@ class Rule:
     name: str
     title: str
     quantities: tuple[str, ...]
-    measure: Measure
+    measured_by: str
     threshold: float
     statistic: str
     meaning: str
@@ -61,6 +64,15 @@ class Rule:
     known: Literal["before", "after", "evaluation", "log"] = "before"
     command: str = "show {run}"
 
+    @cached_property
+    def measure(self) -> Measure:
+        """Number that is compared with the threshold, of each step from the values up to it."""
+        name, _, rest = self.measured_by.removesuffix(")").partition("(")
+        function = getattr(import_module("sharpscope.rules.measures"), name)
+        arguments = [int(part) if part.isdecimal() else part for part in rest.split(", ")]
+        measure: Measure = function(*arguments) if rest else function
+        return measure
+
     def level(self, value: float, outcome: int = 1) -> Severity:
         """How bad a value beyond the threshold is; `outcome`: position in `severity`."""
         level = self.severity[outcome]
@@ -69,21 +81,12 @@ class Rule:
         return level
 
 
-def _measure(text: str) -> Measure:
-    """A function of `measures` by name, with its arguments: `drift`, `relative(entropy, 1)`."""
-    name, _, rest = text.removesuffix(")").partition("(")
-    function = getattr(measures, name)
-    arguments = [int(part) if part.isdecimal() else part for part in rest.split(", ")]
-    measure: Measure = function(*arguments) if rest else function
-    return measure
-
-
 def _rule(name: str, entry: Mapping[str, Any]) -> Rule:
     """A rule from its entry in table.yaml."""
     severity = entry.get("severity", "harmful")
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
     values |= {"severity": SEVERITY[severity] if isinstance(severity, str) else tuple(severity)}
-    return Rule(name, **values | {"measure": _measure(entry["measure"])})
+    return Rule(name, measured_by=values.pop("measure"), **values)
 
 
 _ENTRIES = package_yaml("sharpscope.rules", "table.yaml")

@@ -120,8 +120,11 @@ def number_of(text: str) -> Fraction | None:
     Reads 1,234.5, −3, $7, 2/3, 1e-3 and 25% (as 25); 10{,}000, 10\\,000 and 10 000; 1 1/2, \\frac{1}{2} and
     1\\frac{1}{2}; and "- 5" unless it is a subtraction ("3 - 5" gives 5).
     """
+    text = _LATEX_COMMA.sub(",", text.translate(_MINUS))
+    text = _MIXED.sub(_as_improper, _FRACTION.sub(_as_quotient, text))
+    text = _SPACED.sub(lambda match: "".join(match.group().split()), text)
     last = None
-    for match in _NUMBER.finditer(_normalize_numbers(text)):
+    for match in _NUMBER.finditer(_APART_SIGN.sub(r"\1-", text)):
         last = match
     if last is None or len(last.group()) > LONGEST_NUMBER or abs(int(last["exponent"] or 0)) > LARGEST_EXPONENT:
         return None
@@ -130,15 +133,6 @@ def number_of(text: str) -> Fraction | None:
     if denominator and Fraction(denominator) == 0:
         return None
     return Fraction(numerator) / (Fraction(denominator) if denominator else 1)
-
-
-def _normalize_numbers(text: str) -> str:
-    """Rewrite the numbers of a text in the format of `_NUMBER`."""
-    text = _LATEX_COMMA.sub(",", text.translate(_MINUS))
-    text = _FRACTION.sub(_as_quotient, text)
-    text = _MIXED.sub(_as_improper, text)
-    text = _SPACED.sub(lambda match: "".join(match.group().split()), text)
-    return _APART_SIGN.sub(r"\1-", text)
 
 
 def _as_quotient(match: re.Match[str]) -> str:

@@ -40,12 +40,6 @@ LOGIC_RL_SYSTEM = (
 )
 
 
-def logic_rl_prompt(quiz: str) -> str:
-    """The chat prompt of Logic-RL, which ends in `<think>`."""
-    system = f"<|im_start|>system\n{LOGIC_RL_SYSTEM}<|im_end|>\n"
-    return f"{system}<|im_start|>user\n{quiz}\n<|im_end|>\n<|im_start|>assistant\n<think>"
-
-
 class KnightsKnaves:
     """Splits `train` and `heldout` (`spec.people`) and `unseen` (`spec.unseen_people`); the level is the number of people.
 
@@ -106,7 +100,8 @@ class KnightsKnaves:
         (solution,) = solve(puzzle)
         quiz, names = word_puzzle(puzzle, Draws(seed))
         chat = self.spec.style == "logic_rl"
-        prompt = logic_rl_prompt(quiz) if chat else quiz + "\n"
+        turns = f"<|im_start|>system\n{LOGIC_RL_SYSTEM}<|im_end|>\n<|im_start|>user\n{quiz}\n<|im_end|>\n"
+        prompt = f"{turns}<|im_start|>assistant\n<think>" if chat else f"{quiz}\n"
         meta = {
             "id": content_id(prompt),
             "level": len(puzzle),

@@ -7,13 +7,14 @@ the task `dataset`.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import cached_property
 from itertools import chain
 from random import Random
 
 from sharpscope.config.tasks import MathSpec
-from sharpscope.tasks.base import Example, Reward, content_id, once, stream_seed, take
+from sharpscope.tasks.base import Example, Reward, content_id, once, splits_by_level, stream_seed, take
 from sharpscope.tasks.math_scoring import score_value
 
 LEVELS = (1, 2, 3, 4)
@@ -143,14 +144,12 @@ class MathTask:
             UserError: there are too few different questions.
         """
         spec = self.spec
-        heldout = self._split("heldout", spec.levels, spec.heldout_size)
-        forms = {str(example.meta["form"]) for example in heldout}
-        splits = {
-            "train": self._split("train", spec.levels, spec.train_size, forms),
-            "heldout": heldout,
-            "unseen": self._split("unseen", spec.unseen_levels, spec.unseen_size),
-        }
-        return {split: examples for split, examples in splits.items() if examples}
+        return splits_by_level(spec, spec.levels, spec.unseen_levels, self._level)
+
+    @cached_property
+    def _heldout_forms(self) -> set[str]:
+        spec = self.spec
+        return {e.meta["form"] for level in spec.levels for e in self._level("heldout", level, spec.heldout_size)}
 
     def score(self, example: Example, completion: str) -> Reward:
         """1 if the final answer of prefill and completion is a number equal to the correct one, otherwise 0.
@@ -159,12 +158,10 @@ class MathTask:
         """
         return score_value(example.whole(completion), (example.answer,))
 
-    def _split(self, split: str, levels: Sequence[int], count: int, without: Container[str] = ()) -> list[Example]:
-        return [example for level in levels for example in self._level(split, level, count, without)]
-
-    def _level(self, split: str, level: int, count: int, without: Container[str]) -> Iterator[Example]:
+    def _level(self, split: str, level: int, count: int) -> Iterator[Example]:
         """`count` questions of each family; families alternate, so that the first questions cover all of them."""
         training, field = split == "train", f"task.{split}_size"
+        without = self._heldout_forms if training else ()
         taken = [
             take(self._stream(split, family, level), count, training=training, field=field, without=without)
             for family in self.spec.families

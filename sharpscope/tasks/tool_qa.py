@@ -44,14 +44,11 @@ _TAG = re.compile(r"</?(?:think|search|information|answer)>")
 
 
 def information(passages: Sequence[Passage]) -> str:
-    """Response to a search: numbered passages, without protocol tags from the corpus."""
-    lines = [f"Doc {i}(Title: {plain(p.title)}) {plain(p.text)}" for i, p in enumerate(passages, 1)]
+    """Response to a search: numbered passages, in which a space replaces each protocol tag."""
+    # A space, so that parts of a tag cannot join to a new one.
+    plain = [[" ".join(_TAG.sub(" ", text).split()) for text in (p.title, p.text)] for p in passages]
+    lines = [f"Doc {i}(Title: {title}) {text}" for i, (title, text) in enumerate(plain, 1)]
     return f"\n\n<information>{chr(10).join(lines) or 'No passage found.'}{_INFORMATION_END}"
-
-
-def plain(text: str) -> str:
-    """Replace each protocol tag by a space, so that parts of a tag cannot join to a new one."""
-    return " ".join(_TAG.sub(" ", text).split())
 
 
 def last_turn(text: str) -> str:
@@ -63,11 +60,6 @@ def last_turn(text: str) -> str:
 def searches(text: str) -> int:
     """Number of responses with passages so far. The end of such a response counts even if the policy wrote it."""
     return text.count(_INFORMATION_END)
-
-
-def query_of(turn: str) -> str | None:
-    """Query in the last `<search>…</search>` of a turn; None if there is none or it is empty."""
-    return " ".join((last_tagged(turn, "search") or "").split())[:LONGEST_QUERY] or None
 
 
 def answered(turn: str) -> bool:
@@ -140,6 +132,7 @@ class ToolQa:
 
     def _stream(self, split: str, hops: int) -> Iterator[Example]:
         rng = Random(stream_seed("tool_qa", self.spec.seed, split, hops))
+        template = INSTRUCTION if self.spec.style == "search_r1" else "{prompt}\n"
         while True:
             question = ask(self.world, hops, rng)
             meta = {
@@ -149,7 +142,7 @@ class ToolQa:
                 "chain": question.chain,
                 "truths": (question.answer,),
             }
-            yield Example(self._template.replace("{prompt}", question.text), question.answer, meta)
+            yield Example(template.replace("{prompt}", question.text), question.answer, meta)
 
     def _read(self, questions: DatasetSpec) -> dict[str, list[Example]]:
         changes = {}
@@ -158,10 +151,6 @@ class ToolQa:
         if not questions.template and self.spec.style == "search_r1":
             changes["template"] = INSTRUCTION
         return DatasetTask(questions.model_copy(update=changes)).splits()
-
-    @property
-    def _template(self) -> str:
-        return INSTRUCTION if self.spec.style == "search_r1" else "{prompt}\n"
 
     def respond(self, example: Example, completion: str) -> str | None:
         """Response to the last turn; see `respond_many`."""
@@ -177,10 +166,10 @@ class ToolQa:
         for row, (example, completion) in enumerate(zip(examples, completions, strict=True)):
             text = example.whole(completion)
             turn = last_turn(text)
-            query = query_of(turn)
+            query = " ".join((last_tagged(turn, "search") or "").split())[:LONGEST_QUERY]
             if answered(turn) or searches(text) + text.count(FEEDBACK) >= self.spec.turns:
                 responses.append(None)
-            elif query is None:
+            elif not query:
                 responses.append(FEEDBACK)
             else:
                 queries[row] = query

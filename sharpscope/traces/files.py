@@ -214,22 +214,18 @@ def held_text(run_dir: str | Path) -> str:
 
 
 class RunLock:
-    """Context manager that locks a run folder against other writers, by the kernel's lock on a file, which ends with the process.
-
-    Attributes:
-        path: the lock file; its content is for messages.
-    """
+    """Context manager that locks a run folder against other writers, by the kernel's lock on a file, which ends with the process."""
 
     def __init__(self, run_dir: str | Path) -> None:
-        self.path = Path(run_dir) / LOCK_FILE
+        self.path = Path(run_dir) / LOCK_FILE  # its content is for messages
 
-    def acquire(self, attempts: int = 20) -> RunLock:
+    def acquire(self) -> RunLock:
         """Acquire the lock; a reader may hold it for an instant, so there are several attempts.
 
         Raises:
             UserError: another process holds the lock, or the folder is not writable.
         """
-        for _ in range(attempts):
+        for _ in range(20):
             try:
                 self._file = self.path.open("a+b")
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -42,18 +42,11 @@ def _warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A result computed from a token table that `export --to reduced` sampled afterwards.
-
-    Attributes:
-        name: name of the reduction.
-        step: step that it covers; -1 for the whole run.
-        tokens: number of token rows it was computed from.
-        values: its result.
-    """
+    """A result computed from a token table that `export --to reduced` sampled afterwards."""
 
     name: str
-    step: int
-    tokens: int
+    step: int  # that it covers; -1 for the whole run
+    tokens: int  # number of rows it was computed from
     values: Any
 
 

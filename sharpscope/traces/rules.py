@@ -75,11 +75,7 @@ def impossible(logp: NDArray[np.floating], sampler: NDArray[np.floating]) -> tup
     """The share of a step's tokens whose sampler log-probability cannot be right, and why; (0, "") if all may be.
 
     It cannot be above 0, exactly 0 where the trainer's is below CERTAIN, or the same for all tokens while the trainer's
-    differ.
-
-    Args:
-        logp: (n,) ln π of the trainer [nats].
-        sampler: (n,) ln μ of the sampler [nats].
+    differ. `logp` is the trainer's ln π, `sampler` the sampler's ln μ, (n,) [nats] each.
     """
     theirs, ours = np.asarray(sampler, dtype=np.float64), np.asarray(logp, dtype=np.float64)
     if len(theirs) >= FEWEST and np.ptp(theirs) == 0 and np.ptp(ours) > 0:

@@ -46,25 +46,15 @@ ARROW_TYPES: dict[str, pa.DataType] = {
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
-
-    Attributes:
-        name: column name.
-        type: a key of `ARROW_TYPES`.
-        unit: unit of the values; "1" if dimensionless.
-        definition: what a value means.
-        nullable: whether values may be null (not recorded, or undefined in that row); the writer fills an omitted column.
-        probe: whether the column is recorded only if a probe or an option asks for it.
-        timing: whether values differ between two runs of one config.
-    """
+    """A column of a table."""
 
     name: str
-    type: str
-    unit: str
+    type: str  # a key of `ARROW_TYPES`
+    unit: str  # "1" if dimensionless
     definition: str
-    nullable: bool = False
-    probe: bool = False
-    timing: bool = False
+    nullable: bool = False  # may be null (not recorded, or undefined in that row); the writer fills an omitted column
+    probe: bool = False  # recorded only if a probe or an option asks for it
+    timing: bool = False  # values differ between two runs of one config
 
 
 @dataclass(frozen=True)
@@ -119,14 +109,7 @@ def timing_columns(table: str) -> list[str]:
 
 
 def schema_markdown(tables: list[str] | None = None) -> str:
-    """The schema as Markdown, one section per table.
-
-    Args:
-        tables: names of the tables to include; None includes all.
-
-    Raises:
-        KeyError: if a table does not exist.
-    """
+    """The schema of some tables, or of all, as Markdown."""
     lines = [
         f"# Trace schema, version {SCHEMA_VERSION}",
         "",

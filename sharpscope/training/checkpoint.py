@@ -106,13 +106,7 @@ def save(config: RunConfig, policy: Policy, optimizer: torch.optim.AdamW, progre
     if is_sharded(model):
         gathered = gathered_copy(model, optimizer, torch.device("cpu"), keep=distributed.is_rank_zero())
         model, optimizer = gathered.model, gathered.optimizer
-
-    def write() -> None:
-        """Write the checkpoint and remove older ones."""
-        save_checkpoint(config.run_dir, model, policy.tokenizer, optimizer, progress)
-        prune(config.run_dir, config.checkpoint.keep_last)
-
-    distributed.rank_zero_call(write)
+    distributed.rank_zero_call(lambda: _write(config, model, policy.tokenizer, optimizer, progress))
 
 
 def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.AdamW) -> Progress:
@@ -128,15 +122,15 @@ def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.AdamW) -> P
     return progress
 
 
-def save_checkpoint(
-    run_dir: Path, model: nn.Module, tokenizer: Any, optimizer: torch.optim.AdamW, progress: Progress
+def _write(
+    config: RunConfig, model: nn.Module, tokenizer: Any, optimizer: torch.optim.AdamW, progress: Progress
 ) -> None:
     """Write a checkpoint of unsharded weights, complete or not at all; `AutoModelForCausalLM.from_pretrained` loads it too."""
     bad = next((name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())), None)
     if bad is not None:
         why = f"the weights '{bad}' are not finite, so it is not saved"
         raise NonFiniteError(f"checkpoint of step {progress.step}: {why}; resume from an earlier one")
-    final = checkpoint_dir(run_dir, progress.step)
+    final = checkpoint_dir(config.run_dir, progress.step)
     temporary = final.with_name(f".{final.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # what a crash left
     moments = {
@@ -161,6 +155,9 @@ def save_checkpoint(
     if final.exists():
         shutil.rmtree(final)
     temporary.rename(final)
+    for path in checkpoints(config.run_dir)[: -config.checkpoint.keep_last]:
+        (path / STATE).unlink(missing_ok=True)  # first: what a crash leaves of it must not look like a checkpoint
+        shutil.rmtree(path)
 
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> Progress:
@@ -180,13 +177,6 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW
         optimizer.state[parameter][entry] = value if entry == "step" else value.to(parameter.device)
     state.pop("score", None)  # of version 0.2
     return Progress(**state)
-
-
-def prune(run_dir: Path, keep_last: int) -> None:
-    """Remove all but the newest checkpoints of a run."""
-    for path in checkpoints(run_dir)[:-keep_last]:
-        (path / STATE).unlink(missing_ok=True)  # first: what a crash leaves of it must not look like a checkpoint
-        shutil.rmtree(path)
 
 
 def fingerprint(model: nn.Module) -> str:

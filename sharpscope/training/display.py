@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from sharpscope.rules import Event
+from sharpscope.rules.judging import Event
 
 LINE_EVERY = 60.0
 """Every tenth step is printed, and a step that ends this long after the last line [s]."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -15,12 +14,11 @@ from sharpscope.config.selections import CurvatureTokens
 from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.objective import Method, MethodState, Plan, k3, per_token, prepare
 from sharpscope.policy import Rollouts, TokenStats
-from sharpscope.policy.adapters import without_adapters
 from sharpscope.policy.head import output_head
 from sharpscope.policy.scoring import Scorer
 from sharpscope.policy.sharding import ModelView, gathered_copy
 from sharpscope.policy.token_stats import Moments, flat_curvature, flat_proxy
-from sharpscope.recording.norms import layer_groups
+from sharpscope.recording.norms import clip_factor, layer_groups, norms
 from sharpscope.recording.step import (
     PendingUpdate,
     StepResult,
@@ -31,7 +29,6 @@ from sharpscope.recording.step import (
     step_tensors,
 )
 from sharpscope.seeds import generator
-from sharpscope.training.clipping import Clipping, clipping, module_types
 from sharpscope.training.updates import BeforeOptimizer, Gradient, Updates
 
 BeforeFirstUpdate = Callable[[TokenStats, Tensor], bool]
@@ -41,6 +38,15 @@ BeforeStep = Callable[[PendingUpdate], None]
 
 KL_PART, KL_FEWEST = 16, 4
 """One in KL_PART completions of a step, at least about KL_FEWEST, are scored again after its last update."""
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """What clipping does to a gradient."""
+
+    factors: list[float]  # what each parameter's gradient is multiplied by
+    share: float  # norm after clipping divided by the norm before; 1 for a gradient of 0
+    averages: dict[str, float]  # moving average of each module type's norm after this gradient
 
 
 @dataclass(frozen=True)
@@ -69,13 +75,34 @@ class Learner:
 
     @cached_property
     def _module_types(self) -> dict[int, str]:
-        return module_types(self.scorer.model)
+        """The last part of the name of each trainable parameter's module, such as `down_proj`, without an adapter's parts."""
+        made = {}
+        for name, parameter in self.scorer.model.named_parameters():
+            parts = name.split(".lora_")[0].split(".")
+            if len(parts) > 1 and parts[-1] in ("weight", "bias"):
+                parts.pop()
+            if parameter.requires_grad:
+                made[id(parameter)] = parts[-1]
+        return made
 
     def clipping(self, method: Method, gradients: Gradient, norm: float, progress: float) -> Clipping:
-        """The clip of a gradient with this global norm by a method; the history of norms stays as it is."""
-        spec = None if method.module_clip is None else method.module_clip.at(progress)
-        pairs = list(zip(self.parameters, gradients, strict=True))
-        return clipping(pairs, norm, self.max_grad_norm, spec, self._module_types, self.state.norms)
+        """The clip of a gradient with this global norm: by module type, if the method does so, then to `max_grad_norm`.
+
+        The history of norms stays as it is. Of a sharded model every process calls this.
+        """
+        limit, averages = self.max_grad_norm, self.state.norms
+        if method.module_clip is None or not (norm > 0 and math.isfinite(norm)):
+            factor = clip_factor(norm, limit)
+            return Clipping([factor] * len(self.parameters), factor, dict(averages))
+        spec, types = method.module_clip.at(progress), self._module_types
+        found = norms(zip(self.parameters, gradients, strict=True), types).layers
+        by_type = {kind: spec.scaled(size, averages.get(kind)) for kind, size in found.items()}
+        scaled = math.sqrt(sum((by_type[kind][0] * size) ** 2 for kind, size in found.items()))
+        if all(scale == 1.0 for scale, _ in by_type.values()):
+            scaled = norm  # without the rounding of the sum
+        factor = clip_factor(scaled, limit)
+        factors = [factor * by_type[types[id(parameter)]][0] for parameter in self.parameters]
+        return Clipping(factors, factor * scaled / norm, {kind: average for kind, (_, average) in by_type.items()})
 
     def view(self) -> ModelView:
         """The present model, gradients and optimizer for probes; of a sharded model a gathered copy.
@@ -86,12 +113,6 @@ class Learner:
         if not self.scorer.sharded:
             return ModelView(model, self.parameters, self.optimizer)
         return gathered_copy(model, self.optimizer, next(model.parameters()).device)
-
-    def reference_logp(self, rollouts: Rollouts) -> Tensor:
-        """(N, T) log-probabilities [nats] under the reference policy, without gradient. Every process must call it."""
-        assert self.reference is not None
-        with without_adapters(self.reference) if self.reference is self.scorer.model else nullcontext():
-            return self.scorer.log_probabilities(rollouts, model=self.reference)
 
     def learn(
         self,

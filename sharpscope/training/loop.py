@@ -32,7 +32,7 @@ from sharpscope.recording.observers import Observers, StepObserver
 from sharpscope.recording.probe_sets import Drawer, check_probe_set
 from sharpscope.recording.rows import rollout_columns, steps_row, token_columns, update_columns
 from sharpscope.recording.step import RolloutBatch, StepResult, step_tensors
-from sharpscope.rules import Event, judge
+from sharpscope.rules.judging import Event, judge
 from sharpscope.tasks import Task, make_task
 from sharpscope.traces import RunLock, create_run_dir, read_run_info
 from sharpscope.traces.files import RUN_FILE
@@ -272,8 +272,14 @@ class _Run:
         self.writer.flush()
         run_folder.note(config.run_dir, steps_done=step)
         self.display.step(row)
-        if not self.broken:
-            self._after_step(step)
+        if self.broken:
+            return
+        if config.evaluation.every and (step % config.evaluation.every == 0 or step == config.steps):
+            self._evaluate(step)
+        self._probe(step)
+        if config.checkpoint.every and step % config.checkpoint.every == 0 and step < config.steps:
+            self.writer.flush()
+            self._save(step)
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
@@ -292,16 +298,6 @@ class _Run:
             lr=lr,
             checkpoint=f"step-{(step - 1) // every * every:06d}" if every and step > every else None,
         )
-
-    def _after_step(self, step: int) -> None:
-        """Evaluate, probe and save the policy at the steps that each is scheduled for."""
-        config, every = self.config, self.config.evaluation.every
-        if every and (step % every == 0 or step == config.steps):
-            self._evaluate(step)
-        self._probe(step)
-        if config.checkpoint.every and step % config.checkpoint.every == 0 and step < config.steps:
-            self.writer.flush()
-            self._save(step)
 
     def _calibrated(self, step: int, batch: RolloutBatch, progress: float) -> Method:
         """The method of a step: constants of its token weight are fixed on the first rollouts, and run.json keeps them.

@@ -79,7 +79,11 @@ def draw_rollouts(
             examples = [drawn.get(group, example) for group, example in enumerate(examples)]
     if sampling.overlong is not None:
         penalty = overlong_penalty(sampling, rollouts.lengths.cpu(), spec.max_new_tokens)
-        rollouts, rewards = _with_part(rollouts, rewards, "overlong", penalty)
+        rollouts = rollouts.with_reward(rollouts.reward.cpu() + penalty)
+        rewards = [
+            replace(reward, total=reward.total + part, parts={**reward.parts, "overlong": part})
+            for reward, part in zip(rewards, (penalty + 0.0).tolist(), strict=True)  # + 0.0: no part is −0
+        ]
     stats = None
     if method.needs_statistics:
         assert statistics is not None, f"{method.advantage.kind} needs the statistics of the tokens"
@@ -144,15 +148,6 @@ def draw_group(
     completions, rewards = draw_scored(policy, task, examples, spec.group_size, spec, seed)
     total = torch.tensor([reward.total for reward in rewards], dtype=torch.float32)
     return completions.with_reward(total), rewards
-
-
-def _with_part(rollouts: Rollouts, rewards: list[Reward], name: str, part: Tensor) -> tuple[Rollouts, list[Reward]]:
-    """Rollouts and rewards with `part` (N,) added to the total reward and named among its parts."""
-    added = [
-        replace(reward, total=reward.total + value, parts={**reward.parts, name: value})
-        for reward, value in zip(rewards, (part + 0.0).tolist(), strict=True)  # + 0.0: no part is −0
-    ]
-    return rollouts.with_reward(rollouts.reward.cpu() + part), added
 
 
 def _replace_groups(

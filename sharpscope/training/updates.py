@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from sharpscope import distributed
 from sharpscope.config.method import GradientNormPenalty, Sam
 from sharpscope.objective import (
-    LossOutput,
     Method,
     Plan,
     entropy_bonus,
@@ -27,7 +26,6 @@ from sharpscope.objective import (
     token_normalizer,
 )
 from sharpscope.policy import Rollouts
-from sharpscope.policy.adapters import without_adapters
 from sharpscope.policy.forward import PerToken
 from sharpscope.policy.scoring import shortest
 from sharpscope.policy.token_stats import flat_entropy
@@ -57,7 +55,6 @@ It gets a function for the loss at the present weights by prompt, (k,) with mean
 are, which every process must call, and what clipping has multiplied the gradient by; None if a method has reshaped it.
 """
 
-NO_GRADIENT = "the gradient is not finite"
 BROKEN = "an update made model weights that are not finite, and no later update can repair them"
 
 
@@ -123,7 +120,7 @@ class Updates:
     def skip(self, gradient: _Gradient, norm: float) -> UpdateResult:
         """Leave the update out."""
         self.learner.optimizer.zero_grad(set_to_none=True)
-        problem = "" if math.isfinite(norm) else NO_GRADIENT
+        problem = "" if math.isfinite(norm) else "the gradient is not finite"
         problem = problem if math.isfinite(gradient.loss) else "the loss is not finite"
         nothing = Norms(0.0, dict.fromkeys(gradient.norms.layers, 0.0))
         return self._result(gradient, replace(gradient.norms, total=norm), nothing, 0.0, skipped=True, problem=problem)
@@ -169,10 +166,8 @@ class Updates:
         self.tokens.count(gradient.rows, gradient.tokens)
         learner.optimizer.zero_grad(set_to_none=True)
         broken = not math.isfinite(moved.total)
-        text = BROKEN if broken else ""
-        return self._result(
-            gradient, norms, moved, clip.share, skipped=False, problem=text, broken=broken, rotation=rotation
-        )
+        end: dict[str, Any] = {"skipped": False, "problem": BROKEN if broken else "", "broken": broken}
+        return self._result(gradient, norms, moved, clip.share, rotation=rotation, **end)
 
     def _moving(self, rows: Tensor) -> Tensor:
         """(n,) bool on the CPU: whether the loss of `rows` (n,) has a gradient, or is 0 at all weights."""
@@ -302,17 +297,12 @@ class Updates:
         if index is not None:
             coef = torch.zeros_like(logp) if logp.grad is None else logp.grad
             tokens.coef[local] = coef.detach().to("cpu", tokens.coef.dtype)
-            tokens.write(
-                local,
-                plan.pass_mask(pass_index),
-                clipped=out.clipped,
-                kl=out.kl,
-                ratio=out.ratio,
-                log_ratio=logp.detach() - plan.behavior_logp,
-            )
+            mask, seen = plan.pass_mask(pass_index), {"clipped": out.clipped, "ratio": out.ratio}
+            tokens.write(local, mask, **seen, kl=out.kl, log_ratio=logp.detach() - plan.behavior_logp)
             entropy = 0.0 if scored.values is None else -self._entropy_coef / max(loss_tokens, 1)
-            known = {"kl_coef": kl_coef, "entropy_coef": torch.full_like(logp, entropy), "ref_logp": reference}
-            self._record(index, micro, plan, out, known | {"loss_coef": coef}, pass_index)
+            fixed = {name: getattr(plan, name) for name in ("weight", "correction", "advantage")}
+            terms = {"loss_coef": coef, "kl_coef": kl_coef, "entropy_coef": torch.full_like(logp, entropy)}
+            self._record(index, micro, mask, {**fixed, **seen, **terms, "ref_logp": reference})
         return float(loss.detach()), nats
 
     def _idle_passes(self) -> Tensor:
@@ -324,26 +314,14 @@ class Updates:
 
     def _reference_logp(self, rows: Rollouts) -> Tensor | None:
         """(n, T) log-probabilities of the reference policy; None without one."""
-        model, scorer = self.learner.reference, self.learner.scorer
-        if model is None:
-            return None
-        with without_adapters(model) if model is scorer.model else nullcontext():
-            return scorer.score(rows, model=model).logp
+        model = self.learner.reference
+        return None if model is None else self.learner.scorer.score(rows, model=model).logp
 
-    def _record(
-        self,
-        index: int,
-        micro: Tensor,
-        plan: Plan,
-        out: LossOutput,
-        known: Mapping[str, Tensor | None],
-        pass_index: int,
-    ) -> None:
-        """Keep what the tokens of this pass did, unless an earlier update used them."""
+    def _record(self, index: int, micro: Tensor, mask: Tensor, values: Mapping[str, Tensor | None]) -> None:
+        """Keep what the tokens `mask` of these rows did, unless an earlier update used them."""
         tokens = self.tokens
-        first = plan.pass_mask(pass_index).cpu() & (tokens.update[micro] < 0)
-        values = {name: getattr(plan, name) for name in ("weight", "correction", "advantage")}
-        for name, value in {**values, "ratio": out.ratio, "clipped": out.clipped, **known}.items():
+        first = mask.cpu() & (tokens.update[micro] < 0)
+        for name, value in values.items():
             if value is not None:
                 target = getattr(tokens, name)
                 target[micro] = torch.where(first, value.detach().cpu().to(target.dtype), target[micro])
@@ -409,18 +387,10 @@ class Updates:
     def visit(self, norm: float, call: Callable[[], None]) -> None:
         """Call with the weights moved by the step of the gradient in `.grad`, of length `norm`, and put them back."""
         learner, parameters = self.learner, self.learner.parameters
-        gradients, kept = [p.grad for p in parameters], [p.detach().clone() for p in parameters]
+        gradients = [p.grad for p in parameters]
         factors = learner.clipping(self.method, gradients, norm, self.progress).factors
-        try:
-            for parameter, step in zip(
-                parameters, coming_step(learner.optimizer, parameters, gradients, factors), strict=True
-            ):
-                if step is not None:
-                    parameter.add_(step)
+        with _moved(parameters, coming_step(learner.optimizer, parameters, gradients, factors)):
             call()
-        finally:
-            for parameter, weights in zip(parameters, kept, strict=True):
-                parameter.copy_(weights)
 
     # -- direct sharpness control ------------------------------------------------------------------------------------
 
@@ -433,17 +403,8 @@ class Updates:
         radius = spec.rho if isinstance(spec, Sam) else spec.radius
         parameters = self.learner.parameters
         first = [None if p.grad is None else p.grad.clone() for p in parameters]
-        kept = [p.detach().clone() for p in parameters]
-        with torch.no_grad():
-            for parameter, value in zip(parameters, first, strict=True):
-                if value is not None:
-                    parameter.add_(value, alpha=radius / gradient.norm)
-        try:
+        with _moved(parameters, first, radius / gradient.norm):
             self._backward(gradient.rows, gradient.pass_index, None)
-        finally:
-            with torch.no_grad():
-                for parameter, weights in zip(parameters, kept, strict=True):
-                    parameter.copy_(weights)  # bitwise back
         if isinstance(spec, GradientNormPenalty):
             share = spec.penalty / radius
             for parameter, value in zip(parameters, first, strict=True):
@@ -453,11 +414,24 @@ class Updates:
 
 def _added(gradients: Sequence[Gradient]) -> Gradient:
     """The sum of gradients; None counts as zeros."""
-    sums: Gradient = []
-    for parts in zip(*gradients, strict=True):
-        present = [part for part in parts if part is not None]
-        sums.append(present[0] if len(present) == 1 else sum(present[1:], present[0]) if present else None)
-    return sums
+    present = [[part for part in parts if part is not None] for parts in zip(*gradients, strict=True)]
+    return [reduce(torch.add, parts) if parts else None for parts in present]
+
+
+@contextmanager
+def _moved(parameters: Sequence[nn.Parameter], steps: Iterable[Tensor | None], scale: float = 1.0) -> Iterator[None]:
+    """Within it the weights are moved by scale·steps; afterwards they are bit for bit what they were."""
+    kept = [p.detach().clone() for p in parameters]
+    try:
+        with torch.no_grad():
+            for parameter, step in zip(parameters, steps, strict=True):
+                if step is not None:
+                    parameter.add_(step, alpha=scale)
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, weights in zip(parameters, kept, strict=True):
+                parameter.copy_(weights)
 
 
 def _scale_gradients(parameters: Sequence[nn.Parameter], factors: Sequence[float]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
@@ -19,9 +19,7 @@ from sharpscope.analysis.measures import GREEDY, SAMPLED, dose_of, evaluations, 
 from sharpscope.analysis.statistics import sign_flip_p
 from sharpscope.analysis.study import GRID, Pair, Pairing, PairMeasure, Study, grid_settings, most_common
 from sharpscope.config import control_label
-
-if TYPE_CHECKING:
-    from sharpscope.traces import Run
+from sharpscope.traces import Run
 
 UNIT = "share of completions"
 NOT_GREEDY = "no pair was evaluated greedily on held-out prompts at one step; set evaluation.temperatures to [0, 1]"
@@ -35,12 +33,8 @@ RATE_SEEDS = 6
 
 def evaluated(temperature: float, split: str = "heldout", column: str = "accuracy") -> PairMeasure:
     """Both runs' share of correct completions at the last step at which both were evaluated so."""
-    return _at_last_step(
-        lambda run, step: evaluations(run, split, temperature, column)[step][0],
-        split=split,
-        temperature=temperature,
-        column=column,
-    )
+    place: Any = {"split": split, "temperature": temperature, "column": column}
+    return _at_last_step(lambda run, step: evaluations(run, **place)[step][0], **place)
 
 
 def _at_last_step(value: Callable[[Run, int], Any], **evaluation: Any) -> PairMeasure:
@@ -198,16 +192,14 @@ def rates(study: Study) -> ClaimData:
         return ClaimData(missing=f"no run of {study.baseline if treated else study.treatment} to compare")
     treated_rate = grid_settings(study.finished[next(iter(pairings.values())).pairs[0].treatment]).get("learning rate")
     if treated_rate is None:
-        why = f"the learning rate of {study.treatment} is not recorded (optimizer.lr in config.yaml)"
-        return ClaimData(missing=why)
+        return ClaimData(
+            missing=f"the learning rate of {study.treatment} is not recorded (optimizer.lr in config.yaml)"
+        )
     named = {rate: f"{study.baseline} at lr {rate:g}" for rate in pairings}
     tested = [rate for rate, pairing in pairings.items() if len(pairing.pairs) >= RATE_SEEDS]
     finding = compare_accuracy(study, {named[r]: p for r, p in pairings.items()}, [named[r] for r in tested])
-    sides = {
-        "below": any(r < treated_rate for r in tested),
-        "above": any(r > treated_rate for r in tested),
-        "equal to": treated_rate in tested,
-    }
+    below, above = (any(sign * r > sign * treated_rate for r in tested) for sign in (-1, 1))
+    sides = {"below": below, "above": above, "equal to": treated_rate in tested}
     if lacking := [side for side, there in sides.items() if not there]:
         why = (
             f"no learning rate of {study.baseline} {' and '.join(lacking)} that of {study.treatment} ({treated_rate:g}) has "

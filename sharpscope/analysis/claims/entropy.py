@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,9 +15,7 @@ from sharpscope.analysis.claims.base import ClaimData, declared, directional, me
 from sharpscope.analysis.measures import by_step, dose_of, probe_rows
 from sharpscope.analysis.study import Study
 from sharpscope.analysis.tokens import Columns, Reducer
-
-if TYPE_CHECKING:
-    from sharpscope.traces import Run
+from sharpscope.traces import Run
 
 STABLE = "cov-grpo"
 CORRELATION = 0.1
@@ -95,12 +93,14 @@ def _drifts(study: Study, treatment: str) -> pd.DataFrame:
 def measure(study: Study) -> ClaimData:
     """Drift of entropy under covariance-aware weights, and the correlation of predicted and measured change within a run."""
     frame, drifts = prediction_frame(study), _drifts(study, STABLE)
+    columns = ["predicted", "measured", "step"]
     found = [
-        (rows["seed"].iloc[0], r)
+        (rows["seed"].iloc[0], partial_correlation(*rows[columns].to_numpy(float).T))
         for _, rows in frame.groupby("run")
-        if (r := partial_correlation(*(rows[c].to_numpy() for c in ("predicted", "measured", "step")))) is not None
     ]
-    by_seed = pd.DataFrame(found, columns=["seed", "r"]).groupby("seed")["r"].mean().to_numpy(dtype=float)
+    by_seed = (
+        pd.DataFrame(found, columns=["seed", "r"]).astype({"r": float}).groupby("seed")["r"].mean().dropna().to_numpy()
+    )
     treated = _drifts(study, study.treatment)
     others = (
         mean_estimate("partial correlation of predicted and measured change", by_seed, "correlation"),

@@ -34,14 +34,12 @@ def forked(study: Study) -> dict[str, Run]:
 
 def outcomes(study: Study, outcome: str, comparison: str = COMPARISON) -> pd.DataFrame:
     """KEY, arm, reference, value, start of every valid row with this outcome."""
-    columns = [*KEY, "arm", "reference", "value", "start"]
-    parts = [pd.DataFrame(columns=columns)]
+    columns, parts = [*KEY, "arm", "reference", "value", "start"], []
     for name, run in forked(study).items():
         rows = run.forks
         chosen = rows[(rows["outcome"] == outcome) & (rows["comparison"] == comparison) & ~rows["valid"].eq(False)]
-        parts.append(chosen.assign(run=name)[columns])
-    frame = pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)
-    return frame[frame["value"].notna()]
+        parts += [chosen.assign(run=name)[columns]] if len(chosen) else []
+    return pd.concat(parts, ignore_index=True).dropna(subset="value") if parts else pd.DataFrame(columns=columns)
 
 
 def paired(study: Study, arm: str, rival: str, outcome: str) -> pd.DataFrame:
@@ -125,16 +123,14 @@ def unlikely(study: Study) -> ClaimData:
     """Change of held-out failure by an update with the unlikely tokens alone, in units of the reference's change."""
     name = f"{study.baseline}+tokens.kind=probability"
     arms = sorted(outcomes(study, "heldout_failure")["arm"].unique())
-    low = next((arm for arm in arms if arm == "low" or (arm.startswith(name) and "side=high" not in arm)), name)
+    likely = [arm for arm in arms if "side=high" in arm]
+    low = next((arm for arm in arms if arm == "low" or (arm.startswith(name) and arm not in likely)), name)
     high = next(
-        (arm for arm in arms if arm == "high" or (arm.startswith(name) and "side=high" in arm)),
-        f"{name}+tokens.side=high",
+        (arm for arm in arms if arm == "high" or (arm.startswith(name) and arm in likely)), f"{name}+tokens.side=high"
     )
     frame = paired(study, low, high, "heldout_failure")
     gained, more = frame["change"] / frame["gain"], (frame["change"] - frame["rival_change"]) / frame["gain"]
-    parts = {
-        name: clusters(frame.assign(share=values), "share") for name, values in (("the start", gained), (high, more))
-    }
+    parts = {n: clusters(frame.assign(share=values), "share") for n, values in (("the start", gained), (high, more))}
     if not len(parts["the start"]):
         arms_text = f"{study.baseline},low={name},high={name}+tokens.side=high"
         return ClaimData(missing=f"no counterfactual update with the unlikely tokens alone ({COMMAND} {arms_text})")

@@ -4,35 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from sharpscope.analysis.claims import accuracy, entropy, gap, gradients, sharpness, tokens
+from sharpscope.analysis.claims import accuracy, entropy, gradients, sharpness, tokens
 from sharpscope.analysis.claims.base import Claim, Verdict, decide
-from sharpscope.analysis.claims.checks import CHECKS, Check
+from sharpscope.analysis.claims.gradients import CHECKS, Check
 from sharpscope.analysis.measures import dose_of
 from sharpscope.analysis.study import Study
 from sharpscope.config import ClaimsSpec
 from sharpscope.errors import UserError, nearest
+from sharpscope.traces import Runs
 
-if TYPE_CHECKING:
-    from sharpscope.traces import Runs
-
-CLAIMS: dict[str, Claim] = {
-    claim.name: claim
-    for claim in (
-        tokens.C2,
-        tokens.C3,
-        sharpness.C4,
-        gap.C6,
-        accuracy.C7,
-        gradients.C8,
-        tokens.C9,
-        accuracy.C10,
-        entropy.C12,
-        gradients.C13,
-        accuracy.C14,
-    )
-}
+_CLAIMS = (
+    *(tokens.C2, tokens.C3, sharpness.C4, sharpness.C6, accuracy.C7, gradients.C8),
+    *(tokens.C9, accuracy.C10, entropy.C12, gradients.C13, accuracy.C14),
+)
+CLAIMS: dict[str, Claim] = {claim.name: claim for claim in _CLAIMS}
 _READ = [reducer for _, reducer in CHECKS.values()] + [r for claim in CLAIMS.values() for r in claim.reducers]
 REDUCERS = tuple(dict.fromkeys(_READ))
 """Everything that claims need of whole token tables, and that a reduced copy of a run keeps in their place."""
@@ -78,10 +64,7 @@ def judge(study: Study, names: Sequence[str] | None = None) -> tuple[list[Verdic
 
 
 def study_of(
-    runs: Runs,
-    baseline: str = "grpo",
-    treatment: str | None = None,
-    terms: ClaimsSpec | None = None,
+    runs: Runs, baseline: str = "grpo", treatment: str | None = None, terms: ClaimsSpec | None = None
 ) -> Study:
     """The runs laid out for comparing two methods.
 

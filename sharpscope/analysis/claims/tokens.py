@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,10 +15,7 @@ from sharpscope.analysis.claims.base import ClaimData, Evidence, Statistic, decl
 from sharpscope.analysis.statistics import ClusterSlope, cluster_moments, sign_flip_p, weighted_ranks
 from sharpscope.analysis.study import Study
 from sharpscope.analysis.tokens import INCLUSION, Columns, Reduced, Reducer, deciles, inverse_inclusion
-
-if TYPE_CHECKING:
-    from sharpscope.traces import Run
-
+from sharpscope.traces import Run
 
 # C2: the full score norm grows as 1 − π.
 
@@ -66,11 +63,11 @@ FULL = Reducer("C2", (*SHARED, "score_norm", "score_norm_std_error", "draw_proba
 LOCAL = Reducer("C2 local", (*SHARED, "score_norm_local", INCLUSION), _local, needs="score_norm_local")
 
 
-def _clustered(results: Sequence[Reduced], key: str, by: str) -> ClusterSlope:
-    """Slope over clusters: (seed, step), or with `by="seed"` seeds. Moments of one cluster are summed."""
+def _clustered(results: Sequence[Reduced], key: str, by_step: bool = True) -> ClusterSlope:
+    """Slope over clusters: (seed, step), or seeds. Moments of one cluster are summed."""
     sums: dict[Any, NDArray[np.float64]] = {}
     for result in results:
-        cluster = (result.seed, result.step) if by == "step" else result.seed
+        cluster = (result.seed, result.step if by_step else 0)
         sums[cluster] = sums.get(cluster, 0.0) + result.values[key]
     return ClusterSlope(np.array(list(sums.values())))
 
@@ -86,27 +83,21 @@ def score_norm(study: Study) -> ClaimData:
     others = []
     if local:
         note = "all tokens, credit through other positions left out; p of slope 0"
-        others = [_slope_estimate("slope with the local norm", _clustered(local, "moments", "step"), note)]
+        others = [_slope_estimate("slope with the local norm", _clustered(local, "moments"), note)]
     if not results:
         return ClaimData(missing="no token has an exact score_norm", others=tuple(others))
-    slope, ranks = _clustered(results, "moments", "step"), _clustered(results, "ranks", "step")
-    seeds = _clustered(results, "moments", "seed")
-    margin = study.terms.margin(C2.key, C2.margin)
+    slope, ranks = _clustered(results, "moments"), _clustered(results, "ranks")
+    seeds = _clustered(results, "moments", by_step=False)
+    margin, interval = study.terms.margin(C2.key, C2.margin), slope.interval()
     low, high = 1 - margin, 1 + margin
-    interval = slope.interval()
+    inside = max(slope.p(low, "greater"), slope.p(high, "less"))
+    outside = min(slope.p(low, "less"), slope.p(high, "greater"))
     positive = ranks.value > 0 and ranks.p(0.0) <= study.terms.level
     holds = interval is None or interval.low <= 1 <= interval.high
     return ClaimData(
         effect=Statistic("slope of ln ‖∇ log π‖ on ln(1 − π)", slope.value, "1", interval),
         n=slope.clusters,
-        evidence=(
-            Evidence(
-                max(slope.p(low, "greater"), slope.p(high, "less")),
-                low < slope.value < high,
-                min(slope.p(low, "less"), slope.p(high, "greater")),
-                (slope.clusters,),
-            ),
-        ),
+        evidence=(Evidence(inside, low < slope.value < high, outside, (slope.clusters,)),),
         conditions=(
             ("the partial rank correlation is positive", positive),
             ("the slope's interval holds 1, the slope that is claimed", holds),
@@ -140,11 +131,9 @@ def lorenz(values: NDArray[np.floating], weights: NDArray[np.floating], points: 
     """
     order = np.argsort(values, kind="stable")
     held, count = (values * weights)[order], weights[order]
+    members = np.concatenate([[0.0], np.cumsum(count) / count.sum()])
     if (weights == weights[0]).all():  # evenly spaced without rounding
-        members = np.linspace(0.0, 1.0, len(values) + 1)
-        held = values[order]
-    else:
-        members = np.concatenate([[0.0], np.cumsum(count) / count.sum()])
+        members, held = np.linspace(0.0, 1.0, len(values) + 1), values[order]
     return np.interp(np.linspace(0.0, 1.0, points), members, np.concatenate([[0.0], np.cumsum(held) / held.sum()]))
 
 
@@ -159,14 +148,9 @@ def _concentration(tokens: Columns, run: Run) -> dict[str, Any] | None:
     null = coef[used] * -np.expm1(tokens["logp"][used].astype(np.float64))
     if not (pull.sum() > 0 and null.sum() > 0):
         return None
-    weights = inverse_inclusion(tokens)[used]
-    return {"top": top_share(pull, weights), "top_null": top_share(null, weights)}
-
-
-def top_share(values: NDArray[np.floating], weights: NDArray[np.floating]) -> float:
-    """Share of the total of `values` (n,) ≥ 0 that the largest `TOP` of the members hold."""
-    curve = lorenz(values, weights)
-    return float(1 - np.interp(1 - TOP, np.linspace(0, 1, len(curve)), curve))
+    curves = (lorenz(values, inverse_inclusion(tokens)[used]) for values in (pull, null))
+    shares = [float(1 - np.interp(1 - TOP, np.linspace(0, 1, len(curve)), curve)) for curve in curves]
+    return dict(zip(("top", "top_null"), shares, strict=True))
 
 
 CURVES = Reducer("C3", ("logp", "loss_coef", "score_norm_local", INCLUSION), _concentration, needs="score_norm_local")
@@ -194,11 +178,10 @@ def dominance(study: Study) -> ClaimData:
     ]
     others = tuple(replace(share, p_value=None) for share in shares if share is not None)
     if room < margin:
-        missing = (
-            f"the null's top hundredth holds {1 - room:.1%}, which leaves no room for {margin_text(margin, 'points')} more: whatever "
-            "the norms are, the margin cannot be reached"
+        why = f"the null's top hundredth holds {1 - room:.1%}, which leaves no room for {margin_text(margin, 'points')} more"
+        return ClaimData(
+            missing=f"{why}: whatever the norms are, the margin cannot be reached", others=others, notes=notes
         )
-        return ClaimData(missing=missing, others=others, notes=notes)
     half = sign_flip_p(means["treatment"].to_numpy(), "greater", shift=HALF) <= study.terms.level
     return ClaimData(
         parts={"": means},
@@ -213,10 +196,6 @@ C3 = declared("C3", dominance, CURVES)
 # C9: low-probability tokens hurt held-out performance.
 
 
-def _mean_where(values: NDArray[np.float64], weights: NDArray[np.float64], chosen: NDArray[np.bool_]) -> float:
-    return float(np.average(values[chosen], weights=weights[chosen])) if chosen.any() else np.nan
-
-
 def _by_decile(tokens: Columns, run: Run) -> dict[str, Any] | None:
     influence = tokens["heldout_influence"].astype(np.float64)
     advantage = tokens["advantage"].astype(np.float64)
@@ -227,7 +206,8 @@ def _by_decile(tokens: Columns, run: Run) -> dict[str, Any] | None:
         return None
     positive, low = advantage[used] > 0, deciles(tokens["logp"][used]) == 1
     parts = {"low": low, "rest": ~low, "low_positive": low & positive, "low_negative": low & ~positive}
-    return {name: _mean_where(influence[used] / scale, weight, chosen) for name, chosen in parts.items()}
+    values = influence[used] / scale
+    return {n: float(np.average(values[at], weights=weight[at])) if at.any() else np.nan for n, at in parts.items()}
 
 
 INFLUENCE = Reducer("C9", ("logp", "advantage", "heldout_influence", INCLUSION), _by_decile, needs="heldout_influence")
@@ -239,7 +219,7 @@ def influence(study: Study) -> ClaimData:
     results = study.results(INFLUENCE.name, study.alike(study.baseline))
     if not results:
         return ClaimData(missing=f"no step of {study.baseline} has heldout_influence on enough tokens")
-    names = ("low", "rest", "low_positive", "low_negative")
+    names = ("low", "rest", "low_positive", "low_negative")  # reductions of 0.2 hold more
     frame = pd.DataFrame([{"seed": r.seed, "step": r.step, **{k: r.values[k] for k in names}} for r in results])
     means = frame.groupby(["seed", "step"], as_index=False).mean()
     worse = sign_flip_p((means["low"] - means["rest"]).to_numpy(), "less") <= study.terms.level

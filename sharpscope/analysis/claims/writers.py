@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from sharpscope.analysis.claims.base import Verdict
-from sharpscope.analysis.claims.checks import Check
+from sharpscope.analysis.claims.gradients import Check
 from sharpscope.analysis.claims.registry import judge, study_of
 from sharpscope.analysis.sections import Section
 from sharpscope.analysis.text import escape_markdown, number
-from sharpscope.traces import output_folder, write_atomic
-
-if TYPE_CHECKING:
-    from sharpscope.traces import Runs
+from sharpscope.traces import Runs, output_folder, write_atomic
 
 LIMITS = (
     "Small scale refutes nothing about large models: each verdict is about the runs named under it. Each test has a level of 5 % "

@@ -1,4 +1,3 @@
 """Figures: from small frames to matplotlib figures, all in one style."""
 
-from sharpscope.analysis.figures.plots import fork_effects, rotation_figure, weight_functions
-from sharpscope.analysis.figures.style import save, styled
+from sharpscope.analysis.figures.plots import fork_effects, rotation_figure, save, styled, weight_functions

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import get_font_names
 
 from sharpscope.analysis.curves import COLORS
-from sharpscope.analysis.figures.style import styled
+from sharpscope.analysis.figures.plots import styled
 from sharpscope.analysis.frames import STEPS, step_values
 from sharpscope.analysis.headline import Moved, accuracy_texts, concentration_text, largest_update, moved_tokens
 from sharpscope.analysis.sections import Marked

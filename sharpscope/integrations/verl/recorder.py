@@ -51,7 +51,7 @@ from sharpscope.recording.norms import (
 from sharpscope.recording.observers import critical_rows
 from sharpscope.recording.rows import update_columns
 from sharpscope.recording.step import UpdateResult, UpdateTokens
-from sharpscope.rules import Event
+from sharpscope.rules.judging import Event
 from sharpscope.traces import RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
 from sharpscope.traces.files import now
 

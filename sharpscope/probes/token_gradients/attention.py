@@ -99,7 +99,6 @@ def _entry(kind: str) -> Any:
         softcap: float | None = None,
         **rest: Any,
     ) -> tuple[Tensor, None]:
-        """Attention in the interface of transformers."""
         unknown = [name for name in ("s_aux", "position_bias", "indices") if rest.get(name) is not None]
         if unknown:
             raise AttentionError(f"{type(module).__name__} has attention with `{unknown[0]}`")

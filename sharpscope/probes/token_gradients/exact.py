@@ -20,10 +20,8 @@ from sharpscope.probes.token_gradients.structure import Structure, hidden_states
 from sharpscope.probes.token_gradients.uses import Use, exact_squares
 
 SLOTS = 16  # tokens of a row that share one forward pass: more save forward passes, fewer waste less of the prefix
-POSITIONS = {
-    "cpu": 4096,
-    "cuda": 65536,
-}  # rows × slots × length of one forward pass: on a CPU cotangents should stay in cache
+POSITIONS = {"cpu": 4096, "cuda": 65536}
+"""Rows × slots × length of one forward pass: on a CPU cotangents should stay in cache."""
 
 
 def exact_norms(model: nn.Module, structure: Structure, rows: Rows, temperature: float) -> ScoreNorms:
@@ -53,19 +51,13 @@ def exact_norms(model: nn.Module, structure: Structure, rows: Rows, temperature:
 
 
 class _Tokens(NamedTuple):
-    """M chosen tokens.
+    """M chosen tokens."""
 
-    Attributes:
-        row, position: (M,) that predict each.
-        start, hidden: (M, d) cotangent and value of the hidden state there.
-        coupled: (M, L) ∂ log π/∂a at the row's words where embeddings are tied, or None.
-    """
-
-    row: Tensor
+    row: Tensor  # (M,) row and position that predict each
     position: Tensor
-    start: Tensor
+    start: Tensor  # (M, d) cotangent and value of the hidden state there
     hidden: Tensor
-    coupled: Tensor | None
+    coupled: Tensor | None  # (M, L) ∂ log π/∂a at the row's words where embeddings are tied
 
 
 def _batches(rows: list[int], positions: list[int], most: int) -> Iterator[Tensor]:
@@ -108,7 +100,6 @@ def _squares(
         found: dict[str, Tensor] = {}
 
         def measure(use: Use, g: Tensor) -> None:
-            """Add the squared norms that follow from a use and its cotangent."""
             for name, squares in exact_squares(use, g):
                 found[name] = found[name] + squares if name in found else squares
             if structure.tied is not None and use.weight == structure.tied and words is not None:

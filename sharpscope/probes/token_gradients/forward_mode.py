@@ -46,7 +46,6 @@ def dual_parameters(model: nn.Module, direction: Mapping[str, Tensor]) -> Iterat
     replaced: dict[nn.Module, list[tuple[nn.Module, str, Any]]] = {}
 
     def enter(module: nn.Module, *_: Any) -> None:
-        """Give the gathered weights their tangents."""
         gathered: dict[str, Any] = {}
         for (holder, key), name in owned[module].items():
             weight: Any = holder._parameters[key]
@@ -157,11 +156,7 @@ def pushed_hidden(
 ) -> tuple[Tensor, Tensor]:
     """Hidden states (B, L, d) of a chunk of rows and their derivative along tensors like the trainable parameters.
 
-    Args:
-        kept: `Keeping.values` of a pass over the chunk.
-
-    Raises:
-        UserError: an operation of the model has no forward-mode derivative.
+    `kept`: `Keeping.values` of a pass over the chunk.
     """
     # Autograd is on only to show where the model switches it off.
     with (
@@ -186,15 +181,9 @@ def logp_derivative(
     temperature: float,
     kept: Sequence[Sequence[Tensor]] = (),
 ) -> Tensor:
-    """Derivatives (N, S) of log π of the chosen tokens along tensors like the trainable parameters.
+    """Derivatives (N, S) of log π of the chosen tokens along tensors like the trainable parameters, in the model's order.
 
-    Args:
-        model: its structure is `structure`.
-        structure: see above.
-        rows: tokens.
-        direction: in the model's order.
-        temperature: softmax temperature.
-        kept: `Keeping.values` of a pass over each chunk of the rows.
+    `kept`: `Keeping.values` of a pass over each chunk of the rows.
     """
     values = torch.zeros(rows.shape, dtype=structure.dtype, device=rows.ids.device)
     by_name = dict(zip(structure.named, direction, strict=True))
@@ -223,7 +212,7 @@ def head_rates(
         head: the output layer.
         direction: derivatives of its weight and bias; None: constant.
         targets: tokens.
-        temperature: softmax temperature.
+        temperature: of the softmax.
     """
     out = torch.empty(len(hidden), dtype=torch.promote_types(head.weight.dtype, torch.float32), device=hidden.device)
     weight, bias = direction

@@ -16,32 +16,20 @@ LOGIT_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
 
 @dataclass(frozen=True)
 class HeadChunk:
-    """A run of consecutive tokens at the output layer a = W h + b, z = cap·tanh(scale·a/cap), p = softmax(z/T).
+    """A run of consecutive tokens at the output layer a = W h + b, z = cap·tanh(scale·a/cap), p = softmax(z/T)."""
 
-    Attributes:
-        rows: which of the M tokens.
-        pull: (C, V) ∂ ln p_y/∂a.
-        to_hidden: (C, d) ∂ ln p_y/∂h, in the weight's type.
-    """
-
-    rows: slice
-    pull: Tensor
-    to_hidden: Tensor
+    rows: slice  # which of the M tokens
+    pull: Tensor  # (C, V) ∂ ln p_y/∂a
+    to_hidden: Tensor  # (C, d) ∂ ln p_y/∂h, in the weight's type
 
 
 @dataclass(frozen=True)
 class HeadGradients:
-    """∇ log π at the output layer, for M tokens.
+    """∇ log π at the output layer, for M tokens."""
 
-    Attributes:
-        to_hidden: (M, d) ∂ log π/∂h.
-        pull_squared: (M,) ‖∂ log π/∂a‖², the squared norm for the layer's bias.
-        weight_squared: (M,) ‖∂ log π/∂W‖² = pull_squared·‖h‖², W in its use as output layer only.
-    """
-
-    to_hidden: Tensor
-    pull_squared: Tensor
-    weight_squared: Tensor
+    to_hidden: Tensor  # (M, d) ∂ log π/∂h
+    pull_squared: Tensor  # (M,) ‖∂ log π/∂a‖², the squared norm for the layer's bias
+    weight_squared: Tensor  # (M,) ‖∂ log π/∂W‖² = pull_squared·‖h‖², W in its use as output layer only
 
 
 @torch.no_grad()
@@ -70,9 +58,8 @@ def head_gradients(
 ) -> tuple[HeadGradients, Tensor | None]:
     """∂ log π at the output layer for M tokens: hidden (M, d), targets (M,).
 
-    Args:
-        words: (M, L) token ids or None. Where given, ∂ log π/∂a at these words, (M, L), is returned too: with tied
-            embeddings it couples the output layer's gradient to the input embedding's.
+    With `words`, token ids (M, L), also ∂ log π/∂a at these, (M, L): with tied embeddings it couples the output layer's
+    gradient to the input embedding's.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     squared = hidden.new_empty(len(hidden), dtype=dtype)

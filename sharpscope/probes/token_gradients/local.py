@@ -27,21 +27,13 @@ SEGMENT = 128
 
 @dataclass(frozen=True)
 class LocalPass:
-    """A chunk of rows between the forward and the backward pass of `local`.
+    """A chunk of rows between the forward and the backward pass of `local`."""
 
-    Attributes:
-        hidden: (M, d) hidden states that predict its M chosen tokens.
-        where: (M, 2) row and position that predict them.
-        output: the output layer's part.
-        coupled: (M,) ∂ log π/∂a at the word read at the predicting position; None unless embeddings are tied.
-        sums: accumulator that holds the output layer's part.
-    """
-
-    hidden: Tensor
-    where: Tensor
+    hidden: Tensor  # (M, d) hidden states that predict its M chosen tokens
+    where: Tensor  # (M, 2) row and position that predict them
     output: HeadGradients
-    coupled: Tensor | None
-    sums: Sums
+    coupled: Tensor | None  # (M,) ∂ log π/∂a at the word read at the predicting position, if embeddings are tied
+    sums: Sums  # holds the output layer's part
 
     def squares(self, structure: Structure, use: Use, g: Tensor) -> None:
         """Add the squared norms that follow from a use and its cotangent."""

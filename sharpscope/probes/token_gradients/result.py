@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -54,27 +54,18 @@ class Sums:
                 target.index_add_(0, index, squares)
 
 
-@dataclass
 class Collector:
     """Collects the sums of chunks in the caller's shape."""
 
-    rows: Rows
-    dtype: torch.dtype
-    squared: Tensor = field(init=False)
-    groups: dict[str, Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.squared = self.blank()
-
-    def blank(self) -> Tensor:
-        """(N, S) zeros."""
-        return torch.zeros(self.rows.shape, dtype=self.dtype, device=self.rows.ids.device)
+    def __init__(self, rows: Rows, dtype: torch.dtype) -> None:
+        self.dtype, self.groups = dtype, dict[str, Tensor]()
+        self.squared = torch.zeros(rows.shape, dtype=dtype, device=rows.ids.device)
 
     def write(self, rows: Rows, sums: Sums) -> None:
         """Write the sums of a chunk to the positions of its tokens."""
         rows.write(self.squared, sums.total)
         for name, squares in sums.groups.items():
-            rows.write(self.groups.setdefault(name, self.blank()), squares)
+            rows.write(self.groups.setdefault(name, torch.zeros_like(self.squared)), squares)
 
     def result(self, method: NormMethod) -> ScoreNorms:
         """The result; squared norms of groups are clamped at 0, which only removes rounding."""

@@ -20,25 +20,15 @@ CHUNK_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 @dataclass(frozen=True)
 class Rows:
-    """Left-aligned rows of tokens; position j reads token j and predicts token j + 1.
+    """Left-aligned rows of tokens; position j reads token j and predicts token j + 1."""
 
-    Attributes:
-        ids: (R, L) tokens.
-        lengths: (R,) tokens without padding.
-        chosen: (R, L) bool, the tokens of interest; never the first of a row.
-        place: (R, L) column of each token in the caller's arrays.
-        source: (R,) row in the caller's arrays.
-        shape: shape (N, S) of the caller's arrays.
-        before: (P,) a common prefix of the rows that `ids` does not contain, or None.
-    """
-
-    ids: Tensor
-    lengths: Tensor
-    chosen: Tensor
-    place: Tensor
-    source: Tensor
-    shape: tuple[int, int]
-    before: Tensor | None = None
+    ids: Tensor  # (R, L) tokens
+    lengths: Tensor  # (R,) tokens without padding
+    chosen: Tensor  # (R, L) bool, the tokens of interest; never the first of a row
+    place: Tensor  # (R, L) column of each token in the caller's arrays
+    source: Tensor  # (R,) row in the caller's arrays
+    shape: tuple[int, int]  # (N, S) of the caller's arrays
+    before: Tensor | None = None  # (P,) a common prefix of the rows that `ids` does not contain
 
     @property
     def predicts(self) -> Tensor:
@@ -79,12 +69,10 @@ class Rows:
         target[self.source[row], self.place[row, column]] = values.to(target)
 
     def chunks(self, tokens: int | None = None, *, share: bool = False) -> Iterator[Rows]:
-        """Chunks of the rows that have a chosen token, with rows of similar length together.
+        """Chunks of the rows that have a chosen token, with rows of similar length together and at most `tokens` positions.
 
-        Args:
-            tokens: positions of a chunk; None for a default of the device.
-            share: group rows with equal tokens up to the position that predicts the first chosen one, such as completions of
-                a prompt; their common prefix is in `before`.
+        With `share`, rows with equal tokens up to the position that predicts the first chosen one, such as completions of a
+        prompt, are a group; their common prefix is in `before`.
         """
         if tokens is None:
             tokens = CHUNK_TOKENS.get(self.ids.device.type, CHUNK_TOKENS["cuda"])
@@ -111,14 +99,7 @@ class Rows:
 def make_rows(
     model: nn.Module, input_ids: Tensor, mask: Tensor, attention_mask: Tensor | None, temperature: float
 ) -> Rows:
-    """Check the arguments of a call and left-align its rows.
-
-    Args:
-        model: model to probe.
-        input_ids: (N, S) tokens.
-        mask: (N, S), 1 on the tokens of interest.
-        attention_mask: (N, S), 0 on padding anywhere in a row; None for no padding.
-        temperature: softmax temperature T > 0.
+    """Check the arguments of a call, which are those of `score_norms`, and left-align its rows.
 
     Raises:
         UserError: shapes differ, a value is out of range, a token of the mask is padding or the first of its row, the model has
@@ -163,14 +144,8 @@ def make_rows(
     ids = torch.where(keep, ids, ids[:, :1])  # a token of the row itself: libraries warn about padding tokens
     home = next(model.parameters()).device
     source = torch.arange(len(ids), device=home)
-    return Rows(
-        ids.to(home),
-        lengths.to(home),
-        chosen.to(home),
-        order.to(home),
-        source,
-        (input_ids.shape[0], input_ids.shape[1]),
-    )
+    shape = (input_ids.shape[0], input_ids.shape[1])
+    return Rows(ids.to(home), lengths.to(home), chosen.to(home), order.to(home), source, shape)
 
 
 def _check_length(model: nn.Module, width: int) -> None:

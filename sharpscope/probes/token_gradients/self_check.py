@@ -44,7 +44,6 @@ def check_norms(
         return None
 
     def run(sample: _Sample) -> float:
-        """Largest relative error of the norms of two tokens."""
         measured = NORMS[method](model, structure, sample.rows, temperature).values[sample.mask].tolist()
         gradients = [sample.gradient(i, local=method == "local") for i in (0, 1)]
         norms = [math.sqrt(inner(gradient, gradient)) for gradient in gradients]
@@ -59,7 +58,6 @@ def check_derivative(
     """The error of directional derivatives along one token's gradient, of two tokens, relative to the norms' product."""
 
     def run(sample: _Sample) -> float:
-        """Largest relative error of the derivatives of two tokens along the first one's gradient."""
         along, other = sample.gradient(0), sample.gradient(1)
         derivatives = logp_derivative(model, structure, sample.rows, along, temperature)[sample.mask].tolist()
         expected = [inner(along, along), inner(along, other)]
@@ -128,22 +126,15 @@ def _judge(model: nn.Module, probe: str, error: float, what: str) -> None:
 
 @dataclass(frozen=True)
 class _Sample:
-    """A row whose last two words are compared, and plain autograd on them.
-
-    Attributes:
-        ids: (1, n) the row.
-        rows, mask: the same as rows of a call, with the last two words chosen.
-        parameters: the trainable ones.
-        floor: norms below it are rounding.
-    """
+    """A row whose last two words are compared, and plain autograd on them."""
 
     model: nn.Module
-    ids: Tensor
-    rows: Rows
+    ids: Tensor  # (1, n) the row
+    rows: Rows  # the same as rows of a call, with the last two words chosen
     mask: Tensor
     temperature: float
-    parameters: list[nn.Parameter]
-    floor: float
+    parameters: list[nn.Parameter]  # the trainable ones
+    floor: float  # norms below it are rounding
 
     def gradient(self, i: int, *, local: bool = False) -> list[Tensor]:
         """∇ log π of the compared word i by autograd; local: with other positions' keys and values constant, from the key-value cache."""

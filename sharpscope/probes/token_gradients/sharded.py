@@ -8,7 +8,7 @@ With mixed precision the passes are in the precision of the training.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from inspect import signature
@@ -41,15 +41,12 @@ class ShardedProbes:
     """Norms and shares of tokens of a sharded model; the first call of each compares one with the model's own gradient.
 
     The processes share the rows, or each has its own; all must call together. Gradients of the training stay as they are.
-
-    Attributes:
-        model: causal language model of transformers after `fully_shard`.
-        checked: relative errors that the self-checks of `local` and `along` found.
+    Errors are raised in every process.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.checked: dict[str, float] = {}
+        self.model = model  # after `fully_shard`
+        self.checked: dict[str, float] = {}  # relative errors that the self-checks of `local` and `along` found
         self._dtype = torch.float32  # of the logits
 
     def local(
@@ -57,16 +54,11 @@ class ShardedProbes:
     ) -> ScoreNorms:
         """Local norms of this process's tokens.
 
-        Args:
-            input_ids: (N, S) tokens.
-            mask: (N, S), 1 on the tokens of interest.
-            attention_mask: (N, S), 0 on padding.
-            temperature: softmax temperature T > 0 of log π.
-            check: whether the first call compares a norm with that of the model's own gradient.
+        Args are those of `score_norms`; `check`: whether the first call compares a norm with that of the model's own gradient.
 
         Raises:
-            UserError: in every process, a part of the model that the method does not support.
-            CheckError: in every process, a norm differs from that of the model's own gradient.
+            UserError: a part of the model that the method does not support.
+            CheckError: a norm differs from that of the model's own gradient.
         """
         model = self.model
         with self._unchanged():
@@ -94,13 +86,11 @@ class ShardedProbes:
     ) -> Tensor:
         """Derivatives (N, S) of log π of this process's tokens along a direction, 0 where the mask is 0.
 
-        Args:
-            input_ids, mask, attention_mask, temperature, check: as for `local`.
-            direction: tensors like the trainable parameters in the model's order, such as their `.grad`; None counts 0.
+        Args are those of `local`; `direction`: tensors like the trainable parameters in the model's order; None counts 0.
 
         Raises:
-            UserError: in every process, a part of the model without a forward-mode derivative.
-            CheckError: in every process, a derivative differs from that by the model's own gradient.
+            UserError: a part of the model without a forward-mode derivative.
+            CheckError: a derivative differs from that by the model's own gradient.
         """
         model = self.model
         with self._unchanged():
@@ -201,9 +191,31 @@ def _row(ids: Tensor) -> Rows:
     device = ids.device
     chosen = torch.tensor([[False, True]], device=device)
     place = torch.arange(2, device=device)[None]
-    return Rows(
-        ids, torch.tensor([2], device=device), chosen, place, torch.zeros(1, dtype=torch.long, device=device), (1, 2)
-    )
+    length, source = torch.tensor([[2], [0]], device=device)
+    return Rows(ids, length, chosen, place, source, (1, 2))
+
+
+def _pass(model: nn.Module, ids: Tensor, take: Callable[[Tensor, Tensor], None]) -> tuple[Tensor, bool]:
+    """The last logits of a pass over (B, L), and whether its attention can be replaced.
+
+    `take` is called with the hidden states and the output layer's input while that layer's weights are whole.
+    """
+    causal: Any = bare(model)
+    seen: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        seen.append(output.last_hidden_state)
+
+    def at_head(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        take(seen[-1], args[0])
+
+    given: dict[str, Any] = {"position_ids": torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)}
+    if "logits_to_keep" in signature(causal.forward).parameters:
+        given["logits_to_keep"] = 1
+    with ExitStack() as stack, attn.counting() as calls:
+        stack.callback(backbone(model).register_forward_hook(keep).remove)
+        stack.callback(causal.get_output_embeddings().register_forward_pre_hook(at_head).remove)  # after FSDP2's hooks
+        return model(input_ids=ids, use_cache=False, **given).logits, bool(calls)
 
 
 def _local_sums(model: nn.Module, rows: Rows, temperature: float) -> Sums:
@@ -216,34 +228,21 @@ def _local_sums(model: nn.Module, rows: Rows, temperature: float) -> Sums:
     seen: dict[str, Any] = {}
     outside = (structure.tied, structure.head_weight, structure.head_bias)
 
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        """Keep the hidden states."""
-        seen["hidden"] = output.last_hidden_state
+    @torch.no_grad()
+    def take(hidden: Tensor, last: Tensor) -> None:
+        structure.head = output_head(model)
+        local = start_of(structure, rows, ids, predicts, hidden.detach()[predicts], temperature)
+        seen.update(hidden=hidden, local=local, logits=structure.head.logits(last[:1, -1].detach()))
 
-    def take(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Compute the output layer's part while its weights are whole."""
-        with torch.no_grad():
-            structure.head = output_head(model)
-            seen["local"] = start_of(structure, rows, ids, predicts, seen["hidden"].detach()[predicts], temperature)
-            seen["logits"] = structure.head.logits(args[0][:1, -1].detach())
-
-    given: dict[str, Any] = {"position_ids": torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)}
-    if "logits_to_keep" in signature(causal.forward).parameters:
-        given["logits_to_keep"] = 1  # logits are used in the check alone
-    with ExitStack() as stack:
-        stack.callback(backbone(model).register_forward_hook(keep).remove)
-        calls = stack.enter_context(attn.counting())
-        recorder = stack.enter_context(recording(model, structure, (ids.shape[0], ids.shape[1]), attn.CUT))
-        stack.callback(layer.register_forward_pre_hook(take).remove)  # after the hook that follows this layer
-        logits = model(input_ids=ids, use_cache=False, **given).logits
-
+    with recording(model, structure, (ids.shape[0], ids.shape[1]), attn.CUT) as recorder:
+        logits, replaced = _pass(model, ids, take)
     hidden, local = seen["hidden"], seen["local"]
     start = torch.zeros_like(hidden)
     start[predicts] = local.output.to_hidden.to(start.dtype)
     # Also from the logits, where FSDP2 begins a backward pass; their cotangents are 0.
     recorder.pull([hidden, logits], [start, torch.zeros_like(logits)], lambda use, g: local.squares(structure, use, g))
     unhandled = {name for name in structure.named if recorder.used.get(name, int(name in outside)) != 1}
-    distributed.together(lambda: _require(causal, structure, unhandled, bool(calls)))
+    distributed.together(lambda: _require(causal, structure, unhandled, replaced))
     distributed.together(lambda: _require_linear(causal, seen["logits"].float(), logits[:1, -1].detach().float()))
     return local.sums
 
@@ -271,39 +270,28 @@ def _require_linear(causal: nn.Module, expected: Tensor, logits: Tensor) -> None
 def _rates(model: nn.Module, rows: Rows, direction: Mapping[str, Tensor], temperature: float) -> Tensor:
     """Derivatives (M,) of log π of a chunk's tokens, by a pass in forward mode through the sharded model."""
     causal: Any = bare(model)
-    layer, seen = causal.get_output_embeddings(), dict[str, Any]()
+    layer, rates = causal.get_output_embeddings(), list[Tensor]()
 
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        """Keep the hidden states and their tangent."""
-        seen["hidden"] = forward_ad.unpack_dual(output.last_hidden_state)
-
-    def take(module: nn.Module, args: Any) -> None:
-        """Compute the output layer's part while its weights are whole."""
-        value, moved = seen["hidden"]
+    def take(hidden: Tensor, _: Tensor) -> None:
+        value, moved = forward_ad.unpack_dual(hidden)
         pairs = [None if p is None else forward_ad.unpack_dual(p) for p in (layer.weight, layer.bias)]
         tangents = [None if pair is None else pair.tangent for pair in pairs]
         whole = replace(output_head(model), weight=pairs[0].primal, bias=pairs[1] and pairs[1].primal)  # type: ignore[union-attr]
         moved = torch.zeros_like(value) if moved is None else moved
         states = value[rows.predicts], moved[rows.predicts]
-        seen["rates"] = head_rates(*states, whole, (tangents[0], tangents[1]), rows.targets, temperature)
+        rates.append(head_rates(*states, whole, (tangents[0], tangents[1]), rows.targets, temperature))
 
-    positions = torch.arange(rows.ids.shape[1], device=rows.ids.device).repeat(len(rows.ids), 1)
-    given = {"logits_to_keep": 1} if "logits_to_keep" in signature(causal.forward).parameters else {}
     with (
         explained(model),
         forward_ad.dual_level(),
         torch.enable_grad(),
         dual_parameters(model, direction),
-        attn.counting() as calls,
         attention_implementation(model, attn.FORWARD),
-        ExitStack() as stack,
+        Pushing(()),
     ):
-        stack.callback(backbone(model).register_forward_hook(keep).remove)
-        stack.callback(layer.register_forward_pre_hook(take).remove)
-        with Pushing(()):
-            model(input_ids=rows.ids, position_ids=positions, use_cache=False, **given)
-    if not calls:
+        _, replaced = _pass(model, rows.ids, take)
+    if not replaced:
         raise UserError(
             f"model, {type(causal).__name__}: its attention does not go through transformers' AttentionInterface"
         )
-    return seen["rates"]
+    return rates[-1]

@@ -25,34 +25,20 @@ from sharpscope.probes.token_gradients.uses import UseRecorder
 
 @dataclass
 class Structure:
-    """Properties of a model.
+    """Properties of a model."""
 
-    Attributes:
-        named: trainable parameters by name, in the model's order.
-        head: the output layer.
-        tied: name of the trainable parameter shared by input embedding and output layer, or None.
-        head_weight, head_bias: names of the output layer's trainable parameters; None if tied, frozen or absent.
-        modules: module -> attribute -> name of its trainable parameters, without those in `unhandled`.
-        groups: groups of each parameter.
-        unhandled: parameters of the backbone that are not used exactly once, by a linear map, an embedding or a norm.
-        not_local: why `local` is not possible, or None.
-        replaced: whether the attention of `attention` can replace the model's own.
-        shares: whether rows can continue from cached keys and values of a common prefix.
-        checked: largest relative error found by the self-check of each probe.
-    """
-
-    named: dict[str, nn.Parameter]
+    named: dict[str, nn.Parameter]  # the trainable ones, in the model's order
     head: Head
-    tied: str | None
-    head_weight: str | None
+    tied: str | None  # name of the trainable parameter shared by input embedding and output layer
+    head_weight: str | None  # names of the output layer's trainable parameters; None if tied, frozen or absent
     head_bias: str | None
-    modules: Mapping[nn.Module, Mapping[str, str]] = field(default_factory=dict)
-    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    unhandled: frozenset[str] = frozenset()
-    not_local: str | None = None
-    replaced: bool = True
-    shares: bool = False
-    checked: dict[str, float] = field(default_factory=dict)
+    modules: Mapping[nn.Module, Mapping[str, str]]  # -> attribute -> name of its parameters, without `unhandled`
+    groups: Mapping[str, tuple[str, ...]]  # of each parameter
+    unhandled: frozenset[str] = frozenset()  # not used exactly once, by a linear map, an embedding or a norm
+    not_local: str | None = None  # why `local` is not possible
+    replaced: bool = True  # whether the attention of `attention` can replace the model's own
+    shares: bool = False  # whether rows can continue from cached keys and values of a common prefix
+    checked: dict[str, float] = field(default_factory=dict)  # largest relative error that each self-check found
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,11 +51,7 @@ class Structure:
         return attn.FORWARD if self.replaced else "math"
 
     def require_uses(self, method: str) -> None:
-        """Raise if norms would be wrong because a parameter is not used as the hooks expect.
-
-        Raises:
-            UserError: names the module.
-        """
+        """Raise `UserError` if norms would be wrong because a parameter is not used as the hooks expect."""
         if self.unhandled:
             module = min(self.unhandled).rpartition(".")[0] or min(self.unhandled)
             raise UserError(
@@ -78,11 +60,7 @@ class Structure:
             )
 
     def require_local(self) -> None:
-        """Raise if local norms would be wrong.
-
-        Raises:
-            UserError: names the module, or the method to use.
-        """
+        """Raise `UserError` if local norms would be wrong."""
         self.require_uses("local")
         if self.not_local:
             raise UserError(f"method, local: {self.not_local}; use method='exact'")

@@ -21,24 +21,14 @@ from sharpscope.policy import bare
 
 @dataclass
 class Use:
-    """One use of a weight and/or bias in a forward pass over B rows of L positions.
-
-    Attributes:
-        kind: what the operation is.
-        weight, bias: names of the trainable parameters it uses, None where absent or frozen.
-        x: linear: its inputs (B, L, d_in); gain: x̂ (B, L, heads, d); embedding: the ids (B, L).
-        size: (B, L).
-        ignored: embedding: the word whose gradient is defined as 0, or None.
-        transposed: linear: the weight is (d_in, d_out).
-    """
+    """One use of a weight and/or bias in a forward pass over B rows of L positions."""
 
     kind: Literal["linear", "gain", "embedding"]
-    weight: str | None
+    weight: str | None  # names of the trainable parameters, None where absent or frozen
     bias: str | None
-    x: Tensor
-    size: tuple[int, int]
-    ignored: int | None = None
-    transposed: bool = False
+    x: Tensor  # linear: its inputs (B, L, d_in); gain: x̂ (B, L, heads, d); embedding: the ids (B, L)
+    size: tuple[int, int]  # (B, L)
+    ignored: int | None = None  # embedding: the word whose gradient is defined as 0
 
     def by_position(self, g: Tensor) -> Tensor:
         """(*shape) -> (B, L, heads, d), in at least float32."""
@@ -70,12 +60,7 @@ def _squares(x: Tensor) -> Tensor:
 
 
 def local_squares(use: Use, g: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """(name, squared norms (B, L)) where position t's cotangent is that of the token that t predicts alone.
-
-    Args:
-        use: the use.
-        g: cotangent of its output.
-    """
+    """(name, squared norms (B, L)) from the output's cotangent `g`, where that at position t is of the token that t predicts."""
     g = use.by_position(g)
     if use.kind == "gain":
         weight, bias = _squares((g * use.x).sum(-2)), _squares(g.sum(-2))
@@ -115,17 +100,11 @@ class UseRecorder:
     """Records uses of trainable parameters in a forward pass, whose cotangents `pull` hands to a function.
 
     A parameter is known by the module that holds it, so that weights which exist only while it runs (FSDP2) are known too.
-
-    Attributes:
-        used: how often each parameter was used, in the order of their first uses.
-
-    Args:
-        modules: module -> attribute -> name of its trainable parameters.
-        size: (B, L) of the rows.
     """
 
     def __init__(self, modules: Mapping[nn.Module, Mapping[str, str]], size: tuple[int, int]) -> None:
-        self.used: dict[str, int] = {}
+        self.used: dict[str, int] = {}  # how often each parameter was used, in the order of their first uses
+        # Module -> attribute -> name of its trainable parameters; (B, L) of the rows.
         self._modules, self._size = modules, size
         self._anchor: Tensor | None = None
         self._measure: Measure | None = None
@@ -169,8 +148,7 @@ class UseRecorder:
         x = args[0] if args else kwargs["input"]
         # A module with another output, such as a router's, is found to be unhandled.
         if isinstance(out, Tensor) and x.numel() == self._size[0] * self._size[1] * x.shape[-1]:
-            x = x.detach().reshape(*self._size, -1)
-            self._add("linear", module, x, out, transposed=isinstance(module, Conv1D))
+            self._add("linear", module, x.detach().reshape(*self._size, -1), out)
 
     def _embedding(self, module: nn.Module, args: tuple, kwargs: dict, out: Tensor) -> Tensor | None:
         if not torch.is_grad_enabled():
@@ -213,7 +191,6 @@ class UseRecorder:
             self.used[name] = self.used.get(name, 0) + 1
 
         def hook(g: Tensor) -> None:
-            """Hand the cotangent on during `pull`."""
             if self._measure is not None:
                 self._measure(use, g * factor)
 
