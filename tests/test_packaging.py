@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
@@ -55,11 +54,6 @@ def test_the_wheel_trains_in_an_empty_folder(installed: Path, tmp_path: Path):
     assert (tmp_path / "runs" / "grpo-sg-knights_knaves-s0" / "run.json").exists()
 
 
-# -- The packages keep to their layers: heavy libraries and private names stay where they belong
-
-PACKAGE = Path(__file__).resolve().parents[1] / "sharpscope"
-
-
 def test_imports_without_torch():
     """One process imports them in turn and names the first after which torch is there."""
     modules = ("config", "traces", "cli", "sweeps", "analysis.output", "analysis.reduction")
@@ -71,18 +65,3 @@ def test_imports_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_no_package_imports_private_names_of_another():
-    found = []
-    for path in PACKAGE.rglob("*.py"):
-        own = ".".join(("sharpscope", *path.relative_to(PACKAGE).with_suffix("").parts[:1]))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("sharpscope."):
-                continue
-            module = str(node.module)
-            names = [*module.split("."), *(alias.name for alias in node.names)]
-            private = [name for name in names if name.startswith("_") and not name.startswith("__")]
-            if private and module != own and not module.startswith(f"{own}."):
-                found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {module}: {', '.join(private)}")
-    assert found == []

@@ -1,22 +1,12 @@
-"""Variants of the task that a random policy scores on: the reward is the number of vowels in the completion."""
+"""Variants of the task that a random policy scores on: the reward is the number of vowels in the completion; and two weightings."""
 
 from __future__ import annotations
 
+import torch
+
+from sharpscope import weight_bounds
 from sharpscope.tasks import Example, Reward
 from tests.faults.setting import vowels
-
-__all__ = [
-    "always_nan",
-    "always_wrong",
-    "equally_rewarded",
-    "even_start",
-    "half_flat",
-    "only_train",
-    "sometimes_nan",
-    "two_parts",
-    "vowels",
-    "wrong_but_rewarded",
-]
 
 
 def sometimes_nan():
@@ -75,17 +65,6 @@ def equally_rewarded():
     return splits, lambda example, completion: Reward(1.0, {}, score(example, completion).total > 0)
 
 
-def two_parts():
-    """Vowels, and half a point for an even number of characters, a part that is left out where it is 0."""
-    splits, score = vowels()
-
-    def scored(example: Example, completion: str) -> Reward:
-        answer, even = score(example, completion).total, len(completion) % 2 == 0
-        return Reward(answer + 0.5 * even, {"answer": answer} | ({"format": 0.5} if even else {}), answer >= 2)
-
-    return splits, scored
-
-
 def even_start():
     """Correct is a completion whose first character has an even code, about half of them, also of one token."""
     splits, _ = vowels()
@@ -95,3 +74,16 @@ def even_start():
         return Reward(float(even), {"even": float(even)}, even)
 
     return splits, scored
+
+
+@weight_bounds(0.0, 2.0)
+def weight_nan(step):
+    """Weight 1, but NaN at the second step."""
+    middle = 0.25 < step.progress < 0.75
+    return torch.full_like(step.logp, float("nan") if middle else 1.0)
+
+
+@weight_bounds(0.5, 1.5)
+def by_probability(step):
+    """Weight one half more than the token's probability: as good as no two alike."""
+    return step.logp.exp() + 0.5

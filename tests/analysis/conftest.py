@@ -9,8 +9,8 @@ import pytest
 
 from sharpscope.analysis.claims import REDUCERS
 from sharpscope.analysis.study import studies
-from sharpscope.traces import load_run, load_runs
-from tests.traces.synthetic import Effects, Shape, write_run, write_study
+from sharpscope.traces import load_runs
+from tests.traces.synthetic import Effects, Shape, write_study
 
 SHAPE = Shape(steps=6, prompts=3, length=8, probe_every=3, eval_every=3)
 METHODS = {"grpo": Effects(), "grpo-sg": Effects(accuracy_gain=0.4, sharpness=14.0, low_probability_harm=2.0)}
@@ -26,17 +26,6 @@ def study(study_folder):
     (result,) = studies(load_runs(study_folder))
     result.read_tokens(REDUCERS)
     return result
-
-
-PAIR_SHAPE = Shape(steps=12, prompts=2, length=2, eval_every=6, eval_prompts=50)
-
-
-@pytest.fixture(scope="session")
-def two_runs(tmp_path_factory):
-    root = tmp_path_factory.mktemp("pair")
-    a = write_run(root / "a", shape=PAIR_SHAPE, tokens=False, probes=False)
-    b = write_run(root / "b", method="grpo-sg", seed=1, shape=PAIR_SHAPE, tokens=False, probes=False)
-    return load_run(a), load_run(b)
 
 
 @pytest.fixture(scope="session")

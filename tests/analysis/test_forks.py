@@ -39,9 +39,7 @@ def test_within_a_state_the_batches_are_the_sample():
     difference = change[:, 1] - change[:, 0]
     test = stats.ttest_1samp(difference, 0)
     interval = test.confidence_interval()
-    assert result["difference"] == pytest.approx(difference.mean()) and result["change"] == pytest.approx(
-        change[:, 1].mean()
-    )
+    assert (result["difference"], result["change"]) == pytest.approx((difference.mean(), change[:, 1].mean()))
     assert (result["low"], result["high"]) == pytest.approx((interval.low, interval.high))
     assert result["p"] == pytest.approx(test.pvalue) and result["sd"] == pytest.approx(difference.std(ddof=1))
     assert (result["batches"], result["states"], result["invalid"]) == (6, 1, 0)

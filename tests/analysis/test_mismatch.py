@@ -24,14 +24,8 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]
         for _ in range(4):
             sampler = -rng.exponential(1.5, 40)
             noise = rng.normal(0, np.where(sampler < math.log(0.1), 0.3, 0.01))
-            rows.append(
-                {
-                    "step": step,
-                    "token_id": [5] * 40,
-                    "logp": np.minimum(sampler + noise, 0.0).tolist(),
-                    "behavior_logp": sampler.tolist(),
-                }
-            )
+            logp = np.minimum(sampler + noise, 0.0).tolist()
+            rows.append({"step": step, "token_id": [5] * 40, "logp": logp, "behavior_logp": sampler.tolist()})
     file = folder / "t.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     import_files("jsonl", file, folder / "run", Labels())

@@ -29,7 +29,7 @@ def test_tokens_have_their_text(run, tmp_path):
     assert plain.tokens()["text"].isna().all()
 
 
-def _frame(chromium, run_or_runs, html):
+def _frame(chromium, html):
     page = chromium.new_context(viewport={"width": 1200, "height": 900}).new_page()
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
@@ -40,7 +40,7 @@ def _frame(chromium, run_or_runs, html):
 
 
 def test_the_frame_shows_a_steps_tokens_and_stays_itself(chromium, run):
-    page, frame, asked = _frame(chromium, run, run.show_tokens(step=STEPS))
+    page, frame, asked = _frame(chromium, run.show_tokens(step=STEPS))
     titles = frame.locator("#completions h4").all_text_contents()
     assert titles and all(title.startswith(f"step {STEPS} ·") for title in titles)
     frame.locator("[data-key=n]").click()
@@ -50,17 +50,15 @@ def test_the_frame_shows_a_steps_tokens_and_stays_itself(chromium, run):
 
 
 def test_links_and_curves_work_within_the_frame_and_hostile_text_is_inert(chromium, run):
-    page, frame, asked = _frame(chromium, run, load_runs(run.path).show())
+    page, frame, asked = _frame(chromium, load_runs(run.path).show())
     frame.locator('nav a:has-text("Tokens")').click()
     frame.locator("a.spot").first.click()
     frame.locator(".token:focus").wait_for()
     assert page.locator("h1").text_content() == "notebook"
     inner = next(one for one in page.frames if one != page.main_frame)
     assert inner.evaluate("window.hacked") is None and page.evaluate("window.hacked") is None
-    assert (
-        inner.evaluate("(() => { try { return window.parent.document.title; } catch { return 'apart'; } })()")
-        == "apart"
-    )
+    reached = "(() => { try { return window.parent.document.title; } catch { return 'apart'; } })()"
+    assert inner.evaluate(reached) == "apart"
     assert not [url for url in asked if not url.startswith(("about:", "data:"))]
     page.context.close()
 

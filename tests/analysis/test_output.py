@@ -36,9 +36,7 @@ def test_a_study_gives_a_page_figures_and_tables_beside_the_runs(study_folder: P
     assert {"reward", "held_out_accuracy_greedy", "differences"} <= set(result.figures)
     assert [text.removesuffix(".png") for text in heard if text.endswith(".png")] == list(result.figures)
     for name, paths in result.figures.items():
-        assert [path.name for path in paths] == [f"{name}.png", f"{name}.svg"] and paths[
-            0
-        ].parent == result.out / "figures"
+        assert paths == [result.out / "figures" / f"{name}.{ending}" for ending in ("png", "svg")]
     table = pd.read_csv(result.tables["comparison"])
     (row,) = table[table["quantity"] == "held-out accuracy, greedy"].to_dict("records")
     assert row["n"] == 6 and row["low"] < row["difference"] < row["high"]

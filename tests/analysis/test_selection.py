@@ -18,22 +18,12 @@ def test_tokens_are_left_out_if_neither_a_clip_nor_a_missing_advantage_explains_
     tokens = {"kind": "curvature"}
     folder = new_run(tmp_path / "run", config={"seed": 0, "steps": 2, "method": {"tokens": tokens}})
     with TraceWriter(folder) as writer:
-        for step, coefficients in ((1, [0.0, 0.0, 0.5, -0.5, 0.0, 0.25]), (2, [0.3, 0.0, 0.5, -0.5, 0.0, 0.25])):
-            table(
-                writer,
-                "tokens",
-                step,
-                6,
-                rollout=np.arange(6),
-                position=np.zeros(6, int),
-                update=np.zeros(6, int),
-                loss_coef=coefficients,
-                kl_coef=[0.0, 0.0, 0.0, 0.0, 0.0, 0.25],  # the last has the KL term only
-                advantage=[-1.0, 1.0, -1.0, 1.0, 0.0, 1.0],
-                clipped=[0, 1, 0, 0, 0, 0],
-                logp=np.log([0.1, 0.5, 0.9, 0.7, 0.5, 0.3]),
-                entropy=[2.0, 1.0, 0.1, 0.3, 1.0, 1.0],
-            )
+        columns = {"rollout": np.arange(6), "position": np.zeros(6, int), "update": np.zeros(6, int)}
+        columns |= {"kl_coef": [0.0, 0.0, 0.0, 0.0, 0.0, 0.25]}  # the last has the KL term only
+        columns |= {"advantage": [-1.0, 1.0, -1.0, 1.0, 0.0, 1.0], "clipped": [0, 1, 0, 0, 0, 0]}
+        columns |= {"logp": np.log([0.1, 0.5, 0.9, 0.7, 0.5, 0.3]), "entropy": [2.0, 1.0, 0.1, 0.3, 1.0, 1.0]}
+        for step, first in ((1, 0.0), (2, 0.3)):
+            table(writer, "tokens", step, 6, loss_coef=[first, 0.0, 0.5, -0.5, 0.0, 0.25], **columns)
     run = load_run(folder)
     found = left_out(run).set_index("step")
     assert found["out"].tolist() == pytest.approx([2 / 5, 1 / 5])
@@ -66,18 +56,10 @@ def test_the_critical_step_of_the_gradient_gap_by_its_definition(tmp_path, stand
     eta = max(w @ gap, 0.0) / (2 * 8 * max((scores**2).sum(1)))
     folder = new_run(tmp_path / "run")
     with TraceWriter(folder) as writer:
-        table(
-            writer,
-            "tokens",
-            1,
-            2 * count,
-            rollout=np.repeat(np.arange(count), 2),
-            position=np.tile([0, 1], count),
-            update=np.zeros(2 * count, int),
-            loss_coef=np.repeat(coefficient, 2),
-            advantage=np.repeat(advantage, 2),
-            score_norm_local=np.linalg.norm(tokens, axis=1),
-        )
+        columns = {"rollout": np.arange(count), "loss_coef": coefficient, "advantage": advantage}
+        columns = {name: np.repeat(values, 2) for name, values in columns.items()}
+        columns |= {"position": np.tile([0, 1], count), "update": np.zeros(2 * count, int)}
+        table(writer, "tokens", 1, 2 * count, score_norm_local=np.linalg.norm(tokens, axis=1), **columns)
         reward = correct.astype(float)
         table(writer, "rollouts", 1, count, rollout=np.arange(count), correct=correct, reward=reward)
         length = lr * np.linalg.norm(descent)

@@ -28,8 +28,6 @@ from sharpscope.traces.rules import robust_z
 from tests.analysis.html.runs import SPIKE, STEPS, write_report_run
 from tests.analysis.small import write_small
 
-PROBE = "(sharpscope probe --tokens RUN --model CHECKPOINT)"
-
 
 def test_a_planted_spike_is_found_by_the_rule():
     rng = np.random.default_rng(0)
@@ -55,9 +53,7 @@ def test_a_noisy_run_that_blows_up_is_a_finding_and_the_rule_is_called_insensiti
     """Norms scatter by a factor of two, the last is 4.5 times the typical one, and the reward falls: z is below 4."""
     norms = [0.15, 0.3, 0.6] * 8 + [0.3, 1.35]
     text = spike_text(_with_steps(tmp_path, norms, [1.0, 1.1, 0.9] * 8 + [1.0, 0.36]))
-    assert (
-        "No step reaches z = 4: the highest is z = 1.5 at step 26, gradient norm 1.35, 4.5 × the typical 0.3." in text
-    )
+    assert "highest is z = 1.5 at step 26, gradient norm 1.35, 4.5 × the typical 0.3." in text
     assert "only 61 × the typical norm would be a spike: the rule is insensitive here" in text
     assert (
         "Step 26 is a finding all the same: its gradient is 4.5 × the typical one, and the reward falls by 0.62" in text
@@ -134,12 +130,7 @@ def test_concentration_is_that_of_a_plain_loop():
     tokens = pd.DataFrame({"share": [0.5, -0.3] + [0.001] * 198, "inclusion_probability": np.float32(1)})
     tokens["probability"] = [0.1, 0.2] + [0.999] * 198
     total = 0.8 + 0.198
-    largest, sure, carried = concentration(tokens)
-    assert (
-        largest == pytest.approx(0.8 / total)
-        and sure == pytest.approx(0.99)
-        and carried == pytest.approx(0.198 / total)
-    )
+    assert concentration(tokens) == pytest.approx((0.8 / total, 0.99, 0.198 / total))
 
 
 @pytest.mark.parametrize(("share", "words"), [(0.25, "a random 25 % of each update's groups"), (1.0, "")])

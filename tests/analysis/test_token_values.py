@@ -67,20 +67,10 @@ def test_bins_hold_the_shares_that_were_planted(tmp_path: Path):
     peak = np.array([True, False, True, False, True])
     advantage = np.array([1.0, 1.0, -1.0, -1.0, 0.0])
     share = np.array([0.4, 0.3, 0.2, 0.1, 0.0])
-    columns = {
-        "step": 1,
-        "rollout": np.zeros(5, dtype=int),
-        "position": np.arange(5),
-        "token_id": np.arange(5),
-        "logp": np.log(np.where(peak, 0.6, 0.05)),
-        "collision": np.full(5, 0.4),
-        "advantage": advantage,
-        "polarity": np.where(peak, 0.2, -0.1),
-        "loss_coef": -advantage / 4,
-        "attribution": share,
-        "update": np.zeros(5, dtype=int),
-        "inclusion_probability": np.full(5, 0.25),
-    }
+    columns = {"step": 1, "rollout": 0, "update": 0, "position": np.arange(5), "token_id": np.arange(5)}
+    columns |= {"logp": np.log(np.where(peak, 0.6, 0.05)), "collision": 0.4, "polarity": np.where(peak, 0.2, -0.1)}
+    columns |= {"advantage": advantage, "loss_coef": -advantage / 4, "attribution": share}
+    columns |= {"inclusion_probability": 0.25}
     with TraceWriter(run) as writer:
         writer.append("tokens", columns)
     found = entropy_bins(load_run(run))

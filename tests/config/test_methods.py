@@ -23,7 +23,7 @@ from sharpscope.objective import Method, calibrate, method_names, named_method, 
 from tests.objective.data import make_case
 
 SG = SigmoidWeight(percentiles="gradient")
-OWN = "tests.toy_shaping:by_probability"
+OWN = "tests.toy_task:by_probability"
 
 
 @pytest.mark.parametrize("name", [*method_names(), *control_names()])

@@ -97,10 +97,9 @@ def _nested(rows: Rows, folder: Path) -> Path:
 def _prime(rows: Rows, folder: Path) -> Path:
     """prime-rl's file monitor: the trainer and the orchestrator write a row of a step each."""
     made = []
+    trainers = ("optim/", "entropy/", "mismatch_kl/", "is_masked", "loss/")
     for row in rows:
-        ours = {
-            k: v for k, v in row.items() if k.startswith(("optim/", "entropy/", "mismatch_kl/", "is_masked", "loss/"))
-        }
+        ours = {k: v for k, v in row.items() if k.startswith(trainers)}
         theirs = {k: v for k, v in row.items() if k not in ours and k != "step"}
         made += [{"step": row["step"], "time": 1.7e9, **ours}, {"step": row["step"], "time": 1.7e9, **theirs}]
     return _lines(made, folder / "metrics.jsonl")
@@ -123,11 +122,8 @@ def _wandb(rows: Rows, folder: Path) -> Path:
 
 def _history(rows: Rows, folder: Path) -> Path:
     """What wandb's scan_history gives, as JSON lines: its own step, time stamps, system metrics."""
-    made = [
-        {"_step": row["step"], "_runtime": 9.0, "_timestamp": 1.7e9, **{k: v for k, v in row.items() if k != "step"}}
-        for row in rows
-    ]
-    return _lines(made, folder / "history.jsonl")
+    own = {"_runtime": 9.0, "_timestamp": 1.7e9}
+    return _lines([{"_step": row.pop("step"), **own, **row} for row in map(dict, rows)], folder / "history.jsonl")
 
 
 def _tensorboard(rows: Rows, folder: Path) -> Path:
@@ -143,9 +139,7 @@ def _tensorboard(rows: Rows, folder: Path) -> Path:
 
 def _swift(rows: Rows, folder: Path) -> Path:
     """ms-swift's logging.jsonl: TRL's keys, the step as a text."""
-    made = [
-        {**{k: v for k, v in row.items() if k != "step"}, "global_step/max_steps": f"{row['step']}/960"} for row in rows
-    ]
+    made = [{"global_step/max_steps": f"{row.pop('step')}/960", **row} for row in map(dict, rows)]
     return _lines(made, folder / "logging.jsonl")
 
 
@@ -172,6 +166,8 @@ _TRL_OTHERS = {
     "clip_ratio/high_max": 0.0,
     "step_time": 9.1,
 }
+_CHART = {name: tuple(f"train/{key}" for key in written) for name, written in _TRL.items()}
+_OWN = {"reward": ("reward",), "grad_norm": ("opt/grad_norm",), "entropy": ("entropy",)}
 _UNSLOTH = {name: written for name, written in _TRL.items() if name not in ("entropy", "mismatch")}
 _WRITTEN: dict[str, tuple[dict[str, float], Callable[[Rows, Path], Path]]] = {
     "TRL": (_TRL_OTHERS, _state),
@@ -194,15 +190,8 @@ _WRITTEN: dict[str, tuple[dict[str, float], Callable[[Rows, Path], Path]]] = {
 TRAINERS: dict[str, Trainer] = {
     **{name: Trainer(name, keys(name), *written) for name, written in _WRITTEN.items()},
     "unsloth": Trainer("unsloth", _UNSLOTH, {**_TRL_OTHERS, "completion_length": 99.0}, _state),
-    "TRL, W&B chart": Trainer(
-        "TRL",
-        {n: tuple(f"train/{k}" for k in written) for n, written in _TRL.items()},
-        {"train/num_tokens": 9.0},
-        _wandb,
-    ),
+    "TRL, W&B chart": Trainer("TRL", _CHART, {"train/num_tokens": 9.0}, _wandb),
     "TRL, CSV": Trainer("TRL", _TRL, _TRL_OTHERS, _csv),
     "TRL, ms-swift": Trainer("TRL", _TRL, {"memory(GiB)": 52.2, "train_speed(iter/s)": 0.01}, _swift),
-    "own keys": Trainer(
-        "", {"reward": ("reward",), "grad_norm": ("opt/grad_norm",), "entropy": ("entropy",)}, {"speed": 3.0}, _csv
-    ),
+    "own keys": Trainer("", _OWN, {"speed": 3.0}, _csv),
 }

@@ -9,11 +9,10 @@ import numpy as np
 import pandas as pd
 
 
-def healthy(steps: int = 200, seed: int = 0, **options: float) -> pd.DataFrame:
+def healthy(steps: int = 200, seed: int = 0, rate: float = 40.0) -> pd.DataFrame:
     """A run that learns: reward rises and levels off, entropy falls to a fifth, the gradient norm is log-normal."""
     rng = np.random.default_rng(seed)
     t = np.arange(1, steps + 1)
-    rate = options.get("rate", 40.0)
     learned = 1 - np.exp(-t / rate)
     reward = 0.25 + 0.5 * learned + rng.normal(0, 0.05, steps)
     entropy = 0.2 + 0.8 * np.exp(-t / rate) + rng.normal(0, 0.02, steps)

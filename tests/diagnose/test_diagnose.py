@@ -48,11 +48,9 @@ def longer(frame: pd.DataFrame) -> None:
 
 
 DEAD = plant({"grad_norm": 0.0, "reward": 0.0, "entropy": lambda x: np.linspace(1, 3, len(x))})
+FALLEN = plant({"reward": lambda x: np.abs(np.random.default_rng(1).normal(0.05, 0.02, len(x)))})
 PLANTED = {
-    "reward_collapse": (
-        plant({"reward": lambda x: np.abs(np.random.default_rng(1).normal(0.05, 0.02, len(x)))}),
-        "critical",
-    ),
+    "reward_collapse": (FALLEN, "critical"),
     "gradient_spike": (plant({"grad_norm": lambda x: np.r_[20.0, x[1:]]}), "info"),
     "gradient_growth": (plant({"grad_norm": lambda x: 8 * x}), "warning"),
     "entropy_rise": (plant({"entropy": lambda x: x + np.linspace(0.02, 2.0, len(x))}), "warning"),
@@ -72,12 +70,11 @@ PLANTED = {
 @pytest.mark.parametrize("name", PLANTED)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_planted_symptom_is_found_within_ten_steps(name, seed, tmp_path):
-    plant, severity = PLANTED[name]
+    plant, expected = PLANTED[name]
     frame = healthy(200, seed)
     plant(frame)
-    found = symptoms(frame, tmp_path)
-    assert found[name][0] == severity
-    assert AT + 1 - 10 <= found[name][1] <= AT + 1 + 10
+    severity, step = symptoms(frame, tmp_path)[name]
+    assert severity == expected and abs(step - AT - 1) <= 10
 
 
 def test_a_run_that_moves_nothing(tmp_path):
@@ -93,10 +90,8 @@ def test_a_first_step_that_destroys_the_policy_is_named(tmp_path):
     frame = healthy(6)
     frame["reward"], frame["entropy"] = [0.2, 0, 0, 0, 0, 0], [1.72, 3.06, 3.62, 3.68, 3.68, 3.68]
     frame["grad_norm"] = [2.4, 0, 0, 0, 0, 0]
-    log = read_log(write(frame, tmp_path))
-    found = {finding.rule.name: finding.step for finding in find(log, changes(log))}
-    assert found["policy_destroyed"] == 1
-    assert found["zero_gradient"] == 2
+    found = symptoms(frame, tmp_path)
+    assert (found["policy_destroyed"][1], found["zero_gradient"][1]) == (1, 2)
 
 
 def test_a_reward_that_falls_to_exactly_zero_collapses_where_it_falls(tmp_path):
@@ -189,9 +184,7 @@ def test_dead_groups_are_estimated_from_a_mean_and_the_group_size(tmp_path):
 
 def test_an_interrupted_last_line_is_left_out(tmp_path):
     file = tmp_path / "log.jsonl"
-    file.write_text(
-        '{"step": 1, "reward": 0.5, "grad_norm": 1}\n{"step": 2, "reward": 0.6, "grad_norm": 1}\n{"step": 3, "rew'
-    )
+    file.write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.6}\n{"step": 3, "rew')
     assert list(read_log(file).frame.index) == [1, 2]
 
 

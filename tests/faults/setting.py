@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
 from sharpscope.tasks import Example, Reward
+from sharpscope.traces import TABLES, load_run, timing_columns
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
 
-_COMMON: dict[str, Any] = {
+SETTING: dict[str, Any] = {
+    "method": "grpo-sg",
+    "method.weight.preset": "calibrated",
+    "method.kl.coef": 0.01,
     "task.kind": "custom",
     "task.factory": f"{__name__}:vowels",
     "threads": 1,
@@ -34,25 +39,6 @@ _COMMON: dict[str, Any] = {
     "probes.prompts": 2,
     "probes.heldout_prompts": 2,
 }
-SETTINGS: dict[str, dict[str, Any]] = {
-    "calibrated weights, KL to a reference": _COMMON
-    | {"method": "grpo-sg", "method.weight.preset": "calibrated", "method.kl.coef": 0.01},
-    "a method with state, mini-batches, surface probes": _COMMON
-    | {
-        "method": "aggc",
-        "update.mini_batches": 2,
-        "probes.every": 3,
-        "probes.functionals": ["expected_failure"],
-        "probes.max_products": 8,
-        "probes.trace_probes": 2,
-        "probes.rho": 0.05,
-        "probes.curvature_prompts": 2,
-        "probes.kinds": ["sam"],
-        "probes.samples": 2,
-        "probes.top": 1,
-    },
-}
-"""Kinds of run that are interrupted; together they use everything that a checkpoint holds."""
 
 
 def vowels(count: int = 10) -> tuple[dict[str, list[Example]], Any]:
@@ -91,33 +77,24 @@ def tiny_policy(folder: Path, layers: int = 1, width: int = 16, feed_forward: in
     return folder
 
 
-def tiny_config(policy: Path, run_dir: Path, setting: Mapping[str, Any], **changes: Any) -> RunConfig:
-    """The configuration of a run in `run_dir`; `changes` are field paths with `__` for the dot."""
+def tiny_config(policy: Path, run_dir: Path) -> RunConfig:
+    """The configuration of a run in `run_dir`."""
     from sharpscope.config import build_config
 
-    values = {**setting, "policy.model": str(policy), "out": str(run_dir)}
-    return build_config(values=values | {path.replace("__", "."): value for path, value in changes.items()})
+    return build_config(values={**SETTING, "policy.model": str(policy), "out": str(run_dir)})
 
 
-def difference(one: Path, two: Path) -> str:
-    """Where the traces of two runs differ, timing columns excepted; empty where they are equal row by row."""
-    import pandas as pd
+def tables(run_dir: Path) -> dict[str, pd.DataFrame]:
+    """The tables of a run without their timing columns."""
+    run = load_run(run_dir)
+    frames = {name: run.tokens() if name == "tokens" else getattr(run, name) for name in TABLES}
+    return {name: f.drop(columns=timing_columns(name)) for name, f in frames.items() if f is not None}
 
-    from sharpscope.traces import TABLES, load_run, timing_columns
 
-    runs = [load_run(one), load_run(two)]
-    for run in runs:
-        if run.verify():
-            return f"{run.path.name}: damaged: {run.damaged}"
-    for name in TABLES:
-        tables = [run.tokens() if name == "tokens" else getattr(run, name) for run in runs]
-        if all(table is None for table in tables):
-            continue  # neither has it
-        if any(table is None for table in tables):
-            return f"{name}: only one run has it"
-        first, second = (table.drop(columns=timing_columns(name)) for table in tables)
-        try:
-            pd.testing.assert_frame_equal(first, second, check_exact=True)
-        except AssertionError as error:
-            return f"{name}: {' '.join(str(error).split())[:300]}"
-    return ""
+def assert_same(one: Path, two: Path) -> None:
+    """The traces of two runs are whole and equal row by row."""
+    assert not load_run(one).verify() and not load_run(two).verify()
+    first, second = tables(one), tables(two)
+    assert first.keys() == second.keys()
+    for name, frame in first.items():
+        pd.testing.assert_frame_equal(frame, second[name], check_exact=True, obj=name)

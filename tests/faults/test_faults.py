@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -15,26 +14,25 @@ import pytest
 
 from sharpscope.traces import load_run
 from sharpscope.training import train
-from tests.faults.setting import SETTINGS, difference, tiny_config
+from tests.faults.setting import assert_same, tiny_config
 
 CHILD = """
 import resource, sys
 from pathlib import Path
 import torch
 from sharpscope.training import train
-from tests.faults.setting import SETTINGS, tiny_config
+from tests.faults.setting import tiny_config
 torch.set_num_threads(1)
 if int(sys.argv[3]):
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
-outcome = train(tiny_config(Path(sys.argv[1]), Path(sys.argv[2]), SETTINGS[sys.argv[4]]))
+outcome = train(tiny_config(Path(sys.argv[1]), Path(sys.argv[2])))
 print(outcome.status, outcome.reason)
 """
-CALIBRATED = next(iter(SETTINGS))
 
 
-def child(policy: Path, run: Path, limit: int = 0, setting: str = CALIBRATED) -> subprocess.Popen:
+def child(policy: Path, run: Path, limit: int = 0) -> subprocess.Popen:
     root = Path(__file__).resolve().parents[2]
-    arguments = [sys.executable, "-c", CHILD, str(policy), str(run), str(limit), setting]
+    arguments = [sys.executable, "-c", CHILD, str(policy), str(run), str(limit)]
     return subprocess.Popen(arguments, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, stdout=subprocess.PIPE)
 
 
@@ -51,10 +49,9 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(uninterrupted, tmp_p
     process.wait()
     told = load_run(run)
     assert not told.verify() and told.steps["step"].tolist() == list(range(1, len(told.steps) + 1))
-    config = tiny_config(policy, run, SETTINGS[CALIBRATED])
     if told.status != "finished":
-        assert train(config, resume=True).status == "finished"
-    assert difference(whole, run) == ""
+        assert train(tiny_config(policy, run), resume=True).status == "finished"
+    assert_same(whole, run)
 
 
 def test_a_disk_that_refuses_a_write_ends_the_run_with_a_line_that_says_how_to_go_on(uninterrupted, tmp_path):
@@ -65,8 +62,8 @@ def test_a_disk_that_refuses_a_write_ends_the_run_with_a_line_that_says_how_to_g
     said = process.communicate(timeout=600)[0].decode()
     assert said.startswith("failed") and f"sharpscope run --resume {run}" in said, said
     assert not list((run / "checkpoints").iterdir()) and not load_run(run).verify()
-    assert train(tiny_config(policy, run, SETTINGS[CALIBRATED]), resume=True).status == "finished"
-    assert difference(whole, run) == ""
+    assert train(tiny_config(policy, run), resume=True).status == "finished"
+    assert_same(whole, run)
 
 
 def test_a_truncated_part_is_named_and_the_rest_is_read(uninterrupted, tmp_path):
@@ -78,16 +75,3 @@ def test_a_truncated_part_is_named_and_the_rest_is_read(uninterrupted, tmp_path)
     loaded = load_run(run)
     assert loaded.verify() and part.name in str(loaded.damaged)
     assert len(loaded.steps) == len(load_run(whole).steps)
-
-
-def test_a_run_with_a_method_with_state_and_probes_resumes(uninterrupted, tmp_path):
-    policy, _ = uninterrupted
-    setting = SETTINGS[list(SETTINGS)[1]]
-    whole, broken = (tiny_config(policy, tmp_path / name, setting) for name in ("whole", "broken"))
-    train(whole)
-    shutil.copytree(whole.run_dir, broken.run_dir)
-    shutil.rmtree(sorted((broken.run_dir / "checkpoints").iterdir())[-1])
-    info = json.loads((broken.run_dir / "run.json").read_text("utf-8"))
-    (broken.run_dir / "run.json").write_text(json.dumps(info | {"status": "interrupted"}), "utf-8")
-    assert train(broken, resume=True).status == "finished"
-    assert difference(whole.run_dir, broken.run_dir) == ""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pandas as pd
 import pytest
 
+from sharpscope.cli import main
 from sharpscope.config import build_config
 from sharpscope.errors import UserError
 from sharpscope.sweeps import run_name
 from sharpscope.traces import TraceWriter, load_run, update_run_info
-from tests.faults.conftest import call, contents
 
 MARK = "[bold red]M[/bold red] [link=file:///etc/passwd]L[/link]"
 FORMAT = "{0.__class__} %s %(a)n ${HOME} $(touch pwned) `touch pwned`"
@@ -56,6 +59,20 @@ def columns(frame: pd.DataFrame) -> dict[str, list]:
     }
 
 
+def call(arguments: list[str], folder: Path) -> tuple[str, str]:
+    """What a command that succeeds in `folder` writes, to stdout and to stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with chdir(folder), redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code in (None, 0), err.getvalue()
+    return out.getvalue(), err.getvalue()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder and what it holds; folders as empty."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+
+
 def harmless(text: str) -> None:
     odd = {c for c in text if not c.isprintable() and c != "\n"}
     assert not odd, odd
@@ -75,11 +92,10 @@ def test_a_terminal_shows_it_and_obeys_nothing(hostile_run, monkeypatch, argumen
     monkeypatch.setenv("COLUMNS", "4000")
     before = contents(hostile_run.parent)
     called = call(arguments, hostile_run.parent)
-    assert called.code == 0, called.err
-    harmless(called.out)
-    harmless(called.err)
+    for text in called:
+        harmless(text)
     for text in shown:
-        assert text in called.out
+        assert text in called[0]
     assert contents(hostile_run.parent) == before
 
 
@@ -97,8 +113,7 @@ class Elements(HTMLParser):
 def test_reports_hold_it_escaped_and_files_have_plain_names(hostile_run, tmp_path):
     shutil.copytree(hostile_run, tmp_path / "run")
     called = call(["analyze", "run", "--out", "report"], tmp_path)
-    assert called.code == 0, called.err
-    harmless(called.out)
+    harmless(called[0])
     assert {path.name for path in tmp_path.iterdir()} == {"run", "report"}
     written = [path for path in (tmp_path / "report").rglob("*") if path.is_file()]
     assert {"report.html", "runs.csv"} <= {path.name for path in written}
@@ -135,18 +150,3 @@ def test_labels_become_plain_folder_names():
     for hostile in (HOSTILE, "../../x", "a\0b", "x" * 500):
         assert re.fullmatch(r"[A-Za-z0-9._+=-]{1,127}", run_name("grpo", {"a.b": hostile}, 0))
         assert "/" not in run_name("grpo", {f"task.{hostile}": 1}, 0)
-
-
-def test_completions_are_scored_without_being_run(tmp_path, monkeypatch):
-    """Scorers see hostile answers; nothing is evaluated, nothing is written."""
-    from sharpscope.tasks import Example
-    from sharpscope.tasks.answers import score_exact, score_exact_match, score_numeric
-    from sharpscope.tasks.logic_rl import score_logic_rl
-
-    monkeypatch.chdir(tmp_path)
-    code = "__import__('pathlib').Path('pwned').touch()"
-    for text in (HOSTILE, code, f"<answer>{code}</answer>", "9" * 100_000, "1e999999", "(" * 10_000):
-        for score in (score_exact, score_exact_match, score_numeric):
-            assert score(text, ["4"]).correct is False
-        assert score_logic_rl(text, {"Ava": "knight"}).correct is False
-    assert list(tmp_path.iterdir()) == [] and Example("a", "b", {}).prompt == "a"

@@ -14,7 +14,7 @@ from sharpscope.analysis import analyze
 from sharpscope.cli import main
 from sharpscope.config import ForkSpec
 from sharpscope.errors import UserError
-from sharpscope.forks import experiment
+from sharpscope.forks import experiment, outcomes
 from sharpscope.forks.experiment import Measure
 from sharpscope.training.checkpoint import OPTIMIZER, checkpoint_dir
 from tests.forks.starts import SMALL, arm_method, rows_of, start_of
@@ -60,12 +60,21 @@ def test_equal_arms_differ_by_exactly_zero_and_their_order_does_not_matter(train
 def test_rows_of_far_updates_or_without_their_scale_are_not_valid(trained, monkeypatch):
     start = start_of(trained, 2, **{name: arm_method(name, trained) for name in ("grpo", "ar")})
     for share, expected in ((1e-6, True), (1.0, False)):
-        monkeypatch.setattr(experiment, "EFFECTIVE_SHARE", share)
+        monkeypatch.setattr(outcomes, "EFFECTIVE_SHARE", share)
         for row in rows_of(start):
             assert row["valid"] == (expected or not row["outcome"].endswith("_failure"))
     monkeypatch.setattr(experiment, "matching_scale", lambda divergence, *_: (divergence(0.5) and 0.5, False))
     rows = [row for row in rows_of(start) if row["comparison"] == "kl" and row["arm"] == "ar"]
     assert not any(row["valid"] for row in rows)
+
+
+def test_a_saturated_sharpness_is_not_valid_and_other_outcomes_are(trained, monkeypatch):
+    start = start_of(trained, 2, grpo=arm_method("grpo", trained))
+    spec = ForkSpec(**SMALL, outcomes=("entropy", "sharpness"))
+    for limit in (1.0, 0.0):
+        monkeypatch.setattr(outcomes, "MAX_SATURATION", limit)
+        valid = {row["outcome"]: row["valid"] for row in rows_of(start, spec) if row["value"] > 0}
+        assert valid["entropy"] and valid["sam_sharpness"] == (limit > 0)
 
 
 def test_matched_comparisons_match(trained):
@@ -98,20 +107,12 @@ def test_a_model_without_a_run_gets_a_folder_of_its_own(tiny_policy, tmp_path, m
     monkeypatch.setattr(experiment, "set_threads", lambda *_: 7)
     options = {"methods": ["grpo"], "prompts": 2, "batches": 1}
     small = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=6"]
-    run = sharpscope.fork(
-        model=str(tiny_policy), task="tests.toy_task:vowels", overrides=small, out=tmp_path / "forks", **options
-    )
-    assert (
-        run.status == "finished" and run.info["threads"] == 7 and len(run.steps) == 0 and set(run.forks["step"]) == {0}
-    )
+    options |= {"model": str(tiny_policy), "task": "tests.toy_task:vowels", "out": tmp_path / "forks"}
+    run = sharpscope.fork(overrides=small, **options)
+    assert run.status == "finished" and run.info["threads"] == 7
+    assert len(run.steps) == 0 and set(run.forks["step"]) == {0}
     with pytest.raises(UserError, match="seed 0"):
-        sharpscope.fork(
-            model=str(tiny_policy),
-            task="tests.toy_task:vowels",
-            overrides=[*small, "seed=1"],
-            out=tmp_path / "forks",
-            **options,
-        )
+        sharpscope.fork(overrides=[*small, "seed=1"], **options)
 
 
 def test_the_report_has_a_section_with_the_figure_the_tables_and_a_csv(trained, tmp_path, quick):
@@ -128,17 +129,9 @@ def test_the_report_has_a_section_with_the_figure_the_tables_and_a_csv(trained, 
 
 
 def test_the_command_writes_shows_and_continues(trained, tmp_path, capsys):
-    command = [
-        "fork",
-        str(trained.run_dir),
-        "--checkpoint",
-        "step-000002",
-        "--methods",
-        "grpo,ar",
-        "--set",
-        "fork.prompts=3",
-    ]
-    command += ["--set", "optimizer.lr=0.001", "--outcomes", "failure", "--out", str(tmp_path / "forks")]
+    command = ["fork", str(trained.run_dir), "--checkpoint", "step-000002", "--methods", "grpo,ar"]
+    command += ["--set", "fork.prompts=3", "--set", "optimizer.lr=0.001", "--outcomes", "failure"]
+    command += ["--out", str(tmp_path / "forks")]
     call([*command, "--batches", "2"])
     shown = capsys.readouterr()
     assert "scaled to the KL of the reference's step" in shown.out and "batch 2 of 2" in shown.err

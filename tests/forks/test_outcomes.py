@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from sharpscope.config import ForkSpec
+from sharpscope.config.methods import parse_method
 from sharpscope.forks.experiment import Measure
 from sharpscope.forks.outcomes import FixedRollouts, matching_scale
 from sharpscope.forks.start import Snapshot, Start
@@ -184,8 +185,38 @@ def test_sharpness_equals_that_of_the_loss_written_out(toy_config, moved):
         for parameter, value in zip(parameters, kept, strict=True):
             parameter.copy_(value)
     found = measure.sharpness(fixed, start.scorer.statistics(rows))
-    assert found.value == pytest.approx(rise.item(), rel=1e-5)
+    assert found["saturation"].value == pytest.approx(rise.item() / (1 - before.item()), rel=1e-5)
+    assert found["sam_sharpness"].value == pytest.approx(rise.item(), rel=1e-5)
     assert [torch.equal(p, value) for p, value in zip(parameters, kept, strict=True)] == [True] * len(kept)
+
+
+def test_greedy_accuracy_is_that_of_the_most_likely_tokens_at_each_scale(toy_config):
+    changes = {"task__factory": "tests.toy_task:even_start", "rollout__max_new_tokens": 2, "policy__dtype": "float64"}
+    config = toy_config(optimizer__lr=2e-2, **changes)
+    spec = ForkSpec(prompts=10, samples=2, batches=1, outcomes=("greedy",))
+    start = Start(config, {name: parse_method(name) for name in ("grpo", "lopti")}, None, warm_up=4)
+    measure = Measure(start, spec, None)
+    found = [row for row in measure.batch_rows("x", 0) if row["outcome"] == "accuracy_greedy"]
+
+    @torch.no_grad()
+    def accuracy() -> float:
+        right = 0
+        for example, prompt in zip(measure.asked(0), render_prompts(measure.asked(0), start.policy), strict=True):
+            drawn: list[int] = []
+            while len(drawn) < 2 and not set(drawn) & set(start.policy.eos_ids):
+                logits = start.policy.model(input_ids=torch.tensor([[*prompt, *drawn]])).logits[0, -1]
+                drawn.append(int(logits.argmax()))
+            right += start.task.score(example, start.policy.tokenizer.decode(drawn, skip_special_tokens=True)).correct
+        return right / spec.prompts
+
+    start.restore()
+    before, values = accuracy(), set()
+    for row in found:
+        start.update(row["arm"], 0)
+        start.snapshot.place(start.snapshot.displacement(), row["scale"])
+        assert (row["start"], row["value"]) == (before, pytest.approx(accuracy()))
+        values.add(row["value"])
+    assert len(found) == 4 and values != {before}
 
 
 def test_importance_weighting_of_drawn_completions_is_unbiased_within_its_standard_error(toy_config):

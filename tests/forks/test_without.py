@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import sharpscope
 from sharpscope.analysis.layers import layer_tokens
@@ -66,8 +67,6 @@ def test_the_state_before_a_step_is_that_of_the_run(spiked):
     row = sharpscope.load_run(spiked.run_dir).updates.query(f"step == {STEP}").iloc[0]
     assert updates[0].grad_norm == row["grad_norm"] and updates[0].update_norm == row["update_norm"]
     named = dict(own.scorer.model.named_parameters())
-    from safetensors.torch import load_file
-
     saved = load_file(checkpoint_dir(spiked.run_dir, STEP) / "model.safetensors")
     assert all(torch.equal(named[name], value) for name, value in saved.items() if name in named)
 
@@ -98,10 +97,8 @@ def test_the_planted_token_is_named_first_by_shares_layers_and_the_counterfactua
     assert tuple(by_layer.loc[0, ["rollout", "position"]]) == PLANTED
     assert all(by_layer[name].idxmax() == 0 for name in by_layer.columns[4:])
     forked, name = without_tokens(spiked.run_dir, STEP, 2, **SMALL)
-    assert (
-        forked.info["forks"][name]["tokens"][0]["rollout"],
-        forked.info["forks"][name]["tokens"][0]["position"],
-    ) == PLANTED
+    leading = forked.info["forks"][name]["tokens"][0]
+    assert (leading["rollout"], leading["position"]) == PLANTED
     rows = forked.forks[forked.forks["fork"] == name].set_index(["outcome", "arm"])
     kl, grad = rows["value"]["kl"], rows["value"]["grad_norm"]
     arms = list(dict.fromkeys(rows.index.get_level_values("arm")))
@@ -139,8 +136,6 @@ def trl_run(tmp_path_factory):
 
 def test_a_step_of_another_trainer_is_made_again_from_its_checkpoint(trl_run):
     """Coefficients, moments and clipping of the recorded run give the trainer's next weights."""
-    from safetensors.torch import load_file
-
     run, folder = trl_run
     step = 2
     done = int((run.updates["step"] < step).sum())
@@ -151,10 +146,8 @@ def test_a_step_of_another_trainer_is_made_again_from_its_checkpoint(trl_run):
     assert [one.clip_factor for one in made] == pytest.approx(list(recorded["clip_factor"]), rel=1e-3)
     saved = load_file(folder / f"checkpoint-{done + len(made)}" / "model.safetensors")
     for name, parameter in other.scorer.model.named_parameters():
-        if name in saved:
-            torch.testing.assert_close(
-                parameter.detach(), saved[name], rtol=0, atol=1e-4, msg=name
-            )  # the learning rate is 0.01
+        if name in saved:  # the learning rate is 0.01
+            torch.testing.assert_close(parameter.detach(), saved[name], rtol=0, atol=1e-4, msg=name)
 
 
 def test_the_command_takes_a_checkpoint_of_another_trainer(trl_run, capsys):
@@ -175,12 +168,9 @@ def test_the_command_takes_a_checkpoint_of_another_trainer(trl_run, capsys):
     ("gradient", "kl", "bounded"),
     [((10, 1, 10), (1, 0.1, 1), False), ((10, 1, 10), (1, 1.2, 1), True), ((10, 1, 1), (1, 0.1, 0.2), False)],
 )
-def test_the_verdict_is_what_is_gone_without_the_tokens_and_without_random_ones(gradient, kl, bounded):
+def test_the_verdict_is_how_much_smaller_a_step_is_without_the_tokens_and_without_random_ones(gradient, kl, bounded):
     arms = ["all", "without", "others"]
     said = verdict(pd.DataFrame([gradient, kl], index=["grad_norm", "kl"], columns=arms), arms, 12)
-    gone, random = (f"{100 - 100 * value:.0f} %".replace("-", "−") for value in kl[1:])
-    assert (
-        f"{gone} of the step's KL is gone without these 12 tokens" in said
-        and f", {random} without 12 random ones" in said
-    )
-    assert "90 % of the gradient's norm is gone" in said and ("optimizer's moments bound it" in said) == bounded
+    kl_change, random = (f"{abs(100 - 100 * v):.0f} % {'smaller' if v <= 1 else 'larger'}" for v in kl[1:])
+    assert f"the step's KL is {kl_change} (" in said and f", and {random} without 12 random ones" in said
+    assert "the gradient's norm is 90 % smaller" in said and ("optimizer's moments bound it" in said) == bounded

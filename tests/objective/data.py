@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from sharpscope.objective import Method, StepTensors, TokenWeight, estimate_advantages, gradient_mass, token_weights
-from tests.oracles.objective import Batch, Dual
+from tests.oracles.objective import Batch
 
 LIMIT = 9
 
@@ -26,6 +27,11 @@ class Case:
     @property
     def mask(self) -> Tensor:
         return self.step.mask.bool()
+
+    @cached_property
+    def leaf(self) -> Tensor:
+        """`now` in float64, for derivatives."""
+        return self.now.detach().double().requires_grad_()
 
 
 def make_case(
@@ -117,9 +123,8 @@ def plain_step(mask: Tensor, group: Tensor, advantage: Tensor, logp: Tensor, **g
 
 
 def as_batch(case: Case, *, beta: float = 0.0, choose=None) -> Batch:
-    """The same as lists of Python floats; the current log-probabilities become duals."""
+    """The same as lists of Python floats; the current log-probabilities become tensors."""
     step = case.step
-    now = [[Dual(v, {(i, t): 1.0}) for t, v in enumerate(row)] for i, row in enumerate(case.now.tolist())]
     return Batch(
         reward=case.reward.tolist(),
         group=step.group.tolist(),
@@ -130,7 +135,7 @@ def as_batch(case: Case, *, beta: float = 0.0, choose=None) -> Batch:
         logit=step.logit.tolist(),
         entropy=step.entropy.tolist(),
         polarity=step.polarity.tolist(),
-        now=now,
+        now=[list(row) for row in case.leaf],
         reference=case.reference.tolist(),
         parts={name: part.tolist() for name, part in case.parts.items()},
         collision=step.collision.tolist(),

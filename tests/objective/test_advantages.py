@@ -76,7 +76,7 @@ class Outcomes:
         )
 
     def batch(self) -> oracle.Batch:
-        return oracle.outcomes(
+        return oracle.Batch(
             self.reward.tolist(),
             GROUP.tolist(),
             self.mask.tolist(),

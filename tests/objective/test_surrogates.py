@@ -39,10 +39,10 @@ def test_loss_output_reports_ratio_flags_and_kl():
     out = policy_loss(method, plan, case.now, normalizer, reference_logp=case.reference)
     batch = as_batch(case)
     for i, t in batch.tokens():
-        ratio, a = oracle.ratio(batch, i, t).value, plan.advantage[i, t]
+        ratio, a = oracle.ratio(batch, i, t).item(), plan.advantage[i, t]
         assert float(out.ratio[i, t]) == pytest.approx(ratio, rel=1e-12)
         assert int(out.clipped[i, t]) == (1 if ratio > 1.2 and a > 0 else -1 if ratio < 0.8 and a < 0 else 0)
-        assert float(out.kl[i, t]) == pytest.approx(oracle.k3(batch, i, t).value, abs=1e-12)
+        assert float(out.kl[i, t]) == pytest.approx(oracle.k3(batch, i, t).item(), abs=1e-12)
     assert out.clipped.dtype == torch.int8
     assert {-1, 0, 1} == set(out.clipped.flatten().tolist())
     outside = ~case.mask

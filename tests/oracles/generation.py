@@ -9,31 +9,6 @@ from typing import Any
 import torch
 
 
-@torch.no_grad()
-def generate_one(
-    model: torch.nn.Module,
-    prompt: list[int],
-    uniforms: list[float],
-    *,
-    temperature: float,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    ends: tuple[int, ...] = (1,),
-) -> dict[str, list]:
-    """One completion of at most len(uniforms) tokens: ids, behavior_logp, sampler_logp, whether it was truncated."""
-    ids, behavior, sampler = [], [], []
-    for u in uniforms:
-        z = model(input_ids=torch.tensor([prompt + ids]), use_cache=False).logits[0, -1].double().tolist()
-        logp = log_softmax([value / (temperature or 1.0) for value in z])
-        token, truncated_logp = choose(logp, u, greedy=temperature == 0, top_p=top_p, top_k=top_k)
-        ids.append(token)
-        behavior.append(logp[token])
-        sampler.append(truncated_logp)
-        if token in ends:
-            return {"ids": ids, "behavior_logp": behavior, "sampler_logp": sampler, "truncated": False}
-    return {"ids": ids, "behavior_logp": behavior, "sampler_logp": sampler, "truncated": True}
-
-
 def log_softmax(z: list[float]) -> list[float]:
     """ln softmax(z) by its definition."""
     top = max(z)
@@ -93,12 +68,12 @@ def converse_one(
 ) -> dict[str, Any]:
     """One conversation of at most len(uniforms) tokens, replies included, by a full forward pass for every token.
 
-    `mask` is 1 where the model chose; log-probabilities are None on replies.
+    `mask` is 1 where the model chose; log-probabilities are 0 on replies.
     """
     ids: list[int] = []
     mask: list[int] = []
-    behavior: list[float | None] = []
-    sampler: list[float | None] = []
+    behavior: list[float] = []
+    sampler: list[float] = []
     text, turn, truncated = "", [], True
     while len(ids) < len(uniforms):
         z = model(input_ids=torch.tensor([prompt + ids]), use_cache=False).logits[0, -1].double().tolist()
@@ -119,7 +94,7 @@ def converse_one(
             break
         text += reply
         ids, mask = ids + heard, mask + [0] * len(heard)
-        behavior, sampler = behavior + [None] * len(heard), sampler + [None] * len(heard)
+        behavior, sampler = behavior + [0.0] * len(heard), sampler + [0.0] * len(heard)
     return {
         "ids": ids,
         "mask": mask,

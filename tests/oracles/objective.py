@@ -1,13 +1,10 @@
-"""Every method's loss from its published equation, token by token in Python floats, with exact derivatives by dual
-numbers.
-
-Nothing here knows the method grammar: each method is its own few lines. `Dual` carries a value and its derivatives with
-respect to the current log-probabilities (the keys are (row, position))."""
+"""Every method's loss from its published equation, token by token; what depends on the current log-probabilities is a tensor of
+one number, the rest are Python floats. Nothing here knows the method grammar: each method is its own few lines."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,91 +12,47 @@ import torch
 from torch import Tensor
 
 
-class Dual:
-    """A number with its derivatives; supports what the equations need."""
-
-    def __init__(self, value: float, slope: dict | None = None):
-        self.value, self.slope = value, slope or {}
-
-    def __add__(self, other):
-        other = as_dual(other)
-        keys = self.slope.keys() | other.slope.keys()
-        return Dual(self.value + other.value, {k: self.slope.get(k, 0.0) + other.slope.get(k, 0.0) for k in keys})
-
-    __radd__ = __add__
-
-    def __mul__(self, other):
-        other = as_dual(other)
-        keys = self.slope.keys() | other.slope.keys()
-        return Dual(
-            self.value * other.value,
-            {k: self.slope.get(k, 0.0) * other.value + other.slope.get(k, 0.0) * self.value for k in keys},
-        )
-
-    __rmul__ = __mul__
-
-    def __neg__(self):
-        return self * -1.0
-
-    def __sub__(self, other):
-        return self + -as_dual(other)
-
-    def __rsub__(self, other):
-        return as_dual(other) + -self
-
-    def power(self, p: float) -> Dual:
-        return self.chain(self.value**p, p * self.value ** (p - 1))
-
-    def chain(self, value: float, derivative: float) -> Dual:
-        return Dual(value, {k: d * derivative for k, d in self.slope.items()})
-
-    def exp(self) -> Dual:
-        return self.chain(math.exp(self.value), math.exp(self.value))
-
-    def abs(self) -> Dual:
-        return self if self.value > 0 else -self
+def number(x: float | Tensor) -> Tensor:
+    """In float64; a tensor keeps its graph."""
+    return torch.as_tensor(x, dtype=torch.float64)
 
 
-def as_dual(x) -> Dual:
-    return x if isinstance(x, Dual) else Dual(float(x))
+def minimum(a: Tensor, b: Tensor) -> Tensor:
+    return a if a.item() <= b.item() else b
 
 
-def minimum(a: Dual, b: Dual) -> Dual:
-    return a if a.value <= b.value else b
+def clip(x: Tensor, low: float, high: float) -> Tensor:
+    if x.item() < low:
+        return number(low)
+    return number(high) if x.item() > high else x
 
 
-def clip(x: Dual, low: float, high: float) -> Dual:
-    if x.value < low:
-        return Dual(low)
-    return Dual(high) if x.value > high else x
+Rows = Sequence[Sequence[float]]
 
 
 @dataclass
 class Batch:
-    """One step as nested lists; `now` is the current policy's log-probability as duals."""
+    """One step as nested lists; `now` is the current policy's log-probability, a tensor for each token."""
 
     reward: list[float]
     group: list[int]
     mask: list[list[bool]]
-    behavior: list[list[float]]
-    sampler: list[list[float]]
-    old: list[list[float]]
-    logit: list[list[float]]
-    entropy: list[list[float]]
-    polarity: list[list[float]]
-    now: list[list[Dual]]
-    reference: list[list[float]]
-    limit: int
+    behavior: Rows = ()
+    sampler: Rows = ()
+    old: Rows = ()
+    logit: Rows = ()
+    entropy: Rows = ()
+    polarity: Rows = ()
+    collision: Rows = ()
+    reference: Rows = ()
+    proxy: Rows = ()  # under the filtered policy, −inf where it leaves a token out
+    curvature: Sequence[Rows] = ()  # m_H and m_F
+    now: Sequence[Sequence[Tensor]] = ()
+    limit: int = 0
     beta: float = 0.0
     progress: float = 0.0
     parts: dict[str, list[float]] = field(default_factory=dict)  # of the reward
-    collision: list[list[float]] = field(default_factory=list)
-    curvature: list[list[list[float]]] = field(default_factory=list)  # m_H and m_F
-    proxy: list[list[float]] = field(
-        default_factory=list
-    )  # under the filtered policy, −inf where it leaves a token out
     choose: Callable[[int, int], list[int]] | None = None  # which of n candidates Clip-Cov draws, at most k
-    _cache: dict = field(default_factory=dict)
 
     def tokens(self):
         return [(i, t) for i, row in enumerate(self.mask) for t, on in enumerate(row) if on]
@@ -169,7 +122,7 @@ def covariances(b: Batch) -> dict:
     return {(i, t): (b.old[i][t] - mean_p) * (adv[i] - mean_a) for i, t in where}
 
 
-def k3(b: Batch, i: int, t: int) -> Dual:
+def k3(b: Batch, i: int, t: int) -> Tensor:
     d = b.reference[i][t] - b.now[i][t]
     return d.exp() - d - 1.0
 
@@ -185,28 +138,28 @@ def coefficient(b: Batch, how: str, i: int) -> float:
     return 1 / (n * b.limit)
 
 
-def ppo(r: Dual, a: float, low: float = 0.2, high: float = 0.2) -> Dual:
+def ppo(r: Tensor, a: float, low: float = 0.2, high: float = 0.2) -> Tensor:
     return minimum(r * a, clip(r, 1 - low, 1 + high) * a)
 
 
-def total(b: Batch, objective, how: str = "sequence", only=None, kl_weight=None) -> Dual:
+def total(b: Batch, objective, how: str = "sequence", only=None, kl_weight=None) -> Tensor:
     """−Σ coefficient·objective(i, t) + β·Σ coefficient·[w]·k3 over the loss tokens (of `only`)."""
-    loss = Dual(0.0)
+    loss = number(0.0)
     for i, t in b.tokens():
         if only is not None and (i, t) not in only:
             continue
         c = coefficient(b, how, i)
-        loss = loss - c * as_dual(objective(i, t))
+        loss = loss - c * number(objective(i, t))
         if b.beta:
             loss = loss + c * b.beta * (1.0 if kl_weight is None else kl_weight[i, t]) * k3(b, i, t)
     return loss
 
 
-def ratio(b: Batch, i: int, t: int) -> Dual:
+def ratio(b: Batch, i: int, t: int) -> Tensor:
     return (b.now[i][t] - b.behavior[i][t]).exp()
 
 
-def weighted_grpo(b: Batch, weight: dict, only=None) -> Dual:
+def weighted_grpo(b: Batch, weight: dict, only=None) -> Tensor:
     adv = advantages(b)
     return total(b, lambda i, t: weight[i, t] * ppo(ratio(b, i, t), adv[i]), only=only)
 
@@ -219,7 +172,7 @@ def lopti_tokens(b: Batch, eta: float, second: bool) -> set:
     return {(i, t) for i, t in b.tokens() if (math.exp(b.old[i][t]) < eta) != second}
 
 
-def grpo(b: Batch) -> Dual:
+def grpo(b: Batch) -> Tensor:
     adv = advantages(b)
     return total(b, lambda i, t: ppo(ratio(b, i, t), adv[i]))
 
@@ -232,32 +185,32 @@ def sg_weights(b: Batch, preset: str) -> dict:
     return {(i, t): sg_weight(b.logit[i][t], tau, u0) for i, t in b.tokens()}
 
 
-def grpo_sg(b: Batch, preset: str = "calibrated") -> Dual:
+def grpo_sg(b: Batch, preset: str = "calibrated") -> Tensor:
     return weighted_grpo(b, sg_weights(b, preset))
 
 
-def tr_grpo(b: Batch, preset: str = "calibrated") -> Dual:
+def tr_grpo(b: Batch, preset: str = "calibrated") -> Tensor:
     w, adv = sg_weights(b, preset), advantages(b)
     return total(b, lambda i, t: ppo(w[i, t] * ratio(b, i, t), adv[i]), kl_weight=w)
 
 
-def dual_ppo(r: Dual, a: float, low: float, high: float, bound: float) -> Dual:
+def dual_ppo(r: Tensor, a: float, low: float, high: float, bound: float) -> Tensor:
     plain = ppo(r, a, low, high)
-    return plain if a >= 0 or plain.value > bound * a else Dual(bound * a)
+    return plain if a >= 0 or plain.item() > bound * a else number(bound * a)
 
 
-def ar(b: Batch, bound: float) -> Dual:
+def ar(b: Batch, bound: float) -> Tensor:
     adv = advantages(b)
     w = ar_weight(b, 0.2)
     return total(b, lambda i, t: dual_ppo(ratio(b, i, t), w[i, t] * adv[i], 0.2, 0.24, bound), how="token")
 
 
-def lopti(b: Batch, second: bool, bound: float) -> Dual:
+def lopti(b: Batch, second: bool, bound: float) -> Tensor:
     adv, only = advantages(b), lopti_tokens(b, 0.4, second)
     return total(b, lambda i, t: dual_ppo(ratio(b, i, t), adv[i], 0.2, 0.24, bound), how="token", only=only)
 
 
-def ar_lopti(b: Batch, second: bool, bound: float) -> Dual:
+def ar_lopti(b: Batch, second: bool, bound: float) -> Tensor:
     adv, only = advantages(b), lopti_tokens(b, 0.5, second)
     w = ar_weight(b, 0.3)
     return total(b, lambda i, t: dual_ppo(ratio(b, i, t), w[i, t] * adv[i], 0.2, 0.24, bound), how="token", only=only)
@@ -269,11 +222,11 @@ def gaussian(values: dict) -> dict:
     return {k: math.exp(-((x - mean) ** 2) / (2 * variance)) if variance else 1.0 for k, x in values.items()}
 
 
-def cov_grpo(b: Batch) -> Dual:
+def cov_grpo(b: Batch) -> Tensor:
     return weighted_grpo(b, gaussian(covariances(b)))
 
 
-def cov_grpo_completion(b: Batch) -> Dual:
+def cov_grpo_completion(b: Batch) -> Tensor:
     """Standardized ln π of the completion: c is that, times and plus what is the same for all tokens of a completion."""
     weight: dict = {}
     for i in range(len(b.mask)):
@@ -281,13 +234,13 @@ def cov_grpo_completion(b: Batch) -> Dual:
     return weighted_grpo(b, weight)
 
 
-def stapo(b: Batch, probability: float, quantile: float) -> Dual:
+def stapo(b: Batch, probability: float, quantile: float) -> Tensor:
     adv = advantages(b)
     rare = [k for k in b.tokens() if adv[k[0]] > 0 and math.exp(b.old[k[0]][k[1]]) < probability]
     threshold = percentile([b.entropy[i][t] for i, t in rare], quantile) if rare else 0.0
     silent = {(i, t) for i, t in rare if b.entropy[i][t] < threshold}
     left = len(b.tokens()) - len(silent)
-    loss = Dual(0.0)
+    loss = number(0.0)
     for i, t in b.tokens():
         if (i, t) not in silent:
             loss = loss - (1 / left) * ppo(ratio(b, i, t), adv[i], 0.2, 0.28)
@@ -296,7 +249,7 @@ def stapo(b: Batch, probability: float, quantile: float) -> Dual:
     return loss
 
 
-def lp_reg(b: Batch, share: float) -> Dual:
+def lp_reg(b: Batch, share: float) -> Tensor:
     """The authors' loss: on the chosen tokens −r·A + k3(π, q) without a clip."""
     adv = advantages(b)
     negative = sorted((b.old[i][t], i, t) for i, t in b.tokens() if adv[i] < 0)
@@ -304,7 +257,7 @@ def lp_reg(b: Batch, share: float) -> Dual:
 
     def objective(i, t):
         r = ratio(b, i, t)
-        if (i, t) in chosen and b.now[i][t].value < b.proxy[i][t]:
+        if (i, t) in chosen and b.now[i][t].item() < b.proxy[i][t]:
             d = b.proxy[i][t] - b.now[i][t]
             return r * adv[i] - (d.exp() - d - 1.0)
         return ppo(r, adv[i], 1.0, 9.0)
@@ -312,14 +265,14 @@ def lp_reg(b: Batch, share: float) -> Dual:
     return total(b, objective, how="token")
 
 
-def clip_cov(b: Batch, share: float, low: float, high: float) -> Dual:
+def clip_cov(b: Batch, share: float, low: float, high: float) -> Tensor:
     c, adv = covariances(b), advantages(b)
     candidates = [k for k in b.tokens() if low < c[k] < high]
     drawn = {candidates[j] for j in b.choose(len(candidates), max(int(share * len(b.tokens())), 1))}
     return total(b, lambda i, t: 0.0 if (i, t) in drawn else ppo(ratio(b, i, t), adv[i], 1.0, 1.0))
 
 
-def kl_cov(b: Batch, share: float) -> Dual:
+def kl_cov(b: Batch, share: float) -> Tensor:
     c, adv = covariances(b), advantages(b)
     count = max(int(share * len(b.tokens())), 1)
     last = sorted(c.values(), reverse=True)[count - 1]
@@ -330,89 +283,79 @@ def kl_cov(b: Batch, share: float) -> Dual:
     )
 
 
-def sequence_ratio(b: Batch, i: int) -> Dual:
-    mean = Dual(0.0)
-    for t in b.row(i):
-        mean = mean + (b.now[i][t] - b.behavior[i][t]) * (1 / len(b.row(i)))
-    return mean.exp()
+def sequence_ratio(b: Batch, i: int) -> Tensor:
+    return sum((b.now[i][t] - b.behavior[i][t]) * (1 / len(b.row(i))) for t in b.row(i)).exp()
 
 
-def gspo(b: Batch) -> Dual:
-    """(1/N) Σ_i min(s A, clip(s) A): one term a completion, not a token; KL as everywhere."""
-    adv, loss = advantages(b), Dual(0.0)
+def by_completion(b: Batch, objective: Callable[[int, float], Tensor], how: str = "sequence") -> Tensor:
+    """−(1/N) Σ_i objective(i, A_i): one term a completion, not a token; KL as everywhere."""
+    adv, loss = advantages(b), total(b, lambda i, t: 0.0, how=how)
     for i in range(len(b.mask)):
         if b.row(i):
-            loss = loss - (1 / len(b.mask)) * ppo(sequence_ratio(b, i), adv[i], 3e-4, 4e-4)
-    return loss + total(b, lambda i, t: 0.0)
+            loss = loss - (1 / len(b.mask)) * objective(i, adv[i])
+    return loss
 
 
-def holder_ratio(b: Batch, i: int, p: float) -> Dual:
+def gspo(b: Batch) -> Tensor:
+    return by_completion(b, lambda i, a: ppo(sequence_ratio(b, i), a, 3e-4, 4e-4))
+
+
+def holder_ratio(b: Batch, i: int, p: float) -> Tensor:
     if p == 0:
         return sequence_ratio(b, i)
-    mean = Dual(0.0)
-    for t in b.row(i):
-        mean = mean + (p * (b.now[i][t] - b.behavior[i][t])).exp() * (1 / len(b.row(i)))
-    return mean.power(1 / p)
+    return sum((p * (b.now[i][t] - b.behavior[i][t])).exp() * (1 / len(b.row(i))) for t in b.row(i)) ** (1 / p)
 
 
-def holder(b: Batch) -> Dual:
-    adv, loss = advantages(b), Dual(0.0)
-    p = 2.0 - 4.0 * b.progress
-    for i in range(len(b.mask)):
-        if b.row(i):
-            loss = loss - (1 / len(b.mask)) * ppo(holder_ratio(b, i, p), adv[i])
-    return loss + total(b, lambda i, t: 0.0)
+def holder(b: Batch) -> Tensor:
+    return by_completion(b, lambda i, a: ppo(holder_ratio(b, i, 2.0 - 4.0 * b.progress), a))
 
 
-def dapo(b: Batch) -> Dual:
+def dapo(b: Batch) -> Tensor:
     adv = advantages(b)
     return total(b, lambda i, t: ppo(ratio(b, i, t), adv[i], 0.2, 0.28), how="token")
 
 
-def dr_grpo(b: Batch) -> Dual:
+def dr_grpo(b: Batch) -> Tensor:
     adv = advantages(b, divide=False)
     return total(b, lambda i, t: ppo(ratio(b, i, t), adv[i]), how="constant")
 
 
-def cispo(b: Batch) -> Dual:
+def cispo(b: Batch) -> Tensor:
     adv = advantages(b)
-    return total(b, lambda i, t: min(ratio(b, i, t).value, 5.0) * adv[i] * b.now[i][t], how="token")
+    return total(b, lambda i, t: min(ratio(b, i, t).item(), 5.0) * adv[i] * b.now[i][t], how="token")
 
 
-def dual_clip(b: Batch, bound: float) -> Dual:
+def dual_clip(b: Batch, bound: float) -> Tensor:
     adv = advantages(b)
     return total(b, lambda i, t: dual_ppo(ratio(b, i, t), adv[i], 0.2, 0.2, bound))
 
 
-def sapo(b: Batch) -> Dual:
+def sapo(b: Batch) -> Tensor:
     adv = advantages(b)
 
     def objective(i, t):
         tau = 1.0 if adv[i] > 0 else 1.05
-        return (4 / tau) * adv[i] * ((-tau * (ratio(b, i, t) - 1.0)).exp() + 1.0).power(-1.0)
+        return (4 / tau) * adv[i] * ((-tau * (ratio(b, i, t) - 1.0)).exp() + 1.0) ** -1.0
 
     return total(b, objective)
 
 
-def gmpo(b: Batch) -> Dual:
+def gmpo(b: Batch) -> Tensor:
     """Ratios bounded as numbers, then Π^(1/n)."""
-    adv, loss = advantages(b), Dual(0.0)
-    for i in range(len(b.mask)):
-        product = Dual(1.0)
-        for t in b.row(i):
-            r = ratio(b, i, t)
-            bounded = clip(r, 0.0, math.exp(0.4)) if adv[i] > 0 else clip(r, math.exp(-0.4), math.inf)
-            product = product * bounded
-        if b.row(i):
-            loss = loss - (1 / len(b.mask)) * adv[i] * product.power(1 / len(b.row(i)))
-    return loss + total(b, lambda i, t: 0.0)
+
+    def objective(i, a):
+        low, high = (0.0, math.exp(0.4)) if a > 0 else (math.exp(-0.4), math.inf)
+        bounded = [clip(ratio(b, i, t), low, high) for t in b.row(i)]
+        return a * math.prod(bounded) ** (1 / len(bounded))
+
+    return by_completion(b, objective)
 
 
-def dppo(b: Batch, kl: bool, limit: float) -> Dual:
+def dppo(b: Batch, kl: bool, limit: float) -> Tensor:
     adv = advantages(b)
 
     def objective(i, t):
-        p, q = math.exp(b.now[i][t].value), math.exp(b.behavior[i][t])
+        p, q = math.exp(b.now[i][t].item()), math.exp(b.behavior[i][t])
         away = adv[i] * (p - q) > 0
         if kl and p >= 1 and q < 1:
             distance = math.inf
@@ -424,33 +367,29 @@ def dppo(b: Batch, kl: bool, limit: float) -> Dual:
     return total(b, objective)
 
 
-def luspo(b: Batch) -> Dual:
+def luspo(b: Batch) -> Tensor:
     """(1/N) Σ_i |o_i|·min(s A, clip(s) A); the KL term summed over a completion as well."""
-    adv, loss = advantages(b), Dual(0.0)
-    for i in range(len(b.mask)):
-        if b.row(i):
-            loss = loss - (len(b.row(i)) / len(b.mask)) * ppo(sequence_ratio(b, i), adv[i], 2e-3, 2.5e-3)
-    return loss + total(b, lambda i, t: 0.0, how="sequence_sum")
+    return by_completion(b, lambda i, a: len(b.row(i)) * ppo(sequence_ratio(b, i), a, 2e-3, 2.5e-3), "sequence_sum")
 
 
-def vespo(b: Batch, factor: Callable[[int, int], float] = lambda i, t: 1.0) -> Dual:
+def vespo(b: Batch, factor: Callable[[int, int], float] = lambda i, t: 1.0) -> Tensor:
     adv, phi = advantages(b), {}
     for i in range(len(b.mask)):
         w = 1.0
         for t in b.row(i):
-            w *= math.exp(b.now[i][t].value - b.behavior[i][t]) * max(factor(i, t), 1e-8)
+            w *= math.exp(b.now[i][t].item() - b.behavior[i][t]) * max(factor(i, t), 1e-8)
         w = max(w, 1e-8)
         k, rate = (2.0, 3.0) if adv[i] >= 0 else (3.0, 2.0)
         phi[i] = math.exp(rate) * w**k * math.exp(-rate * w)
     return total(b, lambda i, t: phi[i] * adv[i] * b.now[i][t], how="token")
 
 
-def bnpo(b: Batch) -> Dual:
+def bnpo(b: Batch) -> Tensor:
     adv = advantages(b)
     return total(b, lambda i, t: ppo(ratio(b, i, t), adv[i]), how="token")
 
 
-def papo(b: Batch, target: float) -> Dual:
+def papo(b: Batch, target: float) -> Tensor:
     adv = advantages(b)
     mean = sum(b.entropy[i][t] for i, t in b.tokens()) / len(b.tokens())
     phase = max(-1.0, min(1.0, (target - mean) / target))
@@ -461,31 +400,11 @@ def papo(b: Batch, target: float) -> Dual:
     return weighted_grpo(b, weight)
 
 
-def high_entropy(b: Batch) -> Dual:
+def high_entropy(b: Batch) -> Tensor:
     adv = advantages(b)
     ordered = sorted((b.entropy[i][t] for i, t in b.tokens()), reverse=True)
     last = ordered[math.ceil(0.2 * len(ordered)) - 1]
     return total(b, lambda i, t: ppo(ratio(b, i, t), adv[i]) if b.entropy[i][t] >= last else 0.0)
-
-
-def outcomes(reward, group, mask, *, old=(), collision=(), parts=None) -> Batch:
-    """A step with what advantages depend on, and nothing else."""
-    return Batch(
-        reward=reward,
-        group=group,
-        mask=mask,
-        behavior=[],
-        old=old,
-        logit=[],
-        entropy=[],
-        polarity=[],
-        now=[],
-        sampler=[],
-        reference=[],
-        limit=0,
-        collision=collision,
-        parts=parts or {},
-    )
 
 
 def members(b: Batch, i: int) -> list[int]:
@@ -572,36 +491,36 @@ def mean_scaled(b: Batch, values: list[float] | None = None) -> list[float]:
     return out
 
 
-def with_advantages(b: Batch, adv, how: str) -> Dual:
+def with_advantages(b: Batch, adv, how: str) -> Tensor:
     """GRPO's clipped objective with one advantage for each completion (list) or for each token (dict)."""
     return total(b, lambda i, t: ppo(ratio(b, i, t), adv[i, t] if isinstance(adv, dict) else adv[i]), how=how)
 
 
-def lite_ppo(b: Batch) -> Dual:
+def lite_ppo(b: Batch) -> Tensor:
     return with_advantages(b, batch_scaled(b), "token")
 
 
-def rloo(b: Batch) -> Dual:
+def rloo(b: Batch) -> Tensor:
     return with_advantages(b, leave_one_out(b), "sequence_sum")
 
 
-def reinforce_pp(b: Batch, baseline: bool = False) -> Dual:
+def reinforce_pp(b: Batch, baseline: bool = False) -> Tensor:
     return with_advantages(b, whitened(b, baseline), "token")
 
 
-def opo(b: Batch) -> Dual:
+def opo(b: Batch) -> Tensor:
     return with_advantages(b, length_baseline(b), "token")
 
 
-def otb(b: Batch) -> Dual:
+def otb(b: Batch) -> Tensor:
     return with_advantages(b, token_baseline(b), "token")
 
 
-def gdpo(b: Batch) -> Dual:
+def gdpo(b: Batch) -> Tensor:
     return with_advantages(b, decoupled(b, {"answer": 1.0, "format": 1.0}), "sequence")
 
 
-def maxrl(b: Batch) -> Dual:
+def maxrl(b: Batch) -> Tensor:
     """Answers with a reward above the lower median are correct."""
     middle = sorted(b.reward)[(len(b.reward) - 1) // 2]
     return with_advantages(b, mean_scaled(b, [float(r > middle) for r in b.reward]), "token")
@@ -610,45 +529,45 @@ def maxrl(b: Batch) -> Dual:
 # -- 2026 --------------------------------------------------------------------------------------------------------------
 
 
-def kept_loss(b: Batch, objective, keep: dict, how: str = "token") -> Dual:
+def kept_loss(b: Batch, objective, keep: dict, how: str = "token") -> Tensor:
     """−Σ objective over the kept tokens / their number (or mean by completion first), + β·Σ k3 over all tokens / the same."""
-    loss, rows = Dual(0.0), len(b.mask)
+    loss, rows = number(0.0), len(b.mask)
     for i, t in b.tokens():
         count = sum(keep[i, s] for s in b.row(i)) if how == "sequence" else sum(keep.values())
         c = 1 / max(count, 1) / (rows if how == "sequence" else 1)
         if keep[i, t]:
-            loss = loss - c * as_dual(objective(i, t))
+            loss = loss - c * number(objective(i, t))
         if b.beta:
             loss = loss + c * b.beta * k3(b, i, t)
     return loss
 
 
-def wapo(b: Batch) -> Dual:
+def wapo(b: Batch) -> Tensor:
     """Groups with a positive completion: Σ over them of min(π/μ, 10)·A / (completions · limit), mean over such groups."""
     adv = advantages(b, divide=False)
     groups = {g for g, a in zip(b.group, adv, strict=True) if a > 0}
-    loss = Dual(0.0)
+    loss = number(0.0)
     for i, t in b.tokens():
         c = 1 / (b.group.count(b.group[i]) * b.limit * max(len(groups), 1))
         r = (b.now[i][t] - b.sampler[i][t]).exp()
         if adv[i] > 0:
-            loss = loss - c * minimum(r * adv[i], as_dual(10.0 * adv[i]))
+            loss = loss - c * minimum(r * adv[i], number(10.0 * adv[i]))
         if b.beta:
             loss = loss + c * b.beta * k3(b, i, t)
     return loss
 
 
-def delight(b: Batch) -> Dual:
+def delight(b: Batch) -> Tensor:
     adv = advantages(b, divide=False)
 
     def objective(i, t):
-        surprise = -b.now[i][t].value
+        surprise = -b.now[i][t].item()
         return adv[i] / (1 + math.exp(-adv[i] * surprise)) * b.now[i][t]
 
     return total(b, objective, how="token")
 
 
-def stare(b: Batch, share: float, high: float, low: float, target: float) -> Dual:
+def stare(b: Batch, share: float, high: float, low: float, target: float) -> Tensor:
     adv, weight = advantages(b), dict.fromkeys(b.tokens(), 1.0)
     if sum(b.entropy[i][t] for i, t in weight) / len(weight) < target:
         for sign, value in ((1, high), (-1, low)):
@@ -658,7 +577,7 @@ def stare(b: Batch, share: float, high: float, low: float, target: float) -> Dua
     return total(b, lambda i, t: weight[i, t] * dual_ppo(ratio(b, i, t), adv[i], 0.2, 0.2, 3.0), how="token")
 
 
-def rsi_s(b: Batch) -> Dual:
+def rsi_s(b: Batch) -> Tensor:
     adv = advantages(b)
     keep = {(i, t): 0.5 <= -b.old[i][t] / (b.entropy[i][t] + 1e-8) <= 2.0 for i, t in b.tokens()}
     return kept_loss(b, lambda i, t: ppo(ratio(b, i, t), adv[i]), keep)
@@ -674,7 +593,7 @@ def pepo_weights(b: Batch, window: int) -> dict:
     return weight
 
 
-def pepo(b: Batch, window: int) -> Dual:
+def pepo(b: Batch, window: int) -> Tensor:
     adv, weight = advantages(b), pepo_weights(b, window)
     return total(b, lambda i, t: weight[i, t] * ppo(ratio(b, i, t), adv[i], 0.2, 0.28), how="token")
 
@@ -683,7 +602,7 @@ def fading(b: Batch) -> float:
     return 0.99 * (1 - min(b.progress / 0.8, 1.0))
 
 
-def tp_schedule(b: Batch) -> Dual:
+def tp_schedule(b: Batch) -> Tensor:
     adv, keep = advantages(b), {}
     for i in range(len(b.mask)):
         left_out = min(math.floor(fading(b) * len(b.row(i)) + 1e-9), len(b.row(i)) - 1)
@@ -691,7 +610,7 @@ def tp_schedule(b: Batch) -> Dual:
     return kept_loss(b, lambda i, t: ppo(ratio(b, i, t), adv[i], 0.2, 0.28), keep)
 
 
-def forking_schedule(b: Batch) -> Dual:
+def forking_schedule(b: Batch) -> Tensor:
     adv, keep = advantages(b), {}
     for i in range(len(b.mask)):
         count = math.ceil((1 - fading(b)) * len(b.row(i)) - 1e-9)
@@ -700,7 +619,7 @@ def forking_schedule(b: Batch) -> Dual:
     return kept_loss(b, lambda i, t: ppo(ratio(b, i, t), adv[i], 0.2, 0.28), keep)
 
 
-def entropy_schedule(b: Batch) -> Dual:
+def entropy_schedule(b: Batch) -> Tensor:
     """With another advantage instead of a weight."""
     adv = advantages(b)
 
@@ -710,7 +629,7 @@ def entropy_schedule(b: Batch) -> Dual:
     return total(b, lambda i, t: ppo(ratio(b, i, t), shaped(i, t), 0.2, 0.28), how="token")
 
 
-def capo(b: Batch, objective_bound: float = 0.01, kl_bound: float = 1e-4, adv=None, clipped: bool = True) -> Dual:
+def capo(b: Batch, objective_bound: float = 0.01, kl_bound: float = 1e-4, adv=None, clipped: bool = True) -> Tensor:
     adv = advantages(b) if adv is None else adv
     keep = {}
     for i, t in b.tokens():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,47 +24,42 @@ def log_probabilities(model: nn.Module, ids: Tensor, temperature: float) -> Tens
     return torch.cat([logp.new_zeros(1), logp[:-1].gather(1, ids[0, 1:, None])[:, 0]])
 
 
+def whole(model: nn.Module, ids: Tensor, position: int, temperature: float) -> Tensor:
+    """log π of the token at a position of a row (1, L)."""
+    return log_probabilities(model, ids[:, : position + 1], temperature)[position]
+
+
+def local(model: nn.Module, ids: Tensor, position: int, temperature: float) -> Tensor:
+    """The same with other positions' keys and values constant, from a cache."""
+    last, cache = position - 1, None  # the position that predicts the token
+    if last > 0:
+        with torch.no_grad():
+            cache = model(input_ids=ids[:, :last], use_cache=True).past_key_values
+    logits = model(input_ids=ids[:, last : last + 1], past_key_values=cache, use_cache=True).logits[0, -1]
+    return torch.log_softmax(logits / temperature, -1)[ids[0, position]]
+
+
 def token_gradients(
-    model: nn.Module, input_ids: Tensor, mask: Tensor, attention_mask: Tensor | None = None, temperature: float = 1.0
+    model: nn.Module,
+    input_ids: Tensor,
+    mask: Tensor,
+    attention_mask: Tensor | None = None,
+    temperature: float = 1.0,
+    logp: Callable[[nn.Module, Tensor, int, float], Tensor] = whole,
 ) -> dict[tuple[int, int], list[Tensor]]:
     """(row, column) of every masked token -> ∇ log π over the trainable parameters, in the model's order."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    found = {}
+    options, found = {"allow_unused": True, "materialize_grads": True}, {}
     for row in range(len(input_ids)):
         ids, columns = aligned(input_ids, attention_mask, row)
-        logp = log_probabilities(model, ids, temperature)
         for position, column in enumerate(columns.tolist()):
             if mask[row, column]:
-                gradients = torch.autograd.grad(logp[position], parameters, retain_graph=True, allow_unused=True)
-                found[row, column] = [
-                    torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)
-                ]
+                one = logp(model, ids, position, temperature)
+                found[row, column] = list(torch.autograd.grad(one, parameters, **options))
     return found
 
 
-def local_token_gradients(
-    model: nn.Module, input_ids: Tensor, mask: Tensor, attention_mask: Tensor | None = None, temperature: float = 1.0
-) -> dict[tuple[int, int], list[Tensor]]:
-    """As `token_gradients`, with other positions' keys and values constant: one token at a time, from a cache."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    found = {}
-    for row in range(len(input_ids)):
-        ids, columns = aligned(input_ids, attention_mask, row)
-        for position, column in enumerate(columns.tolist()):
-            if not mask[row, column]:
-                continue
-            last = position - 1  # the position that predicts this token
-            cache = None
-            if last > 0:
-                with torch.no_grad():
-                    cache = model(input_ids=ids[:, :last], use_cache=True).past_key_values
-            logits = model(input_ids=ids[:, last : last + 1], past_key_values=cache, use_cache=True).logits[0, -1]
-            logp = torch.log_softmax(logits / temperature, -1)[ids[0, position]]
-            gradients = torch.autograd.grad(logp, parameters, allow_unused=True)
-            found[row, column] = [
-                torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)
-            ]
-    return found
+local_token_gradients = partial(token_gradients, logp=local)
 
 
 def squared_norms(gradients: dict[tuple[int, int], list[Tensor]], shape: torch.Size) -> Tensor:
@@ -71,6 +68,26 @@ def squared_norms(gradients: dict[tuple[int, int], list[Tensor]], shape: torch.S
     for place, gradient in gradients.items():
         out[place] = sum(float(g.double().square().sum()) for g in gradient)
     return out
+
+
+def weighted_sum(gradients: dict[tuple[int, int], list[Tensor]], coef: Tensor) -> list[Tensor]:
+    """Σ c_t ∇log π_t, one tensor a parameter."""
+    parameters = range(len(next(iter(gradients.values()))))
+    return [sum(coef[place] * g[i] for place, g in gradients.items()) for i in parameters]
+
+
+def along(gradients: dict[tuple[int, int], list[Tensor]], coef: Tensor, direction: list[Tensor]) -> Tensor:
+    """(N, S) c_t⟨∇log π_t, direction⟩."""
+    out = torch.zeros(coef.shape, dtype=torch.float64)
+    for place, gradient in gradients.items():
+        out[place] = coef[place] * sum((g * u).sum() for g, u in zip(gradient, direction, strict=True))
+    return out
+
+
+def gradient_shares(gradients: dict[tuple[int, int], list[Tensor]], coef: Tensor) -> Tensor:
+    """(N, S) shares of ‖Σ c_t ∇log π_t‖²."""
+    whole = weighted_sum(gradients, coef)
+    return along(gradients, coef, whole) / sum(part.square().sum() for part in whole)
 
 
 # -- Token statistics one token at a time, straight from their definitions, in double precision

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from sharpscope.config.policy import LoraSpec, PolicySpec
+from sharpscope.config.policy import LoraSpec, PolicySpec, SamplingSpec
 from sharpscope.policy import Completions, Policy, load_policy, score_completions
+from sharpscope.policy.decoding import completion_uniforms
 from sharpscope.policy.head import Head
 from sharpscope.policy.loading import make_policy
 from sharpscope.policy.token_stats import TokenStats, flat_stats, spread
 from tests.models import tiny_model
+from tests.oracles.generation import converse_one
 
 
 def word_tokenizer(vocab: int = 37, **special: Any) -> PreTrainedTokenizerFast:
@@ -81,7 +84,7 @@ def weighted(logp: torch.Tensor, seed: int = 0) -> torch.Tensor:
 
 
 def spec(model, **values) -> PolicySpec:
-    return PolicySpec(model=str(model), device="cpu", **values)
+    return PolicySpec(model=str(model), **{"device": "cpu"} | values)
 
 
 def score_gradients(model, **options) -> list[torch.Tensor]:
@@ -113,3 +116,48 @@ def token_stats(hidden, head: Head, targets, temperature: float, mask=None) -> T
     keep = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.bool()
     flat = flat_stats(hidden[keep], head, targets[keep], temperature)
     return TokenStats(**{name: spread(value, keep) for name, value in flat.items()})
+
+
+GROUP = 3
+
+
+def generator(seed: int = 5) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def assert_matches_oracle(
+    policy: Policy, out: Completions, spec: SamplingSpec, task: Any = None, tolerance: float = 1e-6
+) -> None:
+    """Each of the GROUP completions of each of PROMPTS, drawn with `generator()`, equals the oracle's, replies of `task` included."""
+    P, T = out.prompt_width, out.completion_ids.shape[1]
+    base = int(torch.randint(2**62, (), generator=generator()))  # the number that `generate` draws
+    examples = None if task is None else task.splits()["train"]
+    assert out.group.tolist() == [n // GROUP for n in range(len(PROMPTS) * GROUP)]
+    assert int(out.lengths.max()) == T
+    assert (out.sampler_logp is not None) == (spec.temperature > 0 and (spec.top_p < 1 or spec.top_k > 0))
+    for n in range(len(out)):
+        g, prompt = n // GROUP, PROMPTS[n // GROUP]
+        u = completion_uniforms(base, torch.tensor([g]), torch.tensor([n % GROUP]), spec.max_new_tokens)
+        slow = converse_one(
+            policy.model,
+            prompt,
+            u[0].tolist(),
+            lambda text, g=g: None if task is None else task.respond(examples[g], text),
+            lambda text: policy.tokenizer(text, add_special_tokens=False)["input_ids"],
+            lambda ids: policy.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+            stop=() if task is None else task.stop,
+            temperature=spec.temperature,
+            top_p=spec.top_p,
+            top_k=spec.top_k,
+            ends=policy.eos_ids,
+        )
+        L = len(slow["ids"])
+        assert out.completion_ids[n, :L].tolist() == slow["ids"]
+        assert out.completion_mask[n].tolist() == slow["mask"] + [0] * (T - L)
+        assert out.input_ids[n, P - len(prompt) : P + L].tolist() == prompt + slow["ids"]
+        assert out.attention_mask[n].nonzero()[:, 0].tolist() == list(range(P - len(prompt), P + L))
+        assert bool(out.truncated[n]) == slow["truncated"]
+        assert out.texts[n] == slow["text"]
+        assert out.behavior_logp[n].tolist() == pytest.approx(slow["behavior_logp"] + [0.0] * (T - L), abs=tolerance)
+        if out.sampler_logp is not None:
+            assert out.sampler_logp[n, :L].tolist() == pytest.approx(slow["sampler_logp"], abs=tolerance)

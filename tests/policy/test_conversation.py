@@ -7,18 +7,14 @@ import torch
 
 from sharpscope.config.policy import PolicySpec
 from sharpscope.policy import Environment, SamplingSpec, decoding, load_policy
-from sharpscope.policy.decoding import _StopStrings, as_text, completion_uniforms
+from sharpscope.policy.decoding import _StopStrings, as_text
 from sharpscope.policy.forward import score_completions
 from sharpscope.policy.generation import generate
 from sharpscope.policy.loading import make_policy
 from sharpscope.tasks import Example, Reward
 from tests.models import ARCHITECTURES, tiny_model
-from tests.oracles.generation import completion_logp, converse_one
-from tests.policy.helpers import random_prompts, tiny_policy
-from tests.policy.test_generation import base_seed, generator
-
-PROMPTS = random_prompts((11, 3, 6), seed=1)
-GROUP = 3
+from tests.oracles.generation import completion_logp
+from tests.policy.helpers import GROUP, PROMPTS, assert_matches_oracle, generator, tiny_policy
 
 
 class Parrot:
@@ -48,44 +44,8 @@ class Parrot:
         return [self.respond(*row) for row in zip(examples, completions, strict=True)]
 
 
-def played(policy, task, spec, prompts=PROMPTS, group=GROUP, seed=5):
-    environment = Environment(task, task.splits()["train"])
-    return generate(policy, prompts, group, spec, generator(seed), environment)
-
-
-def assert_matches_oracle(policy, task, out, spec, tolerance=1e-6, prompts=PROMPTS, group=GROUP):
-    P, examples, texts = out.prompt_width, task.splits()["train"], []
-    for n in range(len(prompts) * group):
-        prompt, g = prompts[n // group], n // group
-        u = completion_uniforms(base_seed(), torch.tensor([g]), torch.tensor([n % group]), spec.max_new_tokens)
-        slow = converse_one(
-            policy.model,
-            prompt,
-            u[0].tolist(),
-            lambda text, g=g: task.respond(examples[g], text),
-            lambda text: policy.tokenizer(text, add_special_tokens=False)["input_ids"],
-            lambda ids: policy.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
-            stop=task.stop,
-            temperature=spec.temperature,
-            top_p=spec.top_p,
-            top_k=spec.top_k,
-            ends=policy.eos_ids,
-        )
-        L, width = len(slow["ids"]), out.completion_ids.shape[1]
-        assert out.completion_ids[n, :L].tolist() == slow["ids"]
-        assert out.completion_mask[n].tolist() == slow["mask"] + [0] * (width - L)
-        assert out.attention_mask[n].nonzero()[:, 0].tolist() == list(range(P - len(prompt), P + L))
-        assert bool(out.truncated[n]) == slow["truncated"]
-        assert out.texts[n] == slow["text"]
-        wanted = [value or 0.0 for value in slow["behavior_logp"]]
-        assert out.behavior_logp[n, :L].tolist() == pytest.approx(wanted, abs=tolerance)
-        assert float(out.behavior_logp[n, L:].abs().sum()) == 0
-        if out.sampler_logp is not None:
-            wanted = [value or 0.0 for value in slow["sampler_logp"]]
-            assert out.sampler_logp[n, :L].tolist() == pytest.approx(wanted, abs=tolerance)
-        texts.append(slow["text"])
-    assert int(out.lengths.max()) == out.completion_ids.shape[1]
-    return texts
+def played(policy, task, spec):
+    return generate(policy, PROMPTS, GROUP, spec, generator(), Environment(task, task.splits()["train"]))
 
 
 @pytest.mark.parametrize("layers", [False, True])
@@ -98,7 +58,7 @@ def test_equals_one_conversation_at_a_time(architecture, layers, monkeypatch):
     policy, task = tiny_policy(architecture), Parrot()
     spec = SamplingSpec(temperature=1.6, max_new_tokens=24)
     out = played(policy, task, spec)
-    assert_matches_oracle(policy, task, out, spec, 1e-5)
+    assert_matches_oracle(policy, out, spec, task, 1e-5)
     heard = (out.completion_mask == 0) & (out.attention_mask[:, out.prompt_width :] == 1)
     assert int(heard.any(1).sum()) >= 4  # otherwise nothing was tested
 
@@ -111,7 +71,7 @@ def test_what_is_played_together_changes_no_conversation(decode_batch, remove_sh
     object.__setattr__(policy, "eos_ids", (1, 8, 9))
     spec = SamplingSpec(temperature=1.4, max_new_tokens=30, decode_batch=decode_batch)
     out = played(policy, task, spec)
-    assert_matches_oracle(policy, task, out, spec)
+    assert_matches_oracle(policy, out, spec, task)
     assert len({int(n) for n in out.lengths}) > 3
     assert set(out.truncated.tolist()) == {True, False}
     if decode_batch == 100:  # one call a turn for all rows
@@ -150,7 +110,7 @@ def test_sampled_ids_stay_as_they_were_sampled():
     policy = make_policy(tiny_model("qwen2", vocab=len(shipped.tokenizer)), shipped.tokenizer, "tiny")
     task, spec = Echo(), SamplingSpec(temperature=4.0, max_new_tokens=60)
     out = played(policy, task, spec)
-    assert_matches_oracle(policy, task, out, spec)
+    assert_matches_oracle(policy, out, spec, task)
     encode = lambda text: policy.tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     drifted = 0
     for n in range(len(out)):

@@ -9,17 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from sharpscope.config.policy import EMBEDDED_NAMES
 from sharpscope.errors import UserError
 from sharpscope.packaged import data_path
-from sharpscope.policy.embedded import (
-    END,
-    PAD,
-    embedded_policy,
-    load_tokenizer,
-)
+from sharpscope.policy.embedded import END, PAD, embedded_policy
 from sharpscope.tasks import KnightsKnavesSpec, make_task
 
 NAMES = sorted(EMBEDDED_NAMES)
@@ -27,7 +22,7 @@ NAMES = sorted(EMBEDDED_NAMES)
 
 @cache
 def shipped(name="knights_knaves"):
-    return load_tokenizer(embedded_policy(name))
+    return PreTrainedTokenizerFast.from_pretrained(embedded_policy(name))
 
 
 @cache
@@ -45,7 +40,7 @@ def test_a_shipped_policy_is_a_small_qwen2_in_safetensors(name):
     assert model.config.max_position_embeddings >= 1024
     assert all(parameter.dtype == torch.float32 and parameter.isfinite().all() for parameter in model.parameters())
     assert (folder / "model.safetensors").stat().st_size <= 8 * 2**20
-    tokenizer = load_tokenizer(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     assert (
         (model.config.pad_token_id, model.config.eos_token_id)
         == (tokenizer.pad_token_id, tokenizer.eos_token_id)

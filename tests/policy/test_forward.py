@@ -10,13 +10,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharpscope.policy import cache, forward
+from sharpscope.policy import cache, forward, scoring
 from sharpscope.policy.cache import take_rows
 from sharpscope.policy.forward import length_buckets, microbatches, score_completions
+from sharpscope.policy.scoring import Scorer
 from sharpscope.policy.token_stats import STAT_NAMES, flat_entropy
 from tests.models import ARCHITECTURES, tiny_model
 from tests.oracles.generation import completion_logp
-from tests.policy.helpers import COMPLETIONS, PROMPTS, completions_by_hand, random_prompts, rows, weighted
+from tests.policy.helpers import (
+    COMPLETIONS,
+    PROMPTS,
+    completions_by_hand,
+    random_prompts,
+    rows,
+    tiny_policy,
+    weighted,
+)
 
 
 def gradients(model: torch.nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
@@ -104,20 +113,6 @@ def test_the_differentiable_entropy(architecture, share, monkeypatch):
     assert_gradients_equal(model, weighted(scored.values), weighted(slow), tolerance)
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_text_of_the_environment_is_read_but_not_scored(share):
-    model, batch = tiny_model(), rows()
-    whole = score_completions(model, batch, 1.0, share_prompt=share, with_grad=False).logp
-    mask = batch.completion_mask.clone()
-    mask[:, 2:5] = 0
-    holed = completions_by_hand(PROMPTS, COMPLETIONS)
-    object.__setattr__(holed, "completion_mask", mask)
-    scored = score_completions(model, holed, 1.0, share_prompt=share, with_grad=True, stats=True)
-    assert torch.allclose(scored.logp, whole * mask, atol=1e-12)
-    assert float(scored.stats.hidden_norm[:, 2:5].abs().sum()) == 0
-    assert bool((scored.stats.hidden_norm[mask == 1] > 0).all())
-
-
 def test_different_prompts_in_one_group_cannot_be_shared():
     batch = rows()
     object.__setattr__(batch, "group", torch.zeros(len(batch), dtype=torch.long))
@@ -176,3 +171,44 @@ def test_taking_rows_has_the_gradients_of_indexing():
     assert torch.equal(take_rows(states, rows), states[rows])
     assert torch.autograd.gradcheck(lambda x: take_rows(x, rows), states)
     assert torch.autograd.gradgradcheck(lambda x: take_rows(x, rows), states)
+
+
+# -- Statistics of rollouts in microbatches, against one plain forward pass of each row
+
+SCORED = [[[3, 4, 5, 1], [6, 1]], [[7, 8, 9], [10, 11, 12, 13, 1]], [[2, 1], [14, 15, 16]]]
+
+
+@pytest.mark.parametrize("share_prompt", [True, False])
+@pytest.mark.parametrize("microbatch_tokens", [1, 12, 10_000])
+def test_statistics_are_those_of_each_row_alone(share_prompt, microbatch_tokens):
+    policy, temperature = tiny_policy(dtype=torch.float64), 0.7
+    rollouts = completions_by_hand(random_prompts((3, 6, 4)), SCORED, left=2, right=1).with_reward(torch.zeros(6))
+    found = Scorer(policy.model, temperature, microbatch_tokens, share_prompt).statistics(rollouts)
+    expected = {"logp": torch.zeros(found.logp.shape).double(), "entropy": torch.zeros(found.logp.shape).double()}
+    for row in range(len(rollouts)):
+        ids = rollouts.input_ids[row][rollouts.attention_mask[row].bool()][None]
+        first, length = int(rollouts.prompt_lengths[row]), int(rollouts.lengths[row])
+        logp = torch.log_softmax(policy.model(input_ids=ids).logits[0].double() / temperature, dim=-1)
+        for t in range(length):
+            at = logp[first + t - 1]
+            expected["logp"][row, t] = at[ids[0, first + t]]
+            expected["entropy"][row, t] = -(at.exp() * at).sum()
+    for name, values in expected.items():
+        torch.testing.assert_close(getattr(found, name), values.detach(), rtol=1e-9, atol=1e-9)
+    assert found.logp.dtype == torch.float64
+
+
+def test_microbatches_are_smaller_where_activations_are_large(monkeypatch):
+    policy = tiny_policy(dtype=torch.float32)
+    rollouts = completions_by_hand(random_prompts((3, 6, 4)), SCORED).with_reward(torch.zeros(6))
+    scorer = lambda: Scorer(policy.model, 1.0, 10_000, False)  # noqa: E731
+    assert len(scorer().split(rollouts, torch.arange(6))[1]) == 1
+    config = policy.model.config
+    token = 4 * config.num_hidden_layers * (16 * config.hidden_size + 4 * config.intermediate_size)
+    monkeypatch.setitem(scoring.ACTIVATION_BYTES, "cpu", 11 * token)
+    assert scoring.activation_tokens(policy.model, False) == 11
+    assert scoring.activation_tokens(policy.model, True) > 11
+    parts = scorer().split(rollouts, torch.arange(6))[1]
+    assert len(parts) > 1
+    work = rollouts.lengths + rollouts.prompt_lengths
+    assert all(int(work[part].sum()) <= 11 or len(part) == 1 for part in parts)

@@ -11,19 +11,24 @@ from hypothesis import strategies as st
 
 from sharpscope.config.policy import LoraSpec, SamplingSpec
 from sharpscope.errors import UserError
-from sharpscope.policy import Completions, Policy, decoding
+from sharpscope.policy import decoding
 from sharpscope.policy.adapters import add_adapters
 from sharpscope.policy.decoding import DirectDecoder, can_decode_directly, completion_uniforms, draw
 from sharpscope.policy.generation import generate, left_pad
 from sharpscope.policy.loading import make_policy
 from tests.models import ARCHITECTURES
-from tests.oracles.generation import choose, generate_one, log_softmax
-from tests.policy.helpers import random_prompts, stir, tiny_policy, word_tokenizer
+from tests.oracles.generation import choose, log_softmax
+from tests.policy.helpers import (
+    GROUP,
+    PROMPTS,
+    assert_matches_oracle,
+    generator,
+    random_prompts,
+    stir,
+    tiny_policy,
+    word_tokenizer,
+)
 
-PROMPTS = random_prompts((11, 3, 6), seed=1)
-
-
-GROUP = 3
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -45,47 +50,6 @@ MODELS = {
 }
 
 
-def generator(seed: int = 5) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def base_seed(seed: int = 5) -> int:
-    """The number that `generate` draws from `generator(seed)`."""
-    return int(torch.randint(2**62, (), generator=generator(seed)))
-
-
-def assert_matches_oracle(policy: Policy, out: Completions, spec: SamplingSpec, tolerance: float = 1e-6) -> None:
-    P = out.prompt_width
-    truncates = spec.temperature > 0 and (spec.top_p < 1 or spec.top_k > 0)
-    for n in range(len(PROMPTS) * GROUP):
-        prompt = PROMPTS[n // GROUP]
-        u = completion_uniforms(base_seed(), torch.tensor([n // GROUP]), torch.tensor([n % GROUP]), spec.max_new_tokens)
-        slow = generate_one(
-            policy.model,
-            prompt,
-            u[0].tolist(),
-            temperature=spec.temperature,
-            top_p=spec.top_p,
-            top_k=spec.top_k,
-            ends=policy.eos_ids,
-        )
-        L = len(slow["ids"])
-        assert out.completion_ids[n, :L].tolist() == slow["ids"]
-        assert out.completion_mask[n].tolist() == [1] * L + [0] * (out.completion_mask.shape[1] - L)
-        assert out.input_ids[n, P - len(prompt) : P + L].tolist() == prompt + slow["ids"]
-        assert out.attention_mask[n].nonzero()[:, 0].tolist() == list(range(P - len(prompt), P + L))
-        assert bool(out.truncated[n]) == slow["truncated"]
-        assert out.behavior_logp[n, :L].tolist() == pytest.approx(slow["behavior_logp"], abs=tolerance)
-        assert float(out.behavior_logp[n, L:].abs().sum()) == 0
-        if truncates:
-            assert out.sampler_logp[n, :L].tolist() == pytest.approx(slow["sampler_logp"], abs=tolerance)
-        spoken = slow["ids"] if slow["truncated"] else slow["ids"][:-1]
-        assert out.texts[n] == policy.tokenizer.decode(spoken)
-    assert out.group.tolist() == [n // GROUP for n in range(len(out))]
-    assert out.completion_ids.shape[1] == int(out.lengths.max())
-    assert (out.sampler_logp is not None) == truncates
-
-
 @pytest.mark.parametrize("prompts", ["shared", "short", "layers"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_equals_slow_generation(architecture, prompts, monkeypatch):
@@ -98,7 +62,7 @@ def test_equals_slow_generation(architecture, prompts, monkeypatch):
     policy = tiny_policy(architecture)
     spec = SamplingSpec(temperature=1.4, max_new_tokens=12)
     out = generate(policy, PROMPTS, GROUP, spec, generator())
-    assert_matches_oracle(policy, out, spec, 5e-6)
+    assert_matches_oracle(policy, out, spec, tolerance=5e-6)
 
 
 @pytest.mark.parametrize(

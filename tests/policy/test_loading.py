@@ -14,28 +14,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sharpscope import memory
 from sharpscope.errors import UserError
-from sharpscope.policy import PolicySpec, SamplingSpec, generate, load_policy, make_policy
+from sharpscope.policy import SamplingSpec, generate, load_policy, make_policy
 from sharpscope.policy.head import check_head, output_head
 from tests.models import tiny_model
-from tests.policy.helpers import word_tokenizer
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model(dtype=torch.float32).save_pretrained(folder)
-    word_tokenizer().save_pretrained(folder)
-    return folder
+from tests.policy.helpers import spec, word_tokenizer
 
 
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path) -> Path:
     """A copy of the saved model to break."""
     return Path(shutil.copytree(saved, tmp_path / "model"))
-
-
-def spec(folder: Path | str, **values: Any) -> PolicySpec:
-    return PolicySpec(model=str(folder), device="cpu", **values)
 
 
 def refusal(folder: Path | str, **values: Any) -> str:
@@ -114,15 +102,9 @@ def test_code_in_a_checkpoint_is_not_run(folder, tmp_path):
 
 
 def test_a_device_that_is_not_there(saved):
-    assert "policy.device 'abacus'" in refusal_device(saved, "abacus")
+    assert "policy.device 'abacus'" in refusal(saved, device="abacus")
     if not torch.cuda.is_available():
-        assert "policy.device 'cuda:7'" in refusal_device(saved, "cuda:7")
-
-
-def refusal_device(folder: Path, device: str) -> str:
-    with pytest.raises(UserError) as caught:
-        load_policy(PolicySpec(model=str(folder), device=device))
-    return str(caught.value)
+        assert "policy.device 'cuda:7'" in refusal(saved, device="cuda:7")
 
 
 def test_tokenizers_that_do_not_fit():
@@ -137,10 +119,7 @@ def test_tokenizers_that_do_not_fit():
     assert make_policy(tiny_model(), word_tokenizer(pad_token=None), "x").pad_id == 1
     ends = tiny_model()
     ends.generation_config.eos_token_id = [5, 1]
-    assert set(make_policy(ends, word_tokenizer(), "x").eos_ids) == {
-        1,
-        5,
-    }  # the tokenizer's and the generation config's
+    assert set(make_policy(ends, word_tokenizer(), "x").eos_ids) == {1, 5}  # of tokenizer and generation config
 
 
 def test_a_model_that_sees_later_tokens_is_refused():

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sharpscope.policy.token_stats as module
 from sharpscope.errors import UserError
 from sharpscope.policy import make_policy
-from sharpscope.policy.forward import score_completions
 from sharpscope.policy.head import Head, check_head, output_head
 from sharpscope.policy.token_stats import (
     STAT_NAMES,
@@ -27,8 +26,7 @@ from sharpscope.policy.token_stats import (
 )
 from tests.models import ARCHITECTURES, tiny_model
 from tests.oracles.token_gradients import token_statistics
-from tests.policy.helpers import rows, token_stats, weighted, word_tokenizer
-from tests.policy.test_forward import assert_gradients_equal
+from tests.policy.helpers import token_stats, word_tokenizer
 
 
 def stats_of_logits(z: torch.Tensor, y: torch.Tensor, temperature: float = 1.0) -> dict[str, torch.Tensor]:
@@ -261,16 +259,6 @@ def test_chunked_backward_pass_equals_the_one_that_keeps_all_logits(kind, temper
         assert torch.allclose(kept, chunked, atol=1e-11)
     for name in STAT_NAMES:
         assert torch.allclose(found[True][2][name], found[False][2][name], atol=1e-12), name
-
-
-def test_a_large_vocabulary_is_never_held_whole(monkeypatch):
-    monkeypatch.setattr(module, "KEEP_BYTES", {"cpu": 0, "cuda": 0})
-    model, batch = tiny_model("qwen3", tie=True), rows()
-    lean = score_completions(model, batch, 1.0, share_prompt=True, with_grad=True, stats=True)
-    monkeypatch.undo()
-    kept = score_completions(model, batch, 1.0, share_prompt=True, with_grad=True, stats=True)
-    assert_gradients_equal(model, weighted(lean.logp), weighted(kept.logp), 1e-10)
-    assert torch.allclose(lean.stats.polarity, kept.stats.polarity, atol=1e-12)
 
 
 # -- The output layer's logits are the model's

@@ -268,11 +268,11 @@ def test_a_sharded_model_gives_the_value_of_the_plain_one(tmp_path):
 
 def test_wrong_arguments_are_named():
     x = torch.ones(2, requires_grad=True)
-    with pytest.raises(UserError, match="guess"):
-        critical_sharpness(lambda: x.sum(), [x], [x.detach()], guess=0.0)
-    with pytest.raises(UserError, match="direction, 2 tensors"):
-        critical_sharpness(lambda: x.sum(), [x], [x.detach()] * 2, guess=0.1)
-    with pytest.raises(UserError, match="shape"):
-        critical_sharpness(lambda: x.sum(), [x], [torch.ones(3)], guess=0.1)
-    with pytest.raises(UserError, match="one floating-point number"):
-        critical_sharpness(lambda: x[None], [x], [x.detach()], guess=0.1)
+    for words, loss, direction, guess in (
+        ("guess", x.sum, [x.detach()], 0.0),
+        ("direction, 2 tensors", x.sum, [x.detach()] * 2, 0.1),
+        ("shape", x.sum, [torch.ones(3)], 0.1),
+        ("one floating-point number", lambda: x[None], [x.detach()], 0.1),
+    ):
+        with pytest.raises(UserError, match=words):
+            critical_sharpness(loss, [x], direction, guess=guess)

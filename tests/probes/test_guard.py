@@ -15,30 +15,22 @@ from tests.models import random_batch, tiny_model, without_experts
 
 
 def snapshot(model):
-    return {
-        "weights": [p.detach().clone() for p in [*model.parameters(), *model.buffers()]],
-        "storage": [p.data_ptr() for p in model.parameters()],
-        "objects": [id(p) for p in model.parameters()],
-        "grad": [(id(p.grad), None if p.grad is None else p.grad.clone()) for p in model.parameters()],
-        "requires_grad": [p.requires_grad for p in model.parameters()],
-        "modes": [module.training for module in model.modules()],
-        "rng": torch.get_rng_state(),
+    """What must be equal, and tensors that must be equal bit for bit."""
+    parameters, modules = list(model.parameters()), list(model.modules())
+    equal = {
+        "parameters": [(id(p), p.data_ptr(), id(p.grad), p.requires_grad) for p in parameters],
+        "modes": [module.training for module in modules],
         "attention": model.config._attn_implementation,
         "experts": getattr(model.config, "_experts_implementation", None),
-        "hooks": sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()),
+        "hooks": sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in modules),
     }
+    tensors = [*parameters, *model.buffers(), *(p.grad for p in parameters if p.grad is not None)]
+    return equal, [torch.get_rng_state(), *(tensor.detach().clone() for tensor in tensors)]
 
 
 def assert_same(before, after):
-    for name in before:
-        a, b = before[name], after[name]
-        if name in ("weights", "rng"):
-            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), name
-        elif name == "grad":
-            assert [x[0] for x in a] == [y[0] for y in b]
-            assert all(x[1] is None or torch.equal(x[1], y[1]) for x, y in zip(a, b, strict=True))
-        else:
-            assert a == b, name
+    assert before[0] == after[0]
+    assert all(torch.equal(x, y) for x, y in zip(before[1], after[1], strict=True))
 
 
 def disturbed(architecture):

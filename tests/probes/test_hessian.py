@@ -13,7 +13,7 @@ from torch import nn
 import sharpscope
 from sharpscope import memory
 from sharpscope.errors import UserError
-from sharpscope.probes import adamw_preconditioner, adamw_threshold
+from sharpscope.probes import adamw_preconditioner, adamw_threshold, lm_surface
 from tests.probes.spectra import generator, net_and_dense, quadratic, with_spectrum
 
 
@@ -126,18 +126,16 @@ def test_everything_is_as_before_also_when_the_closure_raises(error):
 
 def test_mistakes_are_named():
     x = torch.ones(3, requires_grad=True)
-    with pytest.raises(UserError, match="one floating-point number"):
-        sharpscope.curvature(lambda: x * 2, [x])
-    with pytest.raises(UserError, match="not deterministic"):
-        sharpscope.curvature(lambda: (x * torch.rand(3)).sum(), [x])
-    with pytest.raises(UserError, match="not a floating-point leaf"):
-        sharpscope.curvature(lambda: x.sum(), [x * 2])
-    with pytest.raises(UserError, match="none requires grad"):
-        sharpscope.curvature(lambda: x.sum(), [torch.ones(3)])
-    with pytest.raises(UserError, match="backend, 'lanzcos'"):
-        sharpscope.curvature(lambda: x.sum(), [x], backend="lanzcos")
-    with pytest.raises(UserError, match="must be positive"):
-        sharpscope.curvature(lambda: x.square().sum(), [x], preconditioner=[torch.zeros(3)])
+    for words, loss, parameters, options in (
+        ("one floating-point number", lambda: x * 2, [x], {}),
+        ("not deterministic", lambda: (x * torch.rand(3)).sum(), [x], {}),
+        ("not a floating-point leaf", lambda: x.sum(), [x * 2], {}),
+        ("none requires grad", lambda: x.sum(), [torch.ones(3)], {}),
+        ("backend, 'lanzcos'", lambda: x.sum(), [x], {"backend": "lanzcos"}),
+        ("must be positive", lambda: x.sum(), [x], {"preconditioner": [torch.zeros(3)]}),
+    ):
+        with pytest.raises(UserError, match=words):
+            sharpscope.curvature(loss, parameters, **options)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
@@ -145,15 +143,12 @@ def test_products_agree_with_curvlinops_on_the_same_language_model(dtype, bound)
     curvlinops = pytest.importorskip(
         "curvlinops", reason="curvlinops-for-pytorch is not installed (pip install --no-deps)"
     )
-    from sharpscope.probes.language_model import lm_surface
-    from sharpscope.probes.objectives import Objective, token_batch
     from tests.models import tiny_model
+    from tests.probes.small_lm import all_scored
 
     # curvlinops differentiates SiLU's backward kernel in forward mode, which PyTorch cannot; this GELU is composed.
     model = tiny_model("qwen2", vocab=23, dtype=dtype, hidden_act="gelu_new")
     ids = torch.randint(2, 23, (4, 9), generator=generator())
-    scored = torch.ones_like(ids)
-    scored[:, 0] = 0
 
     class Logits(nn.Module):
         def __init__(self):
@@ -166,8 +161,7 @@ def test_products_agree_with_curvlinops_on_the_same_language_model(dtype, bound)
     parameters = [p for p in model.parameters() if p.requires_grad]
     data = [(ids, ids[:, 1:].reshape(-1))]
     loss = nn.CrossEntropyLoss(reduction="sum")
-    tokens = token_batch(ids, torch.ones_like(ids), scored)
-    with lm_surface(model, Objective("nll", tokens)) as surface:
+    with lm_surface(model, all_scored(ids)) as surface:
         vector = torch.randn(sum(p.numel() for p in parameters), generator=generator(), dtype=dtype)
         expected = curvlinops.HessianLinearOperator(Logits(), loss, parameters, data) @ vector / 32
         assert float((surface.hessian() @ vector - expected).norm() / expected.norm()) < bound

@@ -107,15 +107,8 @@ def test_a_language_model_whose_products_are_wrong_is_refused_by_name(monkeypatc
 def test_frozen_and_unused_parameters_of_a_language_model():
     """Frozen ones are no part of the Hessian, an unused one has zero rows; the tied output layer counts once."""
     model, batch, dense, _, _ = oracle("nll")
-    sizes = [p.numel() for p in model.parameters()]
     frozen = [name for name, _ in model.named_parameters() if "k_proj" in name or "input_layernorm" in name]
-    kept = torch.cat(
-        [
-            torch.arange(end - size, end)
-            for (name, _), size, end in zip(model.named_parameters(), sizes, np.cumsum(sizes), strict=True)
-            if name not in frozen
-        ]
-    )
+    kept = torch.cat([torch.full((p.numel(),), name not in frozen) for name, p in model.named_parameters()])
     copied = small_model()  # the same seed, so the same weights
     for name, parameter in copied.named_parameters():
         parameter.requires_grad_(name not in frozen)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 import torch
 from pydantic import ValidationError
 
 from sharpscope.errors import UserError
+from sharpscope.policy import completions_of
 from sharpscope.probes import ProbesSpec, build_probe_set, columns, probe_set_batches, run
 from sharpscope.probes.objectives import OBJECTIVES, Objective, rollout_batch, token_batch
 from sharpscope.probes.probe_set import Drawn, ProbeSet
@@ -23,14 +26,8 @@ def made(name: str, **rest):
     generator = torch.Generator().manual_seed(1)
     reward = torch.rand(4, generator=generator, dtype=torch.float64)
     anchor = -torch.rand(batch["mask"].shape, generator=generator, dtype=torch.float64)
-    tokens = token_batch(
-        batch["input_ids"],
-        batch["attention_mask"],
-        batch["mask"],
-        anchor_logp=anchor,
-        reward=reward,
-    )
-    return batch, reward, anchor, Objective(name, tokens, **rest)
+    given = (batch["input_ids"], batch["attention_mask"], batch["mask"])
+    return batch, reward, anchor, Objective(name, token_batch(*given, anchor_logp=anchor, reward=reward), **rest)
 
 
 def packed(values: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
@@ -101,15 +98,11 @@ class Toy:
     name = "toy"
 
     def splits(self):
+        meta = {"level": 1, "people": ["A", "B"]}
         return {
-            "train": [
-                Example(f"p{i}", str(i), {"id": f"t{i}", "level": i % 3, "people": ["A", "B"]}) for i in range(10)
-            ],
-            "heldout": [Example(f"h{i}", str(i), {"id": f"h{i}", "level": 1}) for i in range(4)],
+            "train": [Example(f"p{i}", str(i), {"id": f"t{i}"} | meta) for i in range(10)],
+            "heldout": [Example(f"h{i}", str(i), {"id": f"h{i}"} | meta) for i in range(4)],
         }
-
-    def score(self, example, completion):
-        raise AssertionError("the caller of `draw` scores")
 
 
 def encode(examples):
@@ -120,37 +113,18 @@ def draw(examples, samples, seed):
     """Random completions of 2 to 4 tokens, as `Drawn`."""
     generator = torch.Generator().manual_seed(seed)
     prompts = [ids for ids in encode(examples) for _ in range(samples)]
-    rows, width, longest = len(prompts), max(map(len, prompts)), 4
-    ids, attention = (
-        torch.zeros(rows, width + longest, dtype=torch.long),
-        torch.zeros(rows, width + longest, dtype=torch.long),
-    )
-    mask = torch.zeros(rows, longest, dtype=torch.long)
-    lengths = torch.randint(2, longest + 1, (rows,), generator=generator)
-    tokens = torch.randint(2, 37, (rows, longest), generator=generator)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) : width] = torch.tensor(prompt)
-        ids[row, width : width + lengths[row]] = tokens[row, : lengths[row]]
-        attention[row, width - len(prompt) : width + lengths[row]] = 1
-        mask[row, : lengths[row]] = 1
+    lengths = torch.randint(2, 5, (len(prompts),), generator=generator)
+    tokens = torch.randint(2, 37, (len(prompts), 4), generator=generator)
     correct = (tokens[:, 0] % 2 == 0).float()
-    rollouts = SimpleNamespace(
-        input_ids=ids,
-        attention_mask=attention,
-        completion_ids=ids[:, width:],
-        completion_mask=mask,
-        behavior_logp=torch.zeros(rows, longest),
-        group=torch.arange(len(examples)).repeat_interleave(samples),
-        truncated=lengths == longest,
-        reward=correct * 3 - 1,
-    )
-    return Drawn(rollouts, correct)
+    made = completions_of(prompts, [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)])
+    group = torch.arange(len(examples)).repeat_interleave(samples)
+    zeros = torch.zeros_like(made.behavior_logp)
+    made = replace(made, behavior_logp=zeros, group=group, truncated=lengths == 4)
+    return Drawn(made.with_reward(correct * 3 - 1), correct)
 
 
-def built(**rest):
-    return build_probe_set(
-        Toy(), draw, encode, **{"policy": "embedded:toy", "seed": 5, "train": 6, "heldout": 3, "tries": 4} | rest
-    )
+def built():
+    return build_probe_set(Toy(), draw, encode, policy="embedded:toy", seed=5, train=6, heldout=3, tries=4)
 
 
 def test_solutions_are_correct_whole_and_scored():
@@ -163,49 +137,32 @@ def test_solutions_are_correct_whole_and_scored():
     for row, item in enumerate(rows):
         length = int(batch.lengths[row])
         assert batch.input_ids[row, :length].tolist() == [*item.prompt_ids, *item.solution]
-        assert int(batch.scored[row].sum()) == len(item.solution) and not bool(
-            batch.scored[row, : len(item.prompt_ids)].any()
-        )
+        scored = batch.scored[row]
+        assert int(scored.sum()) == len(item.solution) and not scored[: len(item.prompt_ids)].any()
 
 
 def test_a_file_comes_back_equal_and_a_changed_one_is_refused(tmp_path):
     found = built()
     path = found.save(tmp_path / "deep" / "set.parquet")
     back = ProbeSet.load(path)
-    assert back.content_hash == found.content_hash and back.splits == found.splits
-    assert (
-        back.items[0].prompt_ids == found.items[0].prompt_ids
-        and back.items[0].example.prompt == found.items[0].example.prompt
-    )
-    assert dict(back.items[0].example.meta) == dict(found.items[0].example.meta)
+    assert back == found and back.content_hash == found.content_hash
     assert list(tmp_path.rglob("*.tmp")) == []
-    frame = pd.read_parquet(path)
-    assert list(frame.columns) == ["split", "prompt", "answer", "meta", "prompt_ids", "solution"]
-    import pyarrow.parquet as pq
-
     table = pq.read_table(path)
+    assert table.column_names == ["split", "prompt", "answer", "meta", "prompt_ids", "solution"]
     changed = table.set_column(1, "prompt", table.column("prompt").cast("string").take(list(range(8, -1, -1))))
     pq.write_table(changed.replace_schema_metadata(table.schema.metadata), path)
     with pytest.raises(UserError, match="changed or damaged"):
         ProbeSet.load(path)
     (tmp_path / "no.parquet").write_bytes(b"nothing")
-    with pytest.raises(UserError, match="cannot be read"):
-        ProbeSet.load(tmp_path / "no.parquet")
-    with pytest.raises(UserError, match="cannot be read"):
-        ProbeSet.load(tmp_path / "missing.parquet")
+    for name in ("no.parquet", "missing.parquet"):
+        with pytest.raises(UserError, match="cannot be read"):
+            ProbeSet.load(tmp_path / name)
 
 
 def test_a_round_of_probes_fills_the_tables_columns_and_is_repeated_to_the_digit():
     model = tiny_model("qwen2", dtype=torch.float32, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
-    spec = ProbesSpec(
-        functionals=("nll", "expected_failure"),
-        curvature_prompts=6,
-        rho=0.2,
-        kinds=("sam", "asam"),
-        trace_probes=4,
-        max_products=12,
-        samples=2,
-    )
+    limits = {"curvature_prompts": 6, "trace_probes": 4, "max_products": 12, "samples": 2}
+    spec = ProbesSpec(functionals=("nll", "expected_failure"), rho=0.2, kinds=("sam", "asam"), **limits)
     found = built()
 
     def measured():

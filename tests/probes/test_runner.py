@@ -24,14 +24,7 @@ from sharpscope.probes.objectives import Objective, completion_batch, token_batc
 from tests.models import random_batch, tiny_model
 from tests.probes.test_guard import assert_same, disturbed, snapshot
 
-SPEC = ProbesSpec(
-    preset="standard",
-    curvature_prompts=3,
-    max_products=12,
-    trace_probes=2,
-    rho=0.05,
-    top=1,
-)
+SPEC = ProbesSpec(preset="standard", curvature_prompts=3, max_products=12, trace_probes=2, rho=0.05, top=1)
 
 
 def objective(batch, name: str = "expected_failure") -> Objective:
@@ -45,13 +38,6 @@ def probed(model, given: Objective, spec: ProbesSpec = SPEC, **options):
 
 def rows_of(results):
     return {row.quantity: row for one in results for row in one.estimates}
-
-
-def stepped(model, batch):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss.backward()
-    optimizer.step()
-    return optimizer
 
 
 @pytest.mark.parametrize("nth", [1, 2, 5, 20])
@@ -170,7 +156,9 @@ def test_curvature_with_wrong_products_is_left_out_with_a_reason(monkeypatch):
 
 def test_the_preconditioned_eigenvalue_is_that_of_a_single_call():
     model, batch = tiny_model("qwen2", dtype=torch.float32), random_batch()
-    optimizer = stepped(model, batch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss.backward()
+    optimizer.step()
     spec = ProbesSpec(curvature_prompts=3, max_products=100, trace_probes=0, rho=0.05)
     rows = rows_of(probed(model, objective(batch, "nll"), spec, optimizer=optimizer))
     with lm_surface(model, objective(batch, "nll")) as surface:

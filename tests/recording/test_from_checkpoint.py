@@ -68,23 +68,25 @@ def test_norms_and_shares_are_autograds(checkpoint: Path, tmp_path: Path):
     assert run.tokens(steps=[1])["attribution"].isna().all() and np.isnan(run.steps["grad_norm"][0])
     assert run.events.empty and "measured afterwards" in run.info["notes"][-1]
     old, new = source.tokens(), run.tokens()
-    measured = (
-        "attribution",
-        "score_norm_local",
-        "score_norm_by_layer",
-        "text",
-        *STATISTICS,
-    )  # text: by the checkpoint's tokenizer
+    # The text is by the checkpoint's tokenizer.
+    measured = ("attribution", "score_norm_local", "score_norm_by_layer", "text", *STATISTICS)
     columns = [name for name in old.columns if name not in measured]
     assert old[columns].equals(new[columns]) and source.rollouts.equals(run.rollouts)
 
 
-def test_another_checkpoint_is_reported_and_shares_need_coefficients(checkpoint: Path, tmp_path: Path):
-    source = sharpscope.load_run(trace(tmp_path, None, shift=-0.3))
-    found = probe_trace(source, load_policy(PolicySpec(model=str(checkpoint))), tmp_path / "out")
+@pytest.mark.parametrize("shift", [0.3, 0.6])
+def test_another_checkpoint_is_reported_or_an_error_unless_forced_and_shares_need_coefficients(
+    checkpoint: Path, tmp_path: Path, shift: float
+):
+    source, policy = sharpscope.load_run(trace(tmp_path, None, -shift)), load_policy(PolicySpec(model=str(checkpoint)))
+    if shift > 0.5:
+        with pytest.raises(UserError, match=r"differ from the recorded ones by 0\.6 nats"):
+            probe_trace(source, policy, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    found = probe_trace(source, policy, tmp_path / "out", force=shift > 0.5)
     run = sharpscope.load_run(tmp_path / "out")
     assert run.events["rule"].tolist() == ["checkpoint_mismatch"] * 2
-    np.testing.assert_allclose(run.events["value"], 0.3, atol=1e-5)
+    np.testing.assert_allclose(run.events["value"], shift, atol=1e-5)
     assert not found[0].attributed and run.tokens()["attribution"].isna().all()
     assert run.tokens()["score_norm_local"].notna().all()
 
@@ -101,16 +103,6 @@ def test_a_sample_of_a_steps_tokens_has_norms_and_no_shares(checkpoint: Path, tm
     assert not found[0].attributed and tokens["attribution"].isna().all() and tokens["score_norm_local"].notna().all()
 
 
-def test_a_checkpoint_that_does_not_fit_is_an_error_unless_forced(checkpoint: Path, tmp_path: Path):
-    source = sharpscope.load_run(trace(tmp_path, None, shift=-0.6))
-    policy = load_policy(PolicySpec(model=str(checkpoint)))
-    with pytest.raises(UserError, match=r"differ from the recorded ones by 0\.6 nats"):
-        probe_trace(source, policy, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    probe_trace(source, policy, tmp_path / "out", force=True)
-    assert sharpscope.load_run(tmp_path / "out").events["rule"].tolist() == ["checkpoint_mismatch"] * 2
-
-
 def test_what_cannot_be_probed_is_refused(checkpoint: Path, tmp_path: Path):
     policy = load_policy(PolicySpec(model=str(checkpoint)))
     run = sharpscope.load_run(trace(tmp_path, None))
@@ -122,14 +114,16 @@ def test_what_cannot_be_probed_is_refused(checkpoint: Path, tmp_path: Path):
     run.rollouts["token_ids"] = None
     with pytest.raises(UserError, match="add `prompt_ids`"):
         probe_trace(run, policy, tmp_path / "out")
-    line = {"prompt_ids": [2], "token_id": [99], "logp": [-1.0]}
-    (tmp_path / "u.jsonl").write_text(json.dumps(line))
-    import_files("jsonl", tmp_path / "u.jsonl", tmp_path / "unknown", Labels())
-    with pytest.raises(UserError, match="token ID 99 of step 1 is not among its 37"):
-        probe_trace(sharpscope.load_run(tmp_path / "unknown"), policy, tmp_path / "out")
-    line |= {"token_id": [9, 8], "logp": [-1.0, -1.0], "temperature": [0.7, 1.0]}
-    (tmp_path / "u.jsonl").write_text(json.dumps(line))
-    import_files("jsonl", tmp_path / "u.jsonl", tmp_path / "several", Labels())
-    with pytest.raises(UserError, match=r"step 1: has several temperatures \(0\.7 to 1\)"):
-        probe_trace(sharpscope.load_run(tmp_path / "several"), policy, tmp_path / "out")
+    for name, line, words in (
+        ("unknown", {"token_id": [99], "logp": [-1.0]}, "token ID 99 of step 1 is not among its 37"),
+        (
+            "several",
+            {"token_id": [9, 8], "logp": [-1.0, -1.0], "temperature": [0.7, 1.0]},
+            r"step 1: has several temperatures \(0\.7 to 1\)",
+        ),
+    ):
+        (tmp_path / "u.jsonl").write_text(json.dumps({"prompt_ids": [2]} | line))
+        import_files("jsonl", tmp_path / "u.jsonl", tmp_path / name, Labels())
+        with pytest.raises(UserError, match=words):
+            probe_trace(sharpscope.load_run(tmp_path / name), policy, tmp_path / "out")
     assert not (tmp_path / "out").exists()

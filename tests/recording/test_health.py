@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from transformers import AutoModelForCausalLM
 import sharpscope
 from sharpscope.analysis import show
 from sharpscope.memory import container_memory
+from sharpscope.policy import load_policy
 from sharpscope.recording.health import temperature_gap
-from sharpscope.training import train
+from sharpscope.training import loop, train
 from sharpscope.training import updates as updates_module
 from sharpscope.training.checkpoint import checkpoints
 
@@ -25,6 +27,12 @@ QUIET = {"evaluation__every": 0, "recording__token_gradients_every": 0, "steps":
 
 def weights(folder):
     return [p.detach() for p in AutoModelForCausalLM.from_pretrained(folder).parameters()]
+
+
+def unmoved(config) -> bool:
+    """Whether the run's last checkpoint has the weights that it began with."""
+    before, after = weights(config.policy.model), weights(checkpoints(config.run_dir)[-1])
+    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 SURE = {  # rule -> settings with which it fires at every step of the toy run
@@ -41,10 +49,7 @@ SURE = {  # rule -> settings with which it fires at every step of the toy run
 @pytest.mark.parametrize("rule", SURE)
 def test_skip_step_leaves_the_weights_as_they_are_and_records_the_tokens(toy_config, rule):
     config = toy_config(**(QUIET | SURE[rule] | {f"health__{rule}__action": "skip_step"}))
-    outcome = train(config)
-    assert outcome.status == "finished"
-    before, after = weights(config.policy.model), weights(checkpoints(config.run_dir)[-1])
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert train(config).status == "finished" and unmoved(config)
     run = sharpscope.load_run(config.run_dir)
     assert (run.steps["updates"] == 0).all() and run.steps["grad_norm"].isna().all() and run.steps["lr"].isna().all()
     assert run.tokens()["logp"].notna().all() and len(run.tokens()) == run.steps["tokens"].sum()
@@ -60,30 +65,26 @@ def test_stop_ends_the_run_before_the_update_with_a_checkpoint(toy_config, rule)
     config = toy_config(**(QUIET | SURE[rule] | {f"health__{rule}__action": "stop", "checkpoint__every": 0}))
     outcome = train(config)
     assert (outcome.status, outcome.steps_done) == ("failed", 1) and outcome.reason.startswith(rule)
-    before, after = weights(config.policy.model), weights(checkpoints(config.run_dir)[-1])
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert unmoved(config)
     run = sharpscope.load_run(config.run_dir)
     assert run.status == "failed" and run.info["end"] == outcome.reason and len(run.steps) == 1
 
 
-def spoil_gradient(monkeypatch, at: int, value: float) -> None:
-    """Make one entry of the `at`-th gradient `value`."""
-
+@pytest.mark.parametrize(
+    ("value", "action"),
+    [(math.nan, "skip_step"), (math.inf, "skip_step"), (-math.inf, "skip_step"), (math.nan, "stop")],
+)
+def test_a_gradient_that_is_not_finite_is_left_out(toy_config, monkeypatch, value, action):
+    """One entry of the second gradient is spoilt."""
     calls, plain = [], updates_module.gradient_norms
 
     def spoilt(parameters, groups):
         calls.append(True)
-        if len(calls) == at:
+        if len(calls) == 2:
             parameters[0].grad.view(-1)[0] = value
         return plain(parameters, groups)
 
     monkeypatch.setattr(updates_module, "gradient_norms", spoilt)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("action", ["skip_step", "stop"])
-def test_a_gradient_that_is_not_finite_is_left_out(toy_config, monkeypatch, value, action):
-    spoil_gradient(monkeypatch, 2, value)
     outcome = train(toy_config(steps=3, evaluation__every=0, health__non_finite=action))
     run = sharpscope.load_run(outcome.run_dir)
     (event,) = run.events[run.events["rule"] == "non_finite"].to_dict("records")
@@ -95,12 +96,9 @@ def test_a_gradient_that_is_not_finite_is_left_out(toy_config, monkeypatch, valu
 
 
 def test_a_token_weight_that_is_not_finite_is_left_out(toy_config):
-    config = toy_config(
-        method="grpo-sg",
-        method__weight={"kind": "custom", "function": "tests.toy_shaping:sometimes_nan"},
-        health__non_finite="skip_step",
-        evaluation__every=0,
-    )
+    weight = {"kind": "custom", "function": "tests.toy_task:weight_nan"}
+    settings = {"method": "grpo-sg", "method__weight": weight, "health__non_finite": "skip_step"}
+    config = toy_config(**settings, evaluation__every=0)
     assert train(config).status == "finished"
     run = sharpscope.load_run(config.run_dir)
     assert run.steps["updates"].tolist() == [1, 0, 1]
@@ -109,10 +107,6 @@ def test_a_token_weight_that_is_not_finite_is_left_out(toy_config):
 
 
 def test_a_sampler_that_disagrees_with_the_trainer_is_noticed(toy_config, monkeypatch):
-    from dataclasses import replace
-
-    from sharpscope.training import loop
-
     plain = loop.draw_rollouts
 
     def off(*arguments, **options):
@@ -140,13 +134,8 @@ def test_saturation_is_that_of_the_gradient_in_the_steps_table(toy_config):
 @pytest.mark.parametrize("weight_on", ["ratio", "surrogate"])
 def test_clipped_weights_are_the_tokens_with_an_advantage_and_no_gradient(toy_config, weight_on):
     """One update a step: the ratio is 1, so a token of a group that teaches has no gradient only where its weight is clipped."""
-    config = toy_config(
-        method="tr-grpo",
-        method__weight_on=weight_on,
-        method__weight__preset="calibrated",
-        health__clipped_weights__threshold=0.0,
-        **QUIET,
-    )
+    method = {"method": "tr-grpo", "method__weight_on": weight_on, "method__weight__preset": "calibrated"}
+    config = toy_config(**method, health__clipped_weights__threshold=0.0, **QUIET)
     run = sharpscope.load_run(train(config).run_dir)
     events = run.events[run.events["rule"] == "clipped_weights"].set_index("step")["value"]
     tokens = run.tokens()
@@ -218,8 +207,6 @@ def test_an_update_that_destroys_the_policy_is_noticed_after_one_step_and_can_st
 
 def test_the_kl_of_a_step_is_that_between_its_policies(toy_config):
     """Of one step on few completions, all of which are scored: equal to the value from the two checkpoints."""
-    from sharpscope.policy import load_policy
-
     config = toy_config(**(QUIET | {"steps": 1, "rollout__prompts_per_step": 2, "rollout__group_size": 2}))
     train(config)
     run = sharpscope.load_run(config.run_dir)

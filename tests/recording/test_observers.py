@@ -16,11 +16,13 @@ from sharpscope import memory
 from sharpscope.analysis.layers import layer_norms
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy import load_policy
-from sharpscope.probes import critical_sharpness
+from sharpscope.probes import critical_sharpness, runner
+from sharpscope.probes.token_gradients import local
 from sharpscope.recording import observers, schedule
 from sharpscope.training import train
 from sharpscope.training.checkpoint import STATE, checkpoints
-from tests.training.test_loop import StopAfter, assert_same, tables
+from tests.faults.setting import assert_same, tables
+from tests.training.test_loop import StopAfter
 
 RECORD = {
     "recording__token_gradients_every": 2,
@@ -32,7 +34,6 @@ RECORD = {
     "evaluation__every": 0,
     "steps": 4,
 }
-HALF_FLAT = "tests.toy_task:half_flat"
 SURFACE = {
     "probes__preset": "standard",
     "probes__every": 2,
@@ -117,9 +118,8 @@ def test_at_most_so_many_spikes_are_measured(toy_config, monkeypatch):
 
 
 def test_a_sample_of_the_groups_with_a_gradient_is_measured_with_its_probability(toy_config):
-    config = toy_config(
-        **(RECORD | {"steps": 1}), recording__group_share=0.5, rollout__prompts_per_step=8, task__factory=HALF_FLAT
-    )
+    changes = {"steps": 1, "rollout__prompts_per_step": 8, "task__factory": "tests.toy_task:half_flat"}
+    config = toy_config(**(RECORD | changes), recording__group_share=0.5)
     train(config)
     run = sharpscope.load_run(config.run_dir)
     moving = run.rollouts.groupby("group")["advantage"].apply(lambda values: values.ne(0).any())
@@ -134,38 +134,24 @@ def test_a_sample_of_the_groups_with_a_gradient_is_measured_with_its_probability
     assert (tokens[still][["attribution", "inclusion_probability"]] == (0, 1)).all(axis=None)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.25, 0.6, 1.0])
-def test_sums_over_sampled_groups_are_unbiased(share):
-    """Divided by the probability, their mean over many draws is the sum over all groups of what is 0 without a gradient."""
+@pytest.mark.parametrize(("share", "groups"), [(0.1, 12), (0.25, 12), (0.6, 12), (1.0, 12), (0.6, 8)])
+def test_sums_over_sampled_groups_are_unbiased(share, groups):
+    """Divided by the probability, their mean over many draws is the sum over all groups of what is 0 without a gradient.
+
+    Also where eight of twelve groups are written and may be measured.
+    """
     random = torch.Generator().manual_seed(0)
     group = torch.arange(12).repeat_interleave(3)
-    moved = torch.isin(group, torch.tensor([1, 4, 5, 7, 10])) & (
-        torch.arange(36) % 3 != 0
-    )  # in some rows of these groups
-    values = torch.where(moved, torch.randn(36, generator=random, dtype=torch.float64), 0.0)
-    found = []
-    for _ in range(2000):
-        rows, probability = observers.sample_groups(group, moved, share, random)
-        assert bool(moved[rows].any())
-        found.append(float(values[rows].sum()) / probability)
-    error = np.std(found) / math.sqrt(len(found))
-    assert np.mean(found) == pytest.approx(float(values.sum()), abs=4 * error + 1e-12)
-
-
-def test_a_sample_of_the_written_groups_is_unbiased_too():
-    """Eight of twelve groups are written, and some of those with a gradient are measured, whatever others hold."""
-    random = torch.Generator().manual_seed(0)
-    group = torch.arange(12).repeat_interleave(3)
-    moved = torch.isin(group, torch.tensor([1, 4, 5, 7, 10]))
+    moved = torch.isin(group, torch.tensor([1, 4, 5, 7, 10])) & (torch.arange(36) % 3 != 0)  # in some of their rows
     values = torch.where(moved, torch.randn(36, generator=random, dtype=torch.float64), 0.0)
     found = []
     for _ in range(3000):
-        written = torch.isin(group, torch.randperm(12, generator=random)[:8])
-        rows, probability = observers.sample_groups(group, moved, 0.6, random, written)
-        assert bool(written[rows].all())
+        written = torch.isin(group, torch.randperm(12, generator=random)[:groups])
+        rows, probability = observers.sample_groups(group, moved, share, random, written)
+        assert bool(written[rows].all()) and bool(moved[rows].any())
         found.append(float(values[rows].sum()) / probability)
     error = np.std(found) / math.sqrt(len(found))
-    assert np.mean(found) == pytest.approx(float(values.sum()), abs=4 * error)
+    assert np.mean(found) == pytest.approx(float(values.sum()), abs=4 * error + 1e-12)
 
 
 def test_large_steps_are_written_in_part_and_spikes_whole(toy_config, monkeypatch):
@@ -204,13 +190,9 @@ def test_the_share_of_recording_is_in_run_json(recorded):
     assert info["share"] == pytest.approx(total / (total + training), abs=0.02)
 
 
-def test_influence_is_the_fall_of_the_heldout_loss(recorded):
-    tokens = sharpscope.load_run(recorded[0]).tokens()
-    assert tokens.dropna(subset=["heldout_influence"])["step"].unique().tolist() == [2, 4]
-
-
-def test_the_surface_is_probed_on_schedule(recorded):
+def test_influence_and_the_surface_are_measured_on_schedule(recorded):
     run = sharpscope.load_run(recorded[0])
+    assert run.tokens().dropna(subset=["heldout_influence"])["step"].unique().tolist() == [2, 4]
     surface = run.probes[run.probes["probe"].isin(["curvature", "perturbation"])]
     assert sorted(surface["step"].unique()) == [0, 2, 4]
     assert len(surface["probe_set"].unique()) == 2  # train and held-out
@@ -220,7 +202,7 @@ def test_an_interrupted_run_with_probes_goes_on_as_if_it_had_not_been(recorded, 
     broken = toy_config(name="broken", method="grpo", **(RECORD | SURFACE))
     train(broken, StopAfter(3))
     train(broken, resume=True)
-    assert_same(tables(recorded[0]), tables(broken.run_dir))
+    assert_same(recorded[0], broken.run_dir)
 
 
 def test_influence_needs_held_out_examples(toy_config):
@@ -305,13 +287,8 @@ def test_under_sam_shares_are_those_of_the_gradient_whose_coefficients_are_recor
     assert sharpscope.load_run(sharp.run_dir).steps["grad_norm"].iloc[0] != pytest.approx(norms.iloc[0], rel=0.01)
 
 
-def test_a_probe_that_fails_its_check_is_left_out_and_the_run_goes_on(tiny_policy, tmp_path, monkeypatch):
+def test_a_probe_that_fails_its_check_is_left_out_and_the_run_goes_on(toy_config, monkeypatch):
     """A fault in local norms and one in Hessian products: events, no such numbers, the others as they were."""
-    from sharpscope.config import build_config
-    from sharpscope.probes import runner
-    from sharpscope.probes.token_gradients import local
-    from tests.conftest import TOY
-
     own = local.local_squares
     monkeypatch.setattr(local, "local_squares", lambda use, g: [(name, 0.8 * found) for name, found in own(use, g)])
     curvature = runner.curvature
@@ -320,11 +297,10 @@ def test_a_probe_that_fails_its_check_is_left_out_and_the_run_goes_on(tiny_polic
         raise CheckError("products differ", "hessian", 0.5, 0.01)
 
     monkeypatch.setattr(runner, "curvature", wrong)
-    values = {path.replace("__", "."): value for path, value in (RECORD | SURFACE).items()}
-    values |= {"policy.model": str(tiny_policy), "method": "grpo"}
-    config = build_config(values={**TOY, **values, "out": str(tmp_path / "faulty")})
-    assert train(config).status == "finished"
-    run = sharpscope.load_run(tmp_path / "faulty")
+    values = RECORD | SURFACE | {"method": "grpo"}
+    outcome = train(toy_config(name="faulty", **values))
+    assert outcome.status == "finished"
+    run = sharpscope.load_run(outcome.run_dir)
     events = run.events[run.events["rule"] == "self_check"]
     assert events["step"].tolist() == [1] and events["action"].tolist() == ["left out"]
     (event,) = events.to_dict("records")
@@ -341,19 +317,8 @@ def test_a_probe_that_fails_its_check_is_left_out_and_the_run_goes_on(tiny_polic
 
     # With the check off the same fault goes through.
     monkeypatch.setattr(runner, "curvature", curvature)
-    train(
-        build_config(
-            values={
-                **TOY,
-                **values,
-                "out": str(tmp_path / "unchecked"),
-                "probes.check": "off",
-                "probes.every": 0,
-                "steps": 2,
-            }
-        )
-    )
-    unchecked = sharpscope.load_run(tmp_path / "unchecked")
+    values |= {"name": "unchecked", "probes__check": "off", "probes__every": 0, "steps": 2}
+    unchecked = sharpscope.load_run(train(toy_config(**values)).run_dir)
     assert "self_check" not in set(unchecked.events["rule"])
     assert unchecked.tokens().query("step == 2")["score_norm_local"].notna().all()
 

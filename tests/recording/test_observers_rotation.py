@@ -37,13 +37,8 @@ def plain_gradient(model, rollouts, rows, counted, advantage, old_logp, referenc
             share = 1 / tokens if reference.aggregate == "token_mean" else 1 / (len(rows) * length)
             a = float(advantage[row])
             loss = loss - share * torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a)
-        gradient = torch.autograd.grad(loss, parameters, allow_unused=True)
-        total += torch.cat(
-            [
-                torch.zeros(p.numel(), dtype=torch.float64) if g is None else g.flatten()
-                for p, g in zip(parameters, gradient, strict=True)
-            ]
-        )
+        gradient = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        total += torch.cat([g.flatten() for g in gradient])
     return total.numpy()
 
 
@@ -103,18 +98,8 @@ def test_rotations_are_those_of_explicit_vectors(world, name, changes):  # noqa:
         rows = rows_of[-1][0].tolist()
         own = torch.cat([p.grad.flatten() for p in model.parameters()]).numpy() / rows_of[-1][1]  # unclipped
         groups = sorted({int(rollouts.group[row]) for row in rows})
-        halves = [
-            plain_gradient(
-                model,
-                rollouts,
-                rows,
-                [r for r in rows if int(rollouts.group[r]) in half],
-                drawn.advantage,
-                old,
-                plain,
-            )
-            for half in (groups[::2], groups[1::2])
-        ]
+        inside = [[r for r in rows if int(rollouts.group[r]) in half] for half in (groups[::2], groups[1::2])]
+        halves = [plain_gradient(model, rollouts, rows, half, drawn.advantage, old, plain) for half in inside]
         reference = sum(halves)
         share = len(groups[::2]) / len(groups)
         noise = math.nan

@@ -57,19 +57,11 @@ def test_weight_statistics_count_tokens_by_the_gradient_they_carry(world):  # no
     learned = learn(learner_of(policy, mini_batches=2), drawn, "grpo-sg")
     tokens, mask = learned.tokens, drawn.rollouts.completion_mask.bool()
     row = steps_row(1, drawn, learned, method, 0.0, 1e-3)
-    pairs = [
-        (float(tokens.weight[i, t]), float(tokens.loss_coef[i, t].abs() / tokens.weight[i, t]), i, t)
-        for i, t in mask.nonzero().tolist()
-    ]
-    mass = np.array([c * float(tokens.stats.logit_grad_norm[i, t]) for _, c, i, t in pairs])
-    w = np.array([w for w, *_ in pairs])
-    mean = (mass * w).sum() / mass.sum()
-    for name, value in {
-        "mean": mean,
-        "saturation_low": mass[w <= 0.1 + 1e-6].sum() / mass.sum(),
-        "saturation_high": mass[w >= 1.4 - 1e-6].sum() / mass.sum(),
-    }.items():
-        assert row[f"weight_{name}_gradient"] == pytest.approx(value, rel=1e-9, abs=1e-12)
+    w, coef, norm = (x[mask].double().numpy() for x in (tokens.weight, tokens.loss_coef, tokens.stats.logit_grad_norm))
+    mass = np.abs(coef) / w * norm
+    for name, part in {"mean": w, "saturation_low": w <= 0.1 + 1e-6, "saturation_high": w >= 1.4 - 1e-6}.items():
+        expected = (mass * part).sum() / mass.sum()
+        assert row[f"weight_{name}_gradient"] == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert abs(row["weight_mean_gradient"] - row["weight_mean"]) > 1e-3
     assert row["gradient_rotation"] is None
 
@@ -106,9 +98,7 @@ def test_probes_draw_from_the_whole_distribution_of_the_policy_itself(toy_config
     plain = drawn(toy_config(rollout__temperature=1.0))
     found = drawn(toy_config(**{f"rollout__{name}": value for name, value in sampling.items()}))
     assert same(found, plain) and found.sampler_logp is None
-    assert (
-        len({tuple(row) for row in plain.completion_ids[:5].tolist()}) > 1
-    )  # top_k = 1 would draw one text five times
+    assert len({tuple(row) for row in plain.completion_ids[:5].tolist()}) > 1  # top_k = 1 would draw one text
 
 
 def test_without_truncation_probes_draw_as_the_run_would(toy_config):
@@ -177,9 +167,8 @@ def test_the_radius_of_a_run_is_found_once_and_kept(toy_config):
     again.start(probe_set, {"probe_radius": kept})
     tables, _ = again.rows(2)
     assert "radius" not in tables["probes"]["quantity"] and again.radius == probes.radius
-    assert {
-        rho for q, rho in zip(tables["probes"]["quantity"], tables["probes"]["rho"], strict=True) if q == "sam"
-    } == {probes.radius.rho}
+    used = dict(zip(tables["probes"]["quantity"], tables["probes"]["rho"], strict=True))
+    assert used["sam"] == probes.radius.rho
 
 
 @pytest.mark.parametrize("broken", [False, True])

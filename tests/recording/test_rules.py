@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from sharpscope.config.training import HealthSpec
 from sharpscope.errors import UserError
 from sharpscope.recording.health import Quantities
-from sharpscope.rules import EARLY, RULES, judge
-from sharpscope.rules.measures import OfLastStep, trend_p
+from sharpscope.rules.judging import judge
+from sharpscope.rules.measures import EARLY, OfLastStep, trend_p
+from sharpscope.rules.table import RULES
 from sharpscope.traces.rules import robust_z, sampler_values
 
 LIVE = [name for name, rule in RULES.items() if rule.known != "log"]
@@ -129,9 +130,8 @@ def test_measures_by_value():
     assert math.isnan(last("entropy_collapse", entropy=[2.0] * EARLY))  # the early steps themselves
     assert last("gradient_growth", grad_norm=[1.0] * 5 + [3.0] * 10) == 3
     assert last("dead_groups", dead_groups=[0] + [1] * 5 + [0.5] * 5) == pytest.approx(0.75)  # of the last ten
-    assert (
-        last("drift", entropy=[2, 1, 1.25, 1.5], grad_norm=[1, 0, 0, math.nan]) == 0.5
-    )  # two steps without a gradient
+    # Two steps without a gradient.
+    assert last("drift", entropy=[2, 1, 1.25, 1.5], grad_norm=[1, 0, 0, math.nan]) == 0.5
     assert math.isnan(last("drift", entropy=[2, 1], grad_norm=[1, 1]))
     assert last("entropy_rise", entropy=[1.0] * 10 + [0.5] * 10 + [1.0] * 10) == 0.5
     assert last("entropy_rise", entropy=[1.0] * 10 + [1.4] * 10) == 0  # less than 1.5 times
@@ -152,12 +152,8 @@ def test_the_samplers_values():
     off = logp.copy()
     off[:3] += 0.2
     assert sampler_values(logp, np.full(100, np.nan)) == {}
-    assert sampler_values(logp, logp) == {
-        "sampler_impossible": 0.0,
-        "sampler_outside": 0.0,
-        "mismatch": 0.0,
-        "ratio_max": 1.0,
-    }
+    equal = {"sampler_impossible": 0.0, "sampler_outside": 0.0, "mismatch": 0.0, "ratio_max": 1.0}
+    assert sampler_values(logp, logp) == equal
     assert sampler_values(logp, off)["sampler_outside"] == 0.03
     assert sampler_values(logp, np.zeros(100))["sampler_impossible"] == 1.0
     half = np.where(np.arange(100) < 50, off, np.nan)  # the server gave half of them

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
-
-import pytest
-
-from sharpscope.tasks import Example, ToolQaSpec, make_task
-from sharpscope.tasks.tool_qa import (
-    FEEDBACK,
-    Passage,
-    ToolQa,
-    follows_protocol,
-    information,
-)
-from sharpscope.tasks.tool_world import RELATIONS, make_world
-from tests.oracles import puzzles as oracle
-
-pytest.importorskip("bm25s", reason="needs the optional library bm25s")
-import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from pydantic import ValidationError
 
 from sharpscope.config import RunConfig, build_config, to_yaml, validate
-from sharpscope.tasks.tool_qa import INSTRUCTION
+from sharpscope.tasks import Example, ToolQaSpec, make_task
+from sharpscope.tasks.tool_qa import FEEDBACK, INSTRUCTION, Passage, ToolQa, follows_protocol, information
+from sharpscope.tasks.tool_world import RELATIONS, make_world
+from tests.oracles import puzzles as oracle
+
+pytest.importorskip("bm25s", reason="needs the optional library bm25s")
 
 SMALL = {"hops": (1, 2, 3), "train_size": 40, "heldout_size": 10}
 
@@ -95,15 +86,7 @@ FOUND = information([Passage("The Hague", "A city.")])
 
 
 @pytest.mark.parametrize(
-    "turn",
-    [
-        "",
-        "<think>hm</think>",
-        "<search></search>",
-        "<search> \n</search>",
-        "Torvi</search>",
-        "<answer>",
-    ],
+    "turn", ["", "<think>hm</think>", "<search></search>", "<search> \n</search>", "Torvi</search>", "<answer>"]
 )
 def test_a_malformed_turn_gets_the_feedback_of_the_protocol(task, turn):
     assert task.respond(EXAMPLE, turn) == FEEDBACK
@@ -213,11 +196,7 @@ def test_the_instruction_is_the_template_of_the_questions(ask):
 
 @pytest.mark.parametrize(
     ("scorer", "answer", "right"),
-    [
-        ("auto", "about 42", False),
-        ("auto", "the 42", True),
-        ("numeric", "about 42.0", True),
-    ],
+    [("auto", "about 42", False), ("auto", "the 42", True), ("numeric", "about 42.0", True)],
 )
 def test_the_scorer_of_the_questions_is_the_one_that_is_named(ask, scorer, answer, right):
     task = ask(row("How many?", 42), questions={"scorer": scorer})

@@ -34,10 +34,9 @@ def test_every_table_comes_back_value_by_value(tmp_path, table):
 def test_null_is_not_recorded_and_nan_is_recorded(tmp_path):
     run = new_run(tmp_path / "a")
     masked = np.ma.MaskedArray([1.0, 2.0, 3.0, 4.0], mask=[True, False, False, False])
+    values = {"entropy": None, "ratio": masked, "weight": [None, np.nan, 1.0, 2.0], "update": [None, 1, 1, 2]}
     with TraceWriter(run) as writer:
-        writer.append(
-            "tokens", token_rows(entropy=None, ratio=masked, weight=[None, np.nan, 1.0, 2.0], update=[None, 1, 1, 2])
-        )
+        writer.append("tokens", token_rows(**values))
     (path,) = (run / "traces" / "tokens").glob("part-*.parquet")
     table = pq.read_table(path)
     assert table["entropy"].null_count == 4

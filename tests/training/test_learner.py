@@ -10,15 +10,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from sharpscope import distributed
-from sharpscope.config.method import (
-    FixedEntropyBonus,
-    GradientNormPenalty,
-    Kl,
-    Sam,
-    TruncatedCorrection,
-)
+from sharpscope.config.method import FixedEntropyBonus, GradientNormPenalty, Kl, Sam, TruncatedCorrection
 from sharpscope.config.training import OptimizerSpec
 from sharpscope.errors import UserError
 from sharpscope.objective import Method, named_method, policy_loss
@@ -30,7 +25,7 @@ from sharpscope.tasks import make_task
 from sharpscope.training import updates as updates_module
 from sharpscope.training.learner import Learner
 from sharpscope.training.rollouts import DataOrder, draw_rollouts
-from sharpscope.training.setup import build_optimizer
+from sharpscope.training.setup import build_optimizer, set_learning_rate
 from tests.launched import run_ranks
 from tests.oracles.objective import percentile
 
@@ -55,10 +50,12 @@ def method_of(name) -> Method:
     return value
 
 
-def learner_of(policy, *, microbatch_tokens=10_000, share_prompt=True, **changes) -> Learner:
+def learner_of(policy, *, lr=1e-3, microbatch_tokens=10_000, share_prompt=True, **changes) -> Learner:
     settings = {"max_new_tokens": 8, "mini_batches": 1, "inner_epochs": 1, "max_grad_norm": None, "seed": 0}
     scorer = Scorer(policy.model, 1.0, microbatch_tokens, share_prompt)
-    return Learner(scorer, build_optimizer(policy.model, OptimizerSpec(lr=1e-3)), **(settings | changes))
+    optimizer = build_optimizer(policy.model, OptimizerSpec(lr=max(lr, 1e-9)))
+    set_learning_rate(optimizer, lr)
+    return Learner(scorer, optimizer, **(settings | changes))
 
 
 def learn(observed: Learner, drawn, method="grpo", **callbacks):
@@ -67,16 +64,13 @@ def learn(observed: Learner, drawn, method="grpo", **callbacks):
 
 def gradient(policy, drawn, method="grpo", **changes):
     """(flat gradient of each update as the optimizer gets it, result of the step); the policy is put back."""
-    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
-    found = []
+    before, found = copy.deepcopy(policy.model.state_dict()), []
     observed = learner_of(policy, **changes)
     observed.optimizer.register_step_pre_hook(
         lambda *_: found.append(torch.cat([p.grad.flatten().clone() for p in observed.parameters]))
     )
     learned = learn(observed, drawn, method)
-    with torch.no_grad():
-        for name, parameter in policy.model.named_parameters():
-            parameter.copy_(before[name])
+    policy.model.load_state_dict(before)
     return found, learned
 
 
@@ -86,15 +80,13 @@ NEW = ["wapo", "delight", "stare", "rsi-s", "pepo", "tp-schedule", "forking-sche
 
 def warmed(observed: Learner, seed=0) -> Learner:
     """With moments in the optimizer, as after one update."""
-    g = torch.Generator().manual_seed(seed)
+    g, model = torch.Generator().manual_seed(seed), observed.scorer.model
+    kept = copy.deepcopy(model.state_dict())
     for parameter in observed.parameters:
         parameter.grad = 1e-3 * torch.randn(parameter.shape, generator=g, dtype=parameter.dtype)
-    kept = [p.detach().clone() for p in observed.parameters]
     observed.optimizer.step()
-    with torch.no_grad():
-        for parameter, value in zip(observed.parameters, kept, strict=True):
-            parameter.copy_(value)
-            parameter.grad = None
+    observed.optimizer.zero_grad()
+    model.load_state_dict(kept)
     return observed
 
 
@@ -192,9 +184,7 @@ def test_lopti_adds_the_entropy_bonus_once(world):
     """Each pass adds its own tokens' part of the mean."""
     policy, drawn = world
     method = named_method("lopti").model_copy(update={"entropy": FixedEntropyBonus(coef=0.3)})
-    observed = learner_of(policy)
-    for group in observed.optimizer.param_groups:
-        group["lr"] = 0.0
+    observed = learner_of(policy, lr=0.0)
     losses = [sum(u.loss for u in learn(observed, drawn, m).updates) for m in ("lopti", method)]
     entropy = learn(observed, drawn, "lopti").tokens.stats.entropy[drawn.rollouts.completion_mask.bool()].mean()
     assert losses[0] - losses[1] == pytest.approx(0.3 * float(entropy), abs=1e-5)
@@ -210,20 +200,14 @@ def gradient_at(policy, drawn, shift):
         out = torch.log_softmax(out[:, rollouts.prompt_width - 1 : -1], dim=-1)
         return out.gather(2, rollouts.completion_ids[:, :, None])[:, :, 0]
 
-    start = [p.detach().clone() for p in model.parameters()]
-    old = logp().detach()
-    with torch.no_grad():
-        for parameter, part in zip(
-            model.parameters(), shift.split([p.numel() for p in model.parameters()]), strict=True
-        ):
-            parameter.add_(part.view_as(parameter))
+    start, old = copy.deepcopy(model.state_dict()), logp().detach()
+    parameters = list(model.parameters())
+    vector_to_parameters(parameters_to_vector(parameters).detach() + shift, parameters)
     ratio, advantage = torch.exp(logp() - old), drawn.advantage[:, None]
     surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     loss = -((surrogate * mask).sum(1) / mask.sum(1)).mean()
-    value = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
-    with torch.no_grad():
-        for parameter, kept in zip(model.parameters(), start, strict=True):
-            parameter.copy_(kept)
+    value = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+    model.load_state_dict(start)
     return value
 
 
@@ -313,41 +297,33 @@ def test_the_loss_by_prompt_has_the_updates_loss_as_mean(world, name):
     method = named_method("grpo" if name == "entropy" else name)
     if name == "entropy":
         method = method.model_copy(update={"entropy": FixedEntropyBonus(coef=0.1)})
-    found = []
+    start = copy.deepcopy(policy.model.state_dict())
 
-    def before(loss_fn, _):
-        with torch.no_grad():
-            for parameter in policy.model.parameters():
-                parameter.mul_(1.01)  # the ratios are no longer 1
-        found.append(loss_fn())
+    def values(drawn, **changes):
+        """The loss by prompt at weights 1 % larger, where the ratios are no longer 1; none without a gradient."""
+        found = []
 
-    before_weights = copy.deepcopy(policy.model.state_dict())
-    learn(learner_of(policy, microbatch_tokens=40), drawn, method, before_optimizer=before)
-    (values,) = found
+        def before(loss_fn, _):
+            with torch.no_grad():
+                for parameter in policy.model.parameters():
+                    parameter.mul_(1.01)
+            found.append(loss_fn())
+
+        policy.model.load_state_dict(start)
+        learn(learner_of(policy, **changes), drawn, method, before_optimizer=before)
+        return found
+
+    (found,) = values(drawn, microbatch_tokens=40)
     prompts = drawn.rollouts.group.unique()
-    assert values.shape == prompts.shape and values.dtype == torch.float64 and float(values.std()) > 0
-    policy.model.load_state_dict(before_weights)
-    whole = []
-
-    def of_whole(loss_fn, _):
-        with torch.no_grad():
-            for parameter in policy.model.parameters():
-                parameter.mul_(1.01)
-        whole.append(float(loss_fn().mean()))
-
-    learn(learner_of(policy), drawn, method, before_optimizer=of_whole)
-    assert float(values.mean()) == pytest.approx(whole[0], rel=1e-9)
-    if name != "grpo":
-        return
-    # Each completion weighs the same, so a prompt's value is the loss of its completions alone.
-    for prompt, value in zip(prompts, values, strict=True):
-        policy.model.load_state_dict(before_weights)
-        whole.clear()
-        part = replace(drawn, rollouts=drawn.rollouts.rows(rows := (drawn.rollouts.group == prompt).nonzero()[:, 0]))
-        part = replace(part, advantage=drawn.advantage[rows], stats=None)
-        learn(learner_of(policy), part, method, before_optimizer=of_whole)
-        if whole:  # none where all rewards of the prompt are equal
-            assert float(value) == pytest.approx(whole[0], rel=1e-6)
+    assert found.shape == prompts.shape and found.dtype == torch.float64 and float(found.std()) > 0
+    (whole,) = values(drawn)
+    assert float(found.mean()) == pytest.approx(float(whole.mean()), rel=1e-9)
+    for prompt, value in zip(prompts, found, strict=True) if name == "grpo" else ():
+        # Each completion weighs the same, so a prompt's value is the loss of its completions alone.
+        rows = (drawn.rollouts.group == prompt).nonzero()[:, 0]
+        part = replace(drawn, rollouts=drawn.rollouts.rows(rows), advantage=drawn.advantage[rows], stats=None)
+        for alone in values(part):
+            assert float(value) == pytest.approx(float(alone), rel=1e-6)
 
 
 def test_clip_fractions_and_kl_count_every_use_of_a_token(world, monkeypatch):
@@ -364,9 +340,7 @@ def test_clip_fractions_and_kl_count_every_use_of_a_token(world, monkeypatch):
     monkeypatch.setattr(updates_module, "gradient_norms", lambda *_: Norms(next(norms), {}))
     method = named_method("grpo").model_copy(update={"kl": Kl(coef=0.1)})
     reference = copy.deepcopy(policy.model)
-    observed = learner_of(policy, inner_epochs=3, reference=reference)
-    for group in observed.optimizer.param_groups:
-        group["lr"] = 0.05
+    observed = learner_of(policy, lr=0.05, inner_epochs=3, reference=reference)
     learned = learn(observed, drawn, method)
     assert [u.skipped for u in learned.updates] == [False, True, False] and len(outputs) == 3
     mask = drawn.rollouts.completion_mask.bool()
@@ -386,10 +360,9 @@ def test_clipping_scales_the_step_and_a_bad_loss_is_left_out(world):
     advantage = drawn.advantage.clone()
     advantage[0] = math.nan
     spoilt = type(drawn)(drawn.examples, drawn.rollouts, drawn.rewards, advantage, 0)
-    before = [p.detach().clone() for p in policy.model.parameters()]
-    _, learned = gradient(policy, spoilt, "grpo")
-    assert learned.updates[0].skipped
-    assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
+    before = parameters_to_vector(policy.model.parameters()).detach()
+    assert learn(learner_of(policy), spoilt).updates[0].skipped
+    assert torch.equal(before, parameters_to_vector(policy.model.parameters()))
 
 
 # -- the table of updates ----------------------------------------------------------------------------------------------
@@ -413,9 +386,9 @@ def test_every_update_is_described_by_its_own_tokens(world, monkeypatch, name):
     monkeypatch.setattr(updates_module, "policy_loss", watched)
     backward = updates_module.Updates.gradient
     monkeypatch.setattr(updates_module.Updates, "gradient", lambda *args: (seen.append([]), backward(*args))[1])
-    observed = learner_of(policy, mini_batches=2, inner_epochs=2, microbatch_tokens=64)
-    for group in observed.optimizer.param_groups:
-        group["lr"] = 0.03  # far enough that clips act
+    observed = learner_of(
+        policy, lr=0.03, mini_batches=2, inner_epochs=2, microbatch_tokens=64
+    )  # so far that clips act
     learned = learn(observed, drawn, name)
     table = pd.DataFrame(update_columns(7, learned.updates))
     assert len(table) == len(seen) == (8 if name == "lopti" else 4)
@@ -436,8 +409,8 @@ def test_every_update_is_described_by_its_own_tokens(world, monkeypatch, name):
     assert table["update"].tolist() == list(range(len(seen)))
     assert table["ratio_max"][0] == pytest.approx(1, abs=1e-12) and table["kl_old_k3"].max() > 1e-3
     assert table["clip_fraction_high"].max() > 0 and table["clip_fraction_low"].max() > 0
-    for name_, values in (("loss", "loss"), ("grad_norm", "grad_norm"), ("update_norm", "update_norm")):
-        assert table[name_].tolist() == [getattr(u, values) for u in learned.updates]
+    for column in ("loss", "grad_norm", "update_norm"):
+        assert table[column].tolist() == [getattr(update, column) for update in learned.updates]
 
 
 def test_the_samplers_correction_is_recorded(world):
@@ -476,9 +449,7 @@ def test_lp_reg_and_stapo_in_training(world, monkeypatch):
     method = named_method("lp-reg")
     method = method.model_copy(update={"penalty": method.penalty.model_copy(update={"share": 0.9})})
     monkeypatch.setattr("sharpscope.policy.token_stats.PROXY_MIN_P", 0.1)
-    observed = learner_of(policy, microbatch_tokens=64)
-    for group in observed.optimizer.param_groups:
-        group["lr"] = 0.0
+    observed = learner_of(policy, lr=0.0, microbatch_tokens=64)
     learned = learn(observed, drawn, method)
     negative = sorted((float(p[y]), place) for place, (p, y) in probabilities.items() if adv[place[0]] < 0)
     chosen = {place for _, place in negative[: int(0.9 * len(negative))]}
@@ -630,13 +601,11 @@ def gradients_of(path, target):
     for name in [*NEW, "dr-capo", "rein-capo", "aggc"]:
         observed = warmed(learner_of(policy, microbatch_tokens=64, max_grad_norm=1e-3))
         observed.state.norms = dict.fromkeys(observed._module_types.values(), 1e-4)
-        kept = [p.detach().clone() for p in observed.parameters]
+        kept = parameters_to_vector(observed.parameters).detach()
         learned = learn(observed, drawn, name)
-        moved = torch.cat([(p.detach() - k).flatten() for p, k in zip(observed.parameters, kept, strict=True)])
+        moved = parameters_to_vector(observed.parameters).detach() - kept
         found[name] = moved, learned.tokens.loss_coef, observed.state.norms
-        with torch.no_grad():
-            for parameter, value in zip(observed.parameters, kept, strict=True):
-                parameter.copy_(value)
+        vector_to_parameters(kept, observed.parameters)
     if distributed.is_rank_zero():
         torch.save(found, target)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -60,14 +61,10 @@ def test_every_architecture_trains_from_disk_with_recording_on(architecture, tin
 
 
 def test_recomputed_layers_and_cut_groups_change_nothing(toy_config):
-    tables = []
-    for name, changes in {
-        "plain": {},
-        "frugal": {"update__gradient_checkpointing": True, "update__microbatch_tokens": 64},
-    }.items():
-        config = toy_config(name=name, policy__dtype="float64", steps=2, evaluation__every=0, **changes)
-        tables.append(sharpscope.load_run(train(config).run_dir))
-    one, two = tables
+    frugal = {"update__gradient_checkpointing": True, "update__microbatch_tokens": 64}
+    given = {"policy__dtype": "float64", "steps": 2, "evaluation__every": 0}
+    configs = toy_config(name="plain", **given), toy_config(name="frugal", **given, **frugal)
+    one, two = (sharpscope.load_run(train(config).run_dir) for config in configs)
     pd.testing.assert_series_equal(one.steps["grad_norm"], two.steps["grad_norm"], rtol=1e-9)
     columns = ["token_id", "logp", "loss_coef", "score_norm_local"]
     pd.testing.assert_frame_equal(one.tokens(columns=columns[:3]), two.tokens(columns=columns[:3]), rtol=1e-6)
@@ -103,25 +100,16 @@ def test_adapters_train_with_recording_and_resume_exactly(toy_config, dtype):
     assert run.steps["kl"].iloc[0] == pytest.approx(0, abs=1e-6) and run.steps["kl"].iloc[-1] > 0
     tokens = run.tokens()
     assert tokens["score_norm_local"].gt(0).any()
-    assert (
-        tokens.groupby("step")["attribution"]
-        .sum()
-        .between(*((0.998, 1.002) if dtype == "float32" else (0.9, 1.1)))
-        .all()
-    )
+    shares = tokens.groupby("step")["attribution"].sum()
+    np.testing.assert_allclose(shares, 1, atol=0.002 if dtype == "float32" else 0.1)
     folder = checkpoints(run.path)[-1]
     assert (folder / "adapter_model.safetensors").exists() and not (folder / "model.safetensors").exists()
-    last = folder.with_name("step-000004")
-    for path in last.iterdir():
-        path.unlink()
-    last.rmdir()
+    shutil.rmtree(folder.with_name("step-000004"))
     update_run_info(whole.run_dir, status="interrupted")
     train(whole, resume=True)
-    pd.testing.assert_frame_equal(
-        sharpscope.load_run(run.path).tokens(columns=["logp", "loss_coef", "attribution"]),
-        tokens[["logp", "loss_coef", "attribution"]],
-        check_exact=True,
-    )
+    columns = ["logp", "loss_coef", "attribution"]
+    again = sharpscope.load_run(run.path).tokens(columns=columns)
+    pd.testing.assert_frame_equal(again, tokens[columns], check_exact=True)
 
 
 def test_saved_adapters_load_with_transformers_and_peft_and_are_evaluated(toy_config, tiny_policy):

@@ -13,7 +13,7 @@ import sharpscope
 from sharpscope.config.training import EvaluationSpec
 from sharpscope.policy import SamplingSpec, draw_scored, load_policy
 from sharpscope.policy.scoring import Scorer
-from sharpscope.recording.rows import clipped_weight_share, completion_advantage, prompt_pass_at_k
+from sharpscope.recording.rows import clipped_weight_share, completion_advantage
 from sharpscope.seeds import derive
 from sharpscope.tasks import make_task
 from sharpscope.training import train
@@ -36,7 +36,7 @@ def as_oracle(batch, keep=None) -> oracle.Batch:
     keep = range(len(rollouts)) if keep is None else keep
     parts = {name: [batch.rewards[i].parts.get(name, 0.0) for i in keep] for name in ("answer", "format")}
     masks = rollouts.completion_mask.bool().tolist()
-    return oracle.outcomes(
+    return oracle.Batch(
         [float(rollouts.reward[i]) for i in keep],
         [int(rollouts.group[i]) for i in keep],
         [masks[i] for i in keep],
@@ -108,7 +108,7 @@ def test_a_run_with_a_baseline_for_each_token(toy_config, monkeypatch):
         mask[part["rollout"], part["position"]] = True
         for name, values in grid.items():
             values[part["rollout"], part["position"]] = part[name]
-        batch = oracle.outcomes(
+        batch = oracle.Batch(
             rows["reward"].tolist(),
             rows["group"].tolist(),
             mask.tolist(),
@@ -129,72 +129,49 @@ def test_a_run_with_a_baseline_for_each_token(toy_config, monkeypatch):
 evaluation = importlib.import_module("sharpscope.training.evaluate")  # the package has a function of that name
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_pass_at_k_is_the_mean_over_all_subsets(k):
-    correct = np.array([[1, 0, 0, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 1, 0, 0, 0]], dtype=bool)
-    subsets = list(itertools.combinations(range(5), k))
-    expected = np.mean([[row[list(subset)].any() for subset in subsets] for row in correct])
-    assert prompt_pass_at_k(correct, k).mean() == pytest.approx(expected)
-
-
-def test_rows_against_counting_by_hand(toy_config):
-    config = toy_config()
-    policy, task = load_policy(config.policy), make_task(config.task)
-    asked = EvaluationSpec(splits=("heldout", "absent"), prompts=5, samples=3)
-    rows = evaluate(policy, task, asked, config.rollout, step=7, seed=1)
-    assert [(r["split"], r["level"], r["temperature"], r["k"], r["n"]) for r in rows] == [
-        ("heldout", "0", 0.0, 1, 5),
-        ("heldout", "0", 1.0, 3, 5),
-        ("heldout", "1", 0.0, 1, 5),
-        ("heldout", "1", 1.0, 3, 5),
-    ]
-    sampled = rows[1]
-    examples = [e for e in task.splits()["heldout"] if e.meta["level"] == 0]
-    spec = SamplingSpec(max_new_tokens=config.rollout.max_new_tokens)
-    drawn, _ = draw_scored(policy, task, examples, 3, spec, derive(1, "evaluation:heldout/0/1.0"))
-    rewards = [task.score(examples[i // 3], text) for i, text in enumerate(drawn.texts)]
-    correct = np.array([r.correct for r in rewards]).reshape(5, 3)
-    assert sampled["accuracy"] == pytest.approx(correct.mean())
-    assert sampled["std_error"] == pytest.approx(correct.mean(axis=1).std(ddof=1) / np.sqrt(5))
-    assert sampled["pass_at_k"] == pytest.approx(correct.any(axis=1).mean())
-    assert sampled["reward_mean"] == pytest.approx(np.mean([r.total for r in rewards]))
-    assert sampled["step"] == 7
-    cut = drawn.truncated.numpy().reshape(5, 3)
-    assert sampled["truncated"] == cut.mean()
-    assert sampled["accuracy_completed"] == (correct[~cut].mean() if (~cut).any() else None)
-    assert sampled["pass_std_error"] == pytest.approx(correct.any(axis=1).std(ddof=1) / np.sqrt(5))
-
-
-ASKED = EvaluationSpec(splits=("heldout",), prompts=5, samples=4)
-
-
 @pytest.fixture
 def world(toy_config):
     config = toy_config()
     return load_policy(config.policy), make_task(config.task), config.rollout
 
 
-def test_further_columns_are_unbiased_with_prompts_as_clusters(world):
-    policy, task, spec = world
-    row = evaluate(policy, task, ASKED, spec, step=0, seed=1, pass_at=(1, 2, 4))[1]
+def test_rows_against_counting_by_hand(world):
+    policy, task, rollout = world
+    asked = EvaluationSpec(splits=("heldout", "absent"), prompts=5, samples=4)
+    rows = evaluate(policy, task, asked, rollout, step=7, seed=1, pass_at=(1, 2, 4))
+    assert [(r["split"], r["level"], r["temperature"], r["k"], r["n"]) for r in rows] == [
+        ("heldout", "0", 0.0, 1, 5),
+        ("heldout", "0", 1.0, 4, 5),
+        ("heldout", "1", 0.0, 1, 5),
+        ("heldout", "1", 1.0, 4, 5),
+    ]
+    sampled = rows[1]
     examples = [e for e in task.splits()["heldout"] if e.meta["level"] == 0]
-    drawn, _ = draw_scored(
-        policy, task, examples, 4, SamplingSpec(max_new_tokens=8), derive(1, "evaluation:heldout/0/1.0")
-    )
-    correct = np.array([task.score(examples[i // 4], text).correct for i, text in enumerate(drawn.texts)]).reshape(5, 4)
+    spec = SamplingSpec(max_new_tokens=rollout.max_new_tokens)
+    drawn, _ = draw_scored(policy, task, examples, 4, spec, derive(1, "evaluation:heldout/0/1.0"))
+    rewards = [task.score(examples[i // 4], text) for i, text in enumerate(drawn.texts)]
+    correct = np.array([r.correct for r in rewards]).reshape(5, 4)
+    assert 0 < sampled["accuracy"] < 1  # otherwise nothing was tested
+    assert sampled["accuracy"] == sampled["pass_at_1"] == pytest.approx(correct.mean())
+    assert sampled["std_error"] == pytest.approx(correct.mean(axis=1).std(ddof=1) / np.sqrt(5))
+    assert sampled["pass_at_k"] == pytest.approx(correct.any(axis=1).mean())
+    assert sampled["reward_mean"] == pytest.approx(np.mean([r.total for r in rewards]))
+    assert sampled["step"] == 7
+    cut = drawn.truncated.numpy().reshape(5, 4)
+    assert sampled["truncated"] == cut.mean()
+    assert sampled["accuracy_completed"] == (correct[~cut].mean() if (~cut).any() else None)
+    assert sampled["pass_std_error"] == pytest.approx(correct.any(axis=1).std(ddof=1) / np.sqrt(5))
     for k in (1, 2, 4):
         subsets = list(itertools.combinations(range(4), k))
         values = np.array([np.mean([prompt[list(subset)].any() for subset in subsets]) for prompt in correct])
-        assert row[f"pass_at_{k}"] == pytest.approx(values.mean())
-        assert row[f"pass_at_{k}_std_error"] == pytest.approx(values.std(ddof=1) / np.sqrt(5))
-    assert row["pass_at_1"] == pytest.approx(row["accuracy"])
-    assert row["pass_at_1_std_error"] == pytest.approx(row["std_error"])
-    assert 0 < row["accuracy"] < 1  # otherwise nothing was tested
+        assert sampled[f"pass_at_{k}"] == pytest.approx(values.mean())
+        assert sampled[f"pass_at_{k}_std_error"] == pytest.approx(values.std(ddof=1) / np.sqrt(5))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 100])
 def test_batches_change_no_draw(world, size, monkeypatch):
     policy, task, spec = world
-    whole = evaluate(policy, task, ASKED, spec, step=0, seed=1)
+    asked = EvaluationSpec(splits=("heldout",), prompts=5, samples=4)
+    whole = evaluate(policy, task, asked, spec, step=0, seed=1)
     monkeypatch.setattr(evaluation, "BATCH_COMPLETIONS", size)
-    assert evaluate(policy, task, ASKED, spec, step=0, seed=1) == whole
+    assert evaluate(policy, task, asked, spec, step=0, seed=1) == whole

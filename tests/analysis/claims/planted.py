@@ -119,10 +119,8 @@ def entropy(truth: str, rng: Rng, seeds: int, tails: str, stable: bool = True) -
             slope = {"effect": 1 / 3, "none": 1.0, "wrong": 2.0}[truth] if method == "cov-grpo" else 1.0
             drift = -0.3 * slope * (1 + 0.2 * rng.normal()) * np.arange(60) / 60
             level = 1 + drift + moved - np.linspace(0, moved[-1], 60) + draw(rng, tails, 60, 0.005)
-            rows = [
-                {"step": step, "functional": "nll", "quantity": "entropy", "value": value}
-                for step, value in enumerate(level, 1)
-            ]
+            place = {"functional": "nll", "quantity": "entropy"}
+            rows = [place | {"step": step, "value": value} for step, value in enumerate(level, 1)]
             runs.append(frame_run(method, seed, steps=60, tokens=tokens, probes=rows))
     return study(*runs)
 

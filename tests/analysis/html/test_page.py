@@ -48,17 +48,11 @@ def test_the_policy_allows_exactly_what_is_in_the_page(made):
     assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'" and rules["img-src"] == "data:"
     assert "unsafe" not in policy and "nonce" not in policy and "http" not in policy
     attributes = [a for t, a in seen.found if t == "script"]
-    runnable = [
-        text
-        for (tag, text), a in zip([r for r in seen.raw if r[0] == "script"], attributes, strict=True)
-        if "type" not in a
-    ]
-    styles = [text for tag, text in seen.raw if tag == "style"]
+    scripts, styles = ([text for tag, text in seen.raw if tag == name] for name in ("script", "style"))
+    runnable = [text for text, a in zip(scripts, attributes, strict=True) if "type" not in a]
     for rule, texts in (("script-src", runnable), ("style-src", styles)):
-        hashes = [
-            "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'" for text in texts
-        ]
-        assert rules[rule].split() == hashes
+        digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+        assert rules[rule].split() == [f"'sha256-{digest}'" for digest in digests]
 
 
 def test_nothing_is_loaded_and_no_text_became_markup(made):

@@ -57,7 +57,7 @@ def test_each_coefficient_is_the_weight_times_that_of_the_plain_loss(loss_type, 
             "high-entropy",
             "papo",
         ),
-        "tests.toy_shaping:by_probability",
+        "tests.toy_task:by_probability",
     ],
 )
 def test_weights_are_those_that_the_objective_prepares(name, tmp_path: Path):

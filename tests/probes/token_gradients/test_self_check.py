@@ -14,7 +14,7 @@ from sharpscope.probes.fingerprint import remembered
 from sharpscope.probes.token_gradients import exact, forward_mode, local
 from sharpscope.probes.token_gradients.structure import structure_of
 from tests.models import random_batch, tiny_model, without_experts
-from tests.oracles.token_gradients import squared_norms, token_gradients
+from tests.oracles.token_gradients import along, squared_norms, token_gradients
 
 
 def given(batch):
@@ -26,13 +26,10 @@ def test_a_padding_token_within_a_row_has_no_gradient_in_any_mode(tie):
     """Reverse mode gives an embedding's padding row none; forward mode and differences used to move it."""
     model, batch = tiny_model("llama", tie=tie), random_batch()
     batch["input_ids"][batch["attention_mask"].bool() & (batch["mask"] == 0)] = 0
-    gradients = token_gradients(model, batch["input_ids"], batch["mask"], batch["attention_mask"])
-    generator = torch.Generator().manual_seed(1)
+    generator, coef = torch.Generator().manual_seed(1), batch["mask"].double()
     direction = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in model.parameters()]
-    expected = torch.zeros(batch["mask"].shape, dtype=torch.float64)
-    for place, gradient in gradients.items():
-        expected[place] = sum((g * u).sum() for g, u in zip(gradient, direction, strict=True))
-    found = attribute(model, **given(batch), coef=batch["mask"].double(), direction=direction, check="off")
+    found = attribute(model, **given(batch), coef=coef, direction=direction, check="off")
+    expected = along(token_gradients(model, **given(batch)), coef, direction)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -202,10 +199,8 @@ def test_norms_after_a_change_are_those_of_the_new_model(change):
     model, batch = tiny_model("gemma2", tie=False), random_batch()
     model.lm_head.requires_grad_(False)
     score_norms(model, **given(batch))
-    if change == "soft cap":
-        model.config.final_logit_softcapping = 2.0
-    else:
-        model.lm_head = torch.nn.Linear(16, 37, bias=False).double().requires_grad_(False)
-    expected = squared_norms(token_gradients(model, *given(batch).values()), batch["mask"].shape)
+    CHANGES[change](model)
+    model.double()
+    expected = squared_norms(token_gradients(model, **given(batch)), batch["mask"].shape)
     found = score_norms(model, **given(batch), method="exact").squared
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)

@@ -55,6 +55,14 @@ def relative(found, expected):
     return float(((found - expected).abs() / expected.clamp_min(1e-300))[expected > 0].max())
 
 
+def compare(model, batch):
+    """The squared exact norms (N, S) by the loop, with which both methods agree."""
+    full, cut = (expect(oracle, model, batch)[1] for oracle in (token_gradients, local_token_gradients))
+    assert relative(run(model, batch, method="exact").squared, full) < 1e-8
+    assert relative(run(model, batch).squared, cut) < 1e-8
+    return full
+
+
 @pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "gemma2"])
 def test_long_rows_in_segments_match_a_loop(architecture, exact_eager, monkeypatch):
     """Also where a prefix is shared, and where the first segment holds no token of interest."""
@@ -77,11 +85,7 @@ def test_long_rows_in_segments_match_a_loop(architecture, exact_eager, monkeypat
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_exact_and_local_match_a_loop(architecture, tie, exact_eager):
     model, batch = without_experts(tiny_model(architecture, tie=tie)), random_batch()
-    _, full = expect(token_gradients, model, batch)
-    _, local = expect(local_token_gradients, model, batch)
-    exact, cut = run(model, batch, method="exact"), run(model, batch)
-    assert relative(exact.squared, full) < 1e-8
-    assert relative(cut.squared, local) < 1e-8
+    full, exact, cut = compare(model, batch), run(model, batch, method="exact"), run(model, batch)
     assert relative(exact.values, full.sqrt()) < 1e-8
     assert not exact.squared[batch["mask"] == 0].any() and not cut.values[batch["mask"] == 0].any()
     assert float((cut.values / full.sqrt())[full > 0].median()) > 0.3  # an approximation, but of the right thing
@@ -92,25 +96,21 @@ def test_groups_are_the_norms_of_their_parameters(architecture):
     model, batch = tiny_model(architecture, tie=False), random_batch()
     gradients, _ = expect(token_gradients, model, batch)
     found = run(model, batch, method="exact")
-    names = [name for name, parameter in model.named_parameters()]
     place = next(iter(gradients))
-    for i in range(2):
-        layer = sum(float(g.square().sum()) for n, g in zip(names, gradients[place], strict=True) if f".{i}." in n)
-        assert float(found.groups[f"layers.{i}"][place]) == pytest.approx(layer**0.5, rel=1e-8)
-    head = sum(
-        float(g.square().sum())
-        for n, g in zip(names, gradients[place], strict=True)
-        if "lm_head" in n or "embed_out" in n
-    )
-    assert float(found.groups["head"][place]) == pytest.approx(head**0.5, rel=1e-8)
+    squares = {
+        name: float(g.square().sum()) for (name, _), g in zip(model.named_parameters(), gradients[place], strict=True)
+    }
+    members = {
+        "layers.0": lambda n: ".0." in n,
+        "layers.1": lambda n: ".1." in n,
+        "head": lambda n: "lm_head" in n or "embed_out" in n,
+        "attention": lambda n: ("attn" in n or "attention." in n) and "norm" not in n,
+    }
+    for group, inside in members.items():
+        norm = sum(square for name, square in squares.items() if inside(name)) ** 0.5
+        assert float(found.groups[group][place]) == pytest.approx(norm, rel=1e-8)
     kinds = sum(found.groups[kind].square() for kind in found.groups if not kind.startswith("layers."))
     torch.testing.assert_close(kinds, found.squared, rtol=1e-8, atol=0)
-    attention = sum(
-        float(g.square().sum())
-        for n, g in zip(names, gradients[place], strict=True)
-        if ("attn" in n or "attention." in n) and "norm" not in n
-    )
-    assert float(found.groups["attention"][place]) == pytest.approx(attention**0.5, rel=1e-8)
 
 
 def test_one_token_of_a_long_row_and_rows_without_tokens():
@@ -131,11 +131,7 @@ def test_lengths_that_equal_the_number_of_heads(length):
     ids = torch.randint(2, 37, (2, length), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[:, 0] = 0
-    batch = {"input_ids": ids, "mask": mask, "attention_mask": torch.ones_like(ids)}
-    _, local = expect(local_token_gradients, model, batch)
-    _, full = expect(token_gradients, model, batch)
-    assert relative(run(model, batch).squared, local) < 1e-8
-    assert relative(run(model, batch, method="exact").squared, full) < 1e-8
+    compare(model, {"input_ids": ids, "mask": mask, "attention_mask": torch.ones_like(ids)})
 
 
 def test_sequences_longer_than_a_block_of_queries():
@@ -143,11 +139,7 @@ def test_sequences_longer_than_a_block_of_queries():
     ids = torch.randint(2, 37, (1, 150), generator=torch.Generator().manual_seed(3))
     mask = torch.zeros_like(ids)
     mask[0, [5, 127, 128, 129, 149]] = 1
-    batch = {"input_ids": ids, "mask": mask, "attention_mask": torch.ones_like(ids)}
-    _, full = expect(token_gradients, model, batch)
-    _, local = expect(local_token_gradients, model, batch)
-    assert relative(run(model, batch, method="exact").squared, full) < 1e-8
-    assert relative(run(model, batch).squared, local) < 1e-8
+    compare(model, {"input_ids": ids, "mask": mask, "attention_mask": torch.ones_like(ids)})
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
@@ -183,11 +175,7 @@ def test_adapters_on_a_frozen_base(target):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    model.eval()
-    _, full = expect(token_gradients, model, batch)
-    _, local = expect(local_token_gradients, model, batch)
-    assert relative(run(model, batch, method="exact").squared, full) < 1e-8
-    assert relative(run(model, batch).squared, local) < 1e-8
+    compare(model.eval(), batch)
     assert "head" not in run(model, batch).groups
 
 
@@ -196,10 +184,7 @@ def test_only_trainable_parameters_count(kept):
     model, batch = tiny_model("qwen2"), random_batch()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(kept in name)
-    _, full = expect(token_gradients, model, batch)
-    _, local = expect(local_token_gradients, model, batch)
-    assert relative(run(model, batch, method="exact").squared, full) < 1e-8
-    assert relative(run(model, batch).squared, local) < 1e-8
+    compare(model, batch)
 
 
 class _Mixing(torch.nn.Module):

@@ -14,7 +14,7 @@ from sharpscope.errors import UserError
 from sharpscope.probes import attribute, score_norms
 from tests import models
 from tests.models import random_batch, without_experts
-from tests.oracles.token_gradients import local_token_gradients, squared_norms, token_gradients
+from tests.oracles.token_gradients import gradient_shares, local_token_gradients, squared_norms, token_gradients
 
 COMMON = dict(models.COMMON, vocab_size=37, num_key_value_heads=2, pad_token_id=0, eos_token_id=1, bos_token_id=1)
 EXPERTS = dict(COMMON, num_local_experts=4, num_experts_per_tok=2)
@@ -45,14 +45,8 @@ def test_a_mixture_of_experts_with_frozen_experts_matches_a_loop():
         found = score_norms(*given, method, batch["attention_mask"]).squared
         torch.testing.assert_close(found, squared_norms(own, found.shape), rtol=3e-6, atol=0)
     coef = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * batch["mask"]
-    whole = [
-        sum(coef[place] * g[i] for place, g in gradients.items()) for i in range(len(next(iter(gradients.values()))))
-    ]
-    square = sum(part.square().sum() for part in whole)
     shares = attribute(*given, coef, None, batch["attention_mask"])
-    for place, g in gradients.items():
-        along = sum((a * b).sum() for a, b in zip(g, whole, strict=True))
-        assert float(shares[place]) == pytest.approx(float(coef[place] * along / square), abs=1e-6)
+    torch.testing.assert_close(shares, gradient_shares(gradients, coef), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("architecture", "says"), [("bloom", "AttentionInterface"), ("gpt_oss", "another way")])

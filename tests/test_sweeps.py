@@ -21,6 +21,30 @@ from sharpscope.traces import RunLock, update_run_info
 from tests.conftest import TOY
 
 
+@pytest.fixture
+def sweep_file(tiny_policy: Path, tmp_path: Path):
+    def make(**changes) -> Path:
+        base: dict = {}
+        for path, value in {**TOY, "policy.model": str(tiny_policy), "steps": 2, "evaluation.every": 0}.items():
+            *parents, last = path.split(".")
+            part = base
+            for parent in parents:
+                part = part.setdefault(parent, {})
+            part[last] = value
+        data = {
+            "purpose": "a test",
+            "out": str(tmp_path / "runs"),
+            "base": base,
+            "methods": ["grpo", "ar"],
+            "seeds": [0],
+        }
+        file = tmp_path / "sweep.yaml"
+        file.write_text(yaml.safe_dump(data | changes))
+        return file
+
+    return make
+
+
 def test_every_combination_is_planned_once(sweep_file):
     file = sweep_file(
         seeds=[0, 1],
@@ -220,7 +244,7 @@ def test_methods_and_seeds_make_a_sweep_that_is_resumed(tiny_policy: Path, tmp_p
     monkeypatch.chdir(tmp_path)
     small = {**TOY, "steps": 1, "evaluation.every": 0, "probes.preset": "off"}
     sets = [part for path, value in small.items() for part in ("--set", f"{path}={value}")]
-    own = "own=tests.toy_shaping:by_probability"
+    own = "own=tests.toy_task:by_probability"
     command = ["run", "--model", str(tiny_policy), "--methods", f"grpo,{own}", "--seeds", "0", "--out", "pair", *sets]
     listed = CliRunner().invoke(app, [*command, "--dry-run"], env={"COLUMNS": "200"})
     assert "2 runs, 2 to do" in listed.stdout, listed.output
