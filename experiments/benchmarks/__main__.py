@@ -23,7 +23,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "generation": lambda o: analysis.generation(o.model, o.task, o.repeats, o.size),
     "beginning": lambda o: training.beginning(o.model, o.repeats),
     "norms": lambda o: measures.norms(o.model, o.repeats, o.length),
-    "exact": lambda o: measures.exact(o.model, o.repeats, o.length),
+    "exact": lambda o: measures.exact(o.model, o.repeats, o.size, o.length),
     "shares": lambda o: measures.shares(o.model, o.repeats, o.size, o.length),
     "surface": lambda o: measures.surface(o.model, o.repeats, o.prompts, o.length),
     "growth": lambda o: measures.growth(

@@ -20,7 +20,8 @@ import yaml
 
 from sharpscope.diagnose import Log, findings
 from sharpscope.diagnose.quantities import LIKE, QUANTITIES, keys_of
-from sharpscope.rules import RULES, applies
+from sharpscope.rules.judging import applies
+from sharpscope.rules.table import RULES
 from tests.diagnose.simulated import healthy
 
 ROOT = Path(__file__).parents[2]

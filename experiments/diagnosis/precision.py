@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sharpscope.config.training import HealthSpec
-from sharpscope.rules import judge
+from sharpscope.rules.judging import judge
 from sharpscope.traces.rules import mismatch, sampler_values
 
 PROMPTS = (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from sharpscope.diagnose.findings import false_alarms
 from sharpscope.diagnose.quantities import BY_NAME
-from sharpscope.rules import FIELDS, RULES, Rule, advise
+from sharpscope.rules.judging import advise
+from sharpscope.rules.table import FIELDS, RULES, Rule
 
 _KINDS = {
     "reference": "reference runs",

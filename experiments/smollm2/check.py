@@ -1,6 +1,6 @@
 """Every measure on a real model against plain autograd: error, time and memory beside one forward and backward pass.
 
-    python -m experiments.smollm2.check smollm2 [--dtype bfloat16] [--only norms,surface,updates]
+    python -m experiments.smollm2.check smollm2 [--dtype bfloat16] [--only tokens,surface]
 
 Prints a Markdown table. "Plain" is `torch.autograd.grad` through the model's own forward pass, token by token where a measure is of
 tokens. With bfloat16 the model's weights are in it, and plain autograd has the same weights in float32. Needs Linux: the peak of
