@@ -120,6 +120,24 @@ def test_the_page_of_claims_lists_them_with_their_margins_and_sources():
     assert "\n".join(rows) + "\n\n" in page
 
 
+# -- The verdicts and p-values on the pages of the studies are those of the kept runs
+
+
+@pytest.mark.parametrize("study, runs", [("1", "reference"), ("2", "studies/2/runs"), ("3", "studies/3/runs")])
+def test_the_kept_runs_give_the_published_verdicts(study: str, runs: str):
+    folder = ROOT / "experiments" / "studies" / study
+    arguments = ["study", "claims", str(ROOT / "data" / runs), "--study", str(folder / "study.yaml"), "--json"]
+    found = json.loads(CliRunner().invoke(app, arguments).stdout)["verdicts"]
+    published = json.loads((folder / "results" / "claims.json").read_text())
+    verdicts = {(row["claim"], row["version"]): (row["verdict"], row["p_value"], row["n"]) for row in published}
+    dropped = {("C5", ""), ("C11", "")} if study != "3" else set()  # untestable, and judged no longer
+    assert {(row["claim"], row["version"]) for row in found} == set(verdicts) - dropped
+    for row in found:
+        verdict, p, n = verdicts[row["claim"], row["version"]]
+        assert (row["verdict"], row["n"]) == (verdict, n), row["claim"]
+        assert row["p_value"] == (p if p is None else pytest.approx(p, rel=1e-6)), row["claim"]
+
+
 # -- Every notebook under docs/tutorials runs from top to bottom on the example traces, and the numbers of its answer hold
 
 NOTEBOOKS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))

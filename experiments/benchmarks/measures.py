@@ -218,5 +218,6 @@ def _picture(curves: dict[tuple[str, str, str], list[float]], out: Path) -> None
         panel.minorticks_off()
     for row in panels:
         row[0].set_ylabel("processor time [s]")
-    panels[0][0].legend(fontsize=6)
+    handles, names = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names))
     figure.savefig(out, dpi=150)
