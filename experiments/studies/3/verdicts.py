@@ -23,6 +23,9 @@ OUTCOMES = {
     "entropy": (1000.0, "entropy [millinats]"),
 }
 
+LOOKS = {4: 2}
+"""Step -> how often its single updates were read, if more than once: what p-values are multiplied by."""
+
 
 def numbers(tables: dict[str, pd.DataFrame]) -> dict[str, float]:
     """The numbers of a finished run, from its rows of each table."""
@@ -62,31 +65,31 @@ def interval(differences: np.ndarray) -> tuple[float, float, float]:
 
 def forks() -> None:
     """Differences of single updates from that of plain GRPO, paired by batch; *: p below 0.05 after Holm's adjustment over the arms."""
-    rows = pd.read_parquet(DATA.parent / "forks" / "forks.parquet")
-    wide = rows[rows["valid"]].pivot_table(
-        index=["comparison", "outcome", "arm"], columns="batch", values="value", sort=False
-    )
-    arms = [arm for arm in rows["arm"].unique() if arm != "grpo"]
-    turned = wide.loc["step", "update_rotation"].mean(axis=1)
-    table = pd.DataFrame({"rotation of the update [°]": turned.loc[arms].map("{:.1f}".format)})
-    for outcome, (factor, name) in OUTCOMES.items():
-        values = wide.loc["kl", outcome]
-        change = factor * (values.loc[[arm for arm in arms if arm in values.index]] - values.loc["grpo"])
-        found = {arm: (line.dropna(), ttest_1samp(line.dropna(), 0.0).pvalue) for arm, line in change.iterrows()}
-        order = sorted(found, key=lambda arm: found[arm][1])
-        adjusted = np.maximum.accumulate([found[arm][1] * (len(order) - place) for place, arm in enumerate(order)])
-        for arm, p in zip(order, adjusted, strict=True):
-            mean, low, high = interval(found[arm][0].to_numpy())
-            table.loc[arm, name] = f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]" + "*" * bool(p < 0.05)
-    batches = rows["batch"].nunique()
-    before = rows.drop_duplicates(["batch", "outcome"]).groupby("outcome")["start"].mean()
-    after = wide.loc["step"].xs("grpo", level="arm").mean(axis=1)
-    print(f"\n{batches} batches; before, and after the update of plain GRPO:\n")
-    for outcome, (factor, name) in OUTCOMES.items():
-        print(f"- {name}: {factor * before[outcome]:.4g}, {factor * after[outcome]:.4g}")
-    print(f"\n| arm | {' | '.join(table.columns)} |\n{'|---' * (len(table.columns) + 1)}|")
-    for arm, cells in table.iterrows():
-        print(f"| `{arm}` | {' | '.join(map(str, cells))} |")
+    every = pd.read_parquet(DATA.parent / "forks" / "forks.parquet")
+    for step, rows in every.groupby("step"):
+        wide = rows[rows["valid"]].pivot_table(
+            index=["comparison", "outcome", "arm"], columns="batch", values="value", sort=False
+        )
+        arms = [arm for arm in rows["arm"].unique() if arm != "grpo"]
+        turned = wide.loc["step", "update_rotation"].mean(axis=1)
+        table = pd.DataFrame({"rotation of the update [°]": turned.loc[arms].map("{:.1f}".format)})
+        for outcome, (factor, name) in OUTCOMES.items():
+            values = wide.loc["kl", outcome]
+            change = factor * (values.loc[[arm for arm in arms if arm in values.index]] - values.loc["grpo"])
+            found = {arm: (line.dropna(), ttest_1samp(line.dropna(), 0.0).pvalue) for arm, line in change.iterrows()}
+            order = sorted(found, key=lambda arm: found[arm][1])
+            adjusted = np.maximum.accumulate([found[arm][1] * (len(order) - place) for place, arm in enumerate(order)])
+            for arm, p in zip(order, LOOKS.get(step, 1) * adjusted, strict=True):
+                mean, low, high = interval(found[arm][0].to_numpy())
+                table.loc[arm, name] = f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]" + "*" * bool(p < 0.05)
+        before = rows.drop_duplicates(["batch", "outcome"]).groupby("outcome")["start"].mean()
+        after = wide.loc["step"].xs("grpo", level="arm").mean(axis=1)
+        print(f"\nStep {step}, {rows['batch'].nunique()} batches; before, and after the update of plain GRPO:\n")
+        for outcome, (factor, name) in OUTCOMES.items():
+            print(f"- {name}: {factor * before[outcome]:.4g}, {factor * after[outcome]:.4g}")
+        print(f"\n| arm | {' | '.join(table.columns)} |\n{'|---' * (len(table.columns) + 1)}|")
+        for arm, cells in table.iterrows():
+            print(f"| `{arm}` | {' | '.join(map(str, cells))} |")
 
 
 def contaminated() -> None:
