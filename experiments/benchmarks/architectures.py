@@ -31,6 +31,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sharpscope.errors import CheckError, UserError
+from sharpscope.policy.cache import cache_keyword
 from sharpscope.probes import attribute, score_norms
 from sharpscope.probes.token_gradients import local
 
@@ -128,8 +129,8 @@ def gradients(model: Any, parameters: list[Tensor], *, cached: bool = False) -> 
             past = None
             if cached and place > 1:
                 with torch.no_grad():
-                    past = model(input_ids=ids[:, : place - 1], use_cache=True).past_key_values
-            given = {"past_key_values": past, "use_cache": True} if cached else {"use_cache": False}
+                    past = model(input_ids=ids[:, : place - 1], use_cache=True)[cache_keyword(model)]
+            given = {cache_keyword(model): past, "use_cache": True} if cached else {"use_cache": False}
             logits = model(input_ids=ids[:, place - 1 : place] if cached else ids, **given).logits
             if logits.shape[-1] != VOCAB:
                 raise ValueError(f"its logits have the shape {tuple(logits.shape)}")

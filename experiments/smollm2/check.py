@@ -25,6 +25,7 @@ from experiments.smollm2.sums import sums
 from sharpscope.config import RolloutSpec
 from sharpscope.errors import UserError
 from sharpscope.policy import Policy, PolicySpec, draw_scored, load_policy
+from sharpscope.policy.cache import cache_keyword
 from sharpscope.probes import (
     Objective,
     attribute,
@@ -124,8 +125,8 @@ def plain_product(model: nn.Module, batch: TokenBatch, name: str, anchor: Tensor
 def local_norm(model: nn.Module, ids: Tensor, at: int) -> float:
     """‖∇ ln π‖ of token `at` of ids (1, S) with earlier positions' keys and values constant: one step from a cache."""
     with torch.no_grad():
-        cache = model(input_ids=ids[:, : at - 1], use_cache=True).past_key_values
-    logits = model(input_ids=ids[:, at - 1 : at], past_key_values=cache, use_cache=True).logits[0, -1].float()
+        cache = model(input_ids=ids[:, : at - 1], use_cache=True)[cache_keyword(model)]
+    logits = model(input_ids=ids[:, at - 1 : at], use_cache=True, **{cache_keyword(model): cache}).logits[0, -1].float()
     return float(flat_gradient(torch.log_softmax(logits, -1)[ids[0, at]], model).double().norm())
 
 

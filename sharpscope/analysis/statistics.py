@@ -9,7 +9,7 @@ What a cluster is (a run, a prompt, a step of a seed) is the caller's choice. Ki
 | `bca` | the same and any other statistic (`scipy.stats.bootstrap`, Efron 1987) | from 15 |
 | `wilson` | an accuracy over prompts with one or several completions each | any |
 
-Measured coverage of nominal 95 % (1,000 samples each; `tests/analysis/test_statistics.py` repeats it):
+Measured coverage of nominal 95 % (1,000 samples each; `tests/analysis/test_statistics.py` checks it with 40):
 
 | kind, clusters | normal | heavy tails (t, 3 degrees) | skewed (lognormal) |
 |---|---|---|---|

@@ -85,7 +85,7 @@ def verdict(values: pd.DataFrame, arms: list[str], top: int) -> str:
     for name, what, unit in (("kl", "the step's KL", " nats a token"), ("grad_norm", "the gradient's norm", "")):
         whole, without, others = (float(values.at[name, arm]) for arm in arms)  # type: ignore[arg-type]
         gone[name] = tuple(1 - value / whole if whole > 0 else math.nan for value in (without, others))
-        less, random = (f"{percent(abs(part))} {'smaller' if part >= 0 else 'larger'}" for part in gone[name])
+        less, random = (f"{percent(abs(part))} {'larger' if part < 0 else 'smaller'}" for part in gone[name])
         change = f"{number(without)}{unit} in place of {number(whole)}"
         parts.append(f"{what} is {less} ({change}), and {random} without {top} random ones")
     said = f"Without these {top} tokens {parts[0]}; {parts[1]}."

@@ -582,9 +582,8 @@ class Recorder(Guard):
         rows = torch.linspace(0, len(before) - 1, min(KL_ROWS, len(before))).long()
         rollouts = batch.rollouts.rows(rows.to(batch.rollouts.group.device))
         mask = rollouts.completion_mask.bool().cpu()
-        each = replace(rollouts, group=torch.arange(len(rows), device=rollouts.group.device))  # may have one prompt
-        with self.whole():
-            after = self.scorer.statistics(each, divided=False).logp.cpu()
+        with self.whole():  # a group may have several prompts
+            after = replace(self.scorer, share_prompt=False).statistics(rollouts, divided=False).logp.cpu()
         x = (after - before.cpu()[rows])[mask].double()
         return float((torch.expm1(x) - x).mean()) if len(x) else None
 

@@ -6,6 +6,7 @@ transformers (full or sliding window) apply.
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,18 @@ from sharpscope.policy.head import bare
 CACHED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 WORTH_A_PASS = 512
 """A beginning that all prompts share, such as worked examples or a system message, is run by itself if it saves this many tokens."""
+
+
+def cache_keyword(model: nn.Module) -> str:
+    """The argument of the model's forward that takes a cache: `cache` from transformers 5.24 on, `past_key_values` before.
+
+    Raises:
+        UserError: There is none.
+    """
+    for name in ("cache", "past_key_values"):
+        if name in signature(bare(model).forward).parameters:
+            return name
+    raise UserError(f"{type(bare(model)).__name__} takes no key-value cache")
 
 
 def check_cacheable(model: nn.Module) -> None:
@@ -148,6 +161,7 @@ def read_prompts(body: nn.Module, ids: Tensor, lengths: Tensor) -> tuple[Tensor,
     Returns the hidden state (B, d) of each prompt's last token, and the cache, padded on the *left*, so that completions are
     adjacent to their prompts and distances in the cache are distances in the text.
     """
+    keyword = cache_keyword(body)
     same = (ids == ids[:1]).all(0)  # (P,)
     common = int(same.long().cumprod(0).sum().clamp_max(lengths.min() - 1))
     cache = PromptCache()
@@ -155,14 +169,14 @@ def read_prompts(body: nn.Module, ids: Tensor, lengths: Tensor) -> tuple[Tensor,
         common = 0
     else:
         beginning = ids[:1, :common]
-        body(input_ids=beginning, attention_mask=torch.ones_like(beginning), past_key_values=cache, use_cache=True)
+        body(input_ids=beginning, attention_mask=torch.ones_like(beginning), use_cache=True, **{keyword: cache})
         cache = PromptCache(cache)
     hidden = body(
         input_ids=ids[:, common:],
         attention_mask=torch.ones_like(ids),  # only padding attends to padding
         position_ids=torch.arange(common, ids.shape[1], device=ids.device)[None],
-        past_key_values=cache,
         use_cache=True,
+        **{keyword: cache},
     ).last_hidden_state  # (B, P - common, d)
     cache.pad_left(ids.shape[1] - lengths)
     return hidden[torch.arange(len(ids), device=ids.device), lengths - 1 - common], cache

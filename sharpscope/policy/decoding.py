@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerBase, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from sharpscope.config.policy import SamplingSpec
-from sharpscope.policy.cache import PromptCache, read_prompts
+from sharpscope.policy.cache import PromptCache, cache_keyword, read_prompts
 from sharpscope.policy.head import backbone, bare
 from sharpscope.policy.loading import Policy
 from sharpscope.policy.rollouts import padded
@@ -247,6 +247,7 @@ class LayerDecoder:
 
     def __init__(self, model: nn.Module, prompts: PromptCache, lengths: Tensor, room: int, positions: int) -> None:
         self.body, self.cache = backbone(model), DynamicCache()
+        self.keyword = cache_keyword(self.body)
         for index, states in enumerate(prompts.states):
             self.cache.update(*states, index)
         self.padding = prompts.states[0][0].shape[2] - lengths  # (m,) padding on the left
@@ -258,8 +259,8 @@ class LayerDecoder:
             input_ids=token[:, None],
             attention_mask=(torch.arange(width, device=token.device) >= self.padding[:, None]).long(),  # (m, L+1)
             position_ids=position[:, None],
-            past_key_values=self.cache,
             use_cache=True,
+            **{self.keyword: self.cache},
         ).last_hidden_state
         return states[:, 0]
 

@@ -5,7 +5,7 @@ The tokenizer is byte-level BPE with added phrases: it encodes any text without 
 policy with less than a million parameters learns to reason within minutes.
 
 The phrases are added tokens, because transformers' AutoTokenizer uses Qwen2's pre-tokenizer for all models of the type
-qwen2, whatever tokenizer.json contains (and normalizes text to NFC, which `load_tokenizer` does not).
+qwen2, whatever tokenizer.json contains (and normalizes text to NFC, which `PreTrainedTokenizerFast` does not).
 """
 
 from __future__ import annotations

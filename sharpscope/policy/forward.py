@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sharpscope.policy.cache import read_prompts, take_rows
+from sharpscope.policy.cache import cache_keyword, read_prompts, take_rows
 from sharpscope.policy.head import Head, backbone, computing, output_head, recompute_layers
 from sharpscope.policy.rollouts import Completions
 from sharpscope.policy.token_stats import TokenStats, flat_logp, flat_stats, spread
@@ -148,8 +148,8 @@ def _shared_hidden(model: nn.Module, rows: Completions) -> Iterator[tuple[Tensor
             input_ids=rows.completion_ids[bucket, :width],
             attention_mask=mask,
             position_ids=position,
-            past_key_values=cache.continuation(row_prompt[bucket]),
             use_cache=True,
+            **{cache_keyword(body): cache.continuation(row_prompt[bucket])},
         ).last_hidden_state  # (b, width, d)
         yield bucket, torch.cat([start, hidden], 1)
 

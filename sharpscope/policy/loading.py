@@ -116,9 +116,8 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
             if attention == "auto":  # sdpa does not support capped attention logits
                 attention = "sdpa" if getattr(config, "attn_logit_softcapping", None) is None else "eager"
             experts = ("num_experts", "num_local_experts", "n_routed_experts")
-            if any(
-                getattr(config, name, None) for name in experts
-            ):  # forward-mode derivatives need them run one by one
+            if any(getattr(config, name, None) for name in experts):
+                # The only implementation with forward-mode derivatives, which runs them one by one.
                 options["experts_implementation"] = "eager"
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source,

@@ -1,4 +1,4 @@
-"""Statistics against slow or exact versions; coverage and false positives measured (the long versions are `slow`)."""
+"""Statistics against slow or exact versions; coverage and false positives measured."""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from sharpscope.policy.cache import cache_keyword
+
 
 def aligned(input_ids: Tensor, attention_mask: Tensor | None, row: int) -> tuple[Tensor, Tensor]:
     """The real tokens (1, L) of a row and the columns (L,) they stand in."""
@@ -34,8 +36,8 @@ def local(model: nn.Module, ids: Tensor, position: int, temperature: float) -> T
     last, cache = position - 1, None  # the position that predicts the token
     if last > 0:
         with torch.no_grad():
-            cache = model(input_ids=ids[:, :last], use_cache=True).past_key_values
-    logits = model(input_ids=ids[:, last : last + 1], past_key_values=cache, use_cache=True).logits[0, -1]
+            cache = model(input_ids=ids[:, :last], use_cache=True)[cache_keyword(model)]
+    logits = model(input_ids=ids[:, last : last + 1], use_cache=True, **{cache_keyword(model): cache}).logits[0, -1]
     return torch.log_softmax(logits / temperature, -1)[ids[0, position]]
 
 

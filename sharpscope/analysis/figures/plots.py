@@ -200,7 +200,8 @@ def fork_effects(table: pd.DataFrame) -> Figure | None:
     `table`: of one fork, from `sharpscope.analysis.fork_differences`.
     """
     compared = (table["arm"] != table["reference"]) & table["difference"].notna()
-    shown = table[compared & table["outcome"].isin(list(NAMES))]
+    named = table["outcome"].isin(list(NAMES)) & table["comparison"].isin(list(COMPARISONS))  # 0.2 had one more
+    shown = table[compared & named]
     if shown.empty:
         return None
     several = shown["state"].nunique() > 1

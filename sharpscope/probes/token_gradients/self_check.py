@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sharpscope.config.probes import Check
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy import bare
+from sharpscope.policy.cache import cache_keyword
 from sharpscope.probes.directions import inner
 from sharpscope.probes.token_gradients.exact import exact_norms
 from sharpscope.probes.token_gradients.forward_mode import logp_derivative
@@ -144,15 +145,15 @@ class _Sample:
             with torch.enable_grad():
                 return self._pulled(self.model(input_ids=read, attention_mask=ones, use_cache=False).logits, word)
         try:
-            cache = None
+            cache, keyword = None, cache_keyword(self.model)
             if read.shape[1] > 1:
                 with torch.no_grad():
                     given = {"input_ids": read[:, :-1], "attention_mask": ones[:, :-1], "use_cache": True}
-                    cache = self.model(**given).past_key_values
+                    cache = self.model(**given)[keyword]
             with torch.enable_grad():
-                given = {"attention_mask": ones, "past_key_values": cache, "use_cache": True}
+                given = {"attention_mask": ones, keyword: cache, "use_cache": True}
                 return self._pulled(self.model(input_ids=read[:, -1:], **given).logits, word)
-        except (TypeError, ValueError, AttributeError, NotImplementedError) as problem:
+        except (UserError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError) as problem:
             raise CheckError(
                 f"{type(bare(self.model)).__name__}, local: cannot be compared with a step from the model's key-value cache "
                 f"({problem}); use method='exact', or take the numbers unchecked with check='off'",

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from sharpscope.errors import UserError
 from sharpscope.policy import Head, backbone, bare, check_head, output_head
-from sharpscope.policy.cache import check_cacheable
+from sharpscope.policy.cache import cache_keyword, check_cacheable
 from sharpscope.probes.fingerprint import remembered
 from sharpscope.probes.guard import attention_implementation
 from sharpscope.probes.parameter_groups import group_names
@@ -100,7 +100,7 @@ def hidden_states(
     positions = torch.arange(start, start + ids.shape[1], device=ids.device).repeat(ids.shape[0], 1)  # (B, L)
     given: dict[str, Any] = {"position_ids": positions} if "position_ids" in signature(body.forward).parameters else {}
     if before is not None:
-        given["past_key_values"] = cache = DynamicCache()
+        given[cache_keyword(body)] = cache = DynamicCache()
         for number, layer in enumerate(before.layers):
             keys, values = (x.expand(len(ids), -1, -1, -1) for x in (layer.keys, layer.values))  # type: ignore[union-attr]
             cache.update(keys, values, number)
@@ -113,8 +113,8 @@ def read_before(model: nn.Module, before: Tensor | None) -> DynamicCache | None:
     """Keys and values of a common prefix (P,)."""
     if before is None:
         return None
-    cache = DynamicCache()
-    backbone(model)(input_ids=before[None], past_key_values=cache, use_cache=True)
+    cache, body = DynamicCache(), backbone(model)
+    body(input_ids=before[None], use_cache=True, **{cache_keyword(body): cache})
     return cache
 
 
@@ -173,10 +173,11 @@ def _examine(model: nn.Module) -> Structure:
 
 def _can_share(model: nn.Module, structure: Structure, ids: Tensor) -> bool:
     """Whether the hidden states are equal if the last tokens continue from cached keys and values."""
-    if not structure.replaced or "past_key_values" not in signature(backbone(model).forward).parameters:
+    if not structure.replaced:
         return False
     try:
         check_cacheable(model)
+        cache_keyword(backbone(model))
     except UserError:
         return False
     with torch.no_grad(), attention_implementation(model, attn.FORWARD):
