@@ -21,7 +21,7 @@ from sharpscope.analysis.claims import base, registry
 from sharpscope.cli import main
 from sharpscope.config import describe, methods, named_method
 from sharpscope.config.probes import ProbesSpec
-from sharpscope.config.weighting import Weighting
+from sharpscope.config.token_weights import Weighting
 from sharpscope.probes import runner
 from sharpscope.probes.estimate import Estimate
 from tests.analysis.claims.frames import frame_run

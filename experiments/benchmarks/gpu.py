@@ -16,7 +16,7 @@ import torch
 
 import sharpscope
 from experiments.benchmarks.common import SHAPES, Row, cost, random_model, random_rows
-from sharpscope.config.training import RecordingSpec
+from sharpscope.config.run import RecordingSpec
 from sharpscope.probes import score_norms
 from sharpscope.traces import load_run
 

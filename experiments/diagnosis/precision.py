@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sharpscope.config.training import HealthSpec
+from sharpscope.config.run import HealthSpec
 from sharpscope.rules.judging import judge
 from sharpscope.traces.rules import mismatch, sampler_values
 

@@ -12,22 +12,20 @@ from sharpscope.config.methods import (
     control_label,
     control_names,
     describe,
+    is_reference,
     method_label,
     method_names,
+    method_rotation_bound,
     named_method,
     parse_methods,
-)
-from sharpscope.config.policy import RolloutSpec
-from sharpscope.config.reading import merge, parse_override, parse_overrides, read_yaml, to_yaml
-from sharpscope.config.reference import (
-    is_reference,
-    method_rotation_bound,
     reference_method,
     rotation_bound,
     same_at_one_update,
     weight_rotation_bound,
 )
+from sharpscope.config.reading import merge, parse_override, parse_overrides, read_yaml, to_yaml
 from sharpscope.config.run import (
+    RolloutSpec,
     RunConfig,
     build_config,
     config_data,
@@ -35,5 +33,4 @@ from sharpscope.config.run import (
     read_recorded,
     recorded_settings,
 )
-from sharpscope.config.token_weights import TokenWeight
-from sharpscope.config.weighting import weight_bounds
+from sharpscope.config.token_weights import TokenWeight, weight_bounds

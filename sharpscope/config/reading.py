@@ -1,16 +1,18 @@
-"""Read configurations: YAML files (untrusted, so bounded), `--set path=value`, and how layers are merged."""
+"""Read configurations: YAML files (untrusted, so bounded), `--set path=value`, how layers are merged, and the user's functions."""
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Hashable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 from pydantic import BaseModel
 
-from sharpscope.errors import UserError
+from sharpscope.errors import UserError, nearest
 
 YAML_LIMIT = 4_000_000
 """Maximum size of a configuration file [bytes]."""
@@ -171,3 +173,26 @@ def method_layer(text: str) -> dict[str, Any]:
     """The settings of a method written as `[label=]name[+field=value…]`."""
     label, name, changes = method_parts(text)
     return merge({"name": name} | ({"label": label} if label else {}), parse_overrides(changes))
+
+
+def import_function(path: str, field: str) -> Callable[..., Any]:
+    """The function at `package.module:function`. The module is looked for as Python does, then in the working directory.
+
+    Raises:
+        UserError: the module cannot be imported or has no such function; the message begins with `field`.
+    """
+    name, _, attribute = path.partition(":")
+    before = list(sys.path)
+    sys.path.append(str(Path.cwd()))  # an installed console script does not look where it is started
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:  # whatever a user's module raises while it is imported
+        problem = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{field} = {path!r}: importing {name!r} failed with {problem}") from error
+    finally:
+        sys.path[:] = before
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        hint = nearest(attribute, vars(module))
+        raise UserError(f"{field} = {path!r}: module {name!r} has no function {attribute!r}{hint}")
+    return function

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sharpscope import distributed
 from sharpscope.config import ForkSpec, Method, RunConfig, method_label, validate
-from sharpscope.config.policy import EMBEDDED_PREFIX
+from sharpscope.config.run import EMBEDDED_PREFIX
 from sharpscope.errors import UserError, nearest
 from sharpscope.forks.outcomes import (
     FixedRollouts,

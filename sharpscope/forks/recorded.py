@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope.config import ForkSpec, RunConfig
-from sharpscope.config.policy import PolicySpec
 from sharpscope.config.probes import ProbesSpec
+from sharpscope.config.run import PolicySpec
 from sharpscope.errors import UserError
 from sharpscope.forks.outcomes import FixedRollouts
 from sharpscope.forks.start import Snapshot, Tell

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from sharpscope.config import RunConfig, method_names, method_rotation_bound, reference_method
-from sharpscope.config.method import Kl, Method
-from sharpscope.config.selections import CurvatureTokens
+from sharpscope.config.method import CurvatureTokens, Kl, Method
 from sharpscope.errors import UserError
 from sharpscope.forks.start import Start, Tell, arms_of, resolve, saved_states
 from sharpscope.objective import StepTensors, calibrate, policy_loss, token_bins, token_normalizer, token_weights

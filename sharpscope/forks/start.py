@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sharpscope import distributed
 from sharpscope.config import Method, RunConfig, TokenWeight, build_config, known_settings, parse_methods, read_recorded
-from sharpscope.config.policy import EMBEDDED_PREFIX
+from sharpscope.config.run import EMBEDDED_PREFIX
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
 from sharpscope.objective import MethodState, calibrate

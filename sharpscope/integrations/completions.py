@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sharpscope.config.training import HealthSpec
+from sharpscope.config.run import HealthSpec
 from sharpscope.errors import UserError
 from sharpscope.rules.judging import Event, judge
 from sharpscope.traces import TABLES, RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info

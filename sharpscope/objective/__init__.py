@@ -17,5 +17,14 @@ from sharpscope.objective.loss import (
     policy_loss,
     token_normalizer,
 )
-from sharpscope.objective.plan import calibrate, prepare, summarize_weights, token_bins, token_weights
-from sharpscope.objective.values import LossOutput, Plan, StepTensors, per_token
+from sharpscope.objective.plan import (
+    LossOutput,
+    Plan,
+    StepTensors,
+    calibrate,
+    per_token,
+    prepare,
+    summarize_weights,
+    token_bins,
+    token_weights,
+)

@@ -29,7 +29,7 @@ from sharpscope.config.method import (
     VespoGate,
 )
 from sharpscope.config.token_weights import TokenWeight
-from sharpscope.objective.values import LossOutput, Plan, per_token
+from sharpscope.objective.plan import LossOutput, Plan, per_token
 
 LARGEST_LOG_RATIO = 80.0
 """e^80 still fits in float32; an infinite ratio would turn the zero gradient of a clipped token into NaN [nats]."""

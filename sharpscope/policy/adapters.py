@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sharpscope.config.policy import LoraSpec
+from sharpscope.config.run import LoraSpec
 from sharpscope.errors import UserError
 from sharpscope.quiet import silenced
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerBase, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from sharpscope.config.policy import SamplingSpec
+from sharpscope.config.run import SamplingSpec
 from sharpscope.policy.cache import PromptCache, cache_keyword, read_prompts
 from sharpscope.policy.head import backbone, bare
 from sharpscope.policy.loading import Policy

@@ -20,7 +20,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from sharpscope.config.policy import EMBEDDED_NAMES
+from sharpscope.config.run import EMBEDDED_NAMES
 from sharpscope.errors import UserError, nearest
 from sharpscope.packaged import data_path
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sharpscope import distributed
-from sharpscope.config.policy import SamplingSpec
+from sharpscope.config.run import SamplingSpec
 from sharpscope.errors import UserError
 from sharpscope.policy.decoding import Output, as_text, completion_uniforms, decode
 from sharpscope.policy.head import bare, computing

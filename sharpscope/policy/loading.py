@@ -23,7 +23,7 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
-from sharpscope.config.policy import EMBEDDED_PREFIX, PolicySpec
+from sharpscope.config.run import EMBEDDED_PREFIX, PolicySpec
 from sharpscope.errors import UserError, first_line
 from sharpscope.memory import require_memory, stored_numbers
 from sharpscope.policy.adapters import adapter_folder, add_adapters, base_of, load_adapters

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import torch
 
-from sharpscope.config.policy import EMBEDDED_PREFIX
+from sharpscope.config.run import EMBEDDED_PREFIX
 
 OPTIONAL = ("accelerate", "peft", "trl")
 PACKAGES = ("sharpscope", "torch", "transformers", "tokenizers", "numpy", "scipy", "pandas", "pyarrow", *OPTIONAL)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sharpscope import distributed
 from sharpscope.config import is_reference, method_rotation_bound, same_at_one_update
-from sharpscope.config.training import HealthSpec
+from sharpscope.config.run import HealthSpec
 from sharpscope.diagnose.quantities import own_values
 from sharpscope.errors import CheckError, UserError
 from sharpscope.memory import memory_share

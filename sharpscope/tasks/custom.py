@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sharpscope.config.functions import import_function
+from sharpscope.config.reading import import_function
 from sharpscope.config.tasks import CustomSpec
 from sharpscope.errors import UserError
 from sharpscope.tasks.base import Example, Reward, Task, content_id, once, respond_all

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sharpscope.config.policy import EMBEDDED_PREFIX
-from sharpscope.config.training import EvaluationSpec
+from sharpscope.config.run import EMBEDDED_PREFIX, EvaluationSpec
 from sharpscope.errors import UserError
 from sharpscope.policy import Policy, SamplingSpec, draw_scored, embedded_policy, load_policy
 from sharpscope.recording import environment

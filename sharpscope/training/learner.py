@@ -10,7 +10,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from sharpscope.config.selections import CurvatureTokens
+from sharpscope.config.method import CurvatureTokens
 from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.objective import Method, MethodState, Plan, k3, per_token, prepare
 from sharpscope.policy import Rollouts, TokenStats

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from sharpscope.config.training import OptimizerSpec
+from sharpscope.config.run import OptimizerSpec
 from sharpscope.errors import UserError
 from sharpscope.memory import require_memory
 from sharpscope.policy import Policy, load_policy

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import sharpscope
 from sharpscope.cli import app
 from sharpscope.config import build_config
-from sharpscope.config.selections import CurvatureTokens
+from sharpscope.config.method import CurvatureTokens
 from sharpscope.errors import UserError
 from sharpscope.forks import rotate
 from sharpscope.forks.rotating import _as_recorded, _Start, weight_curves

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharpscope.config.method import ModuleClip
-from sharpscope.config.selections import BinTokens, RelativeSurpriseTokens, SuffixTokens
+from sharpscope.config.method import BinTokens, ModuleClip, RelativeSurpriseTokens, SuffixTokens
 from sharpscope.config.token_weights import EntropyAdvantageWeight, PepoWeight, StareWeight
 from sharpscope.objective import Method, MethodState, StepTensors, named_method, policy_loss, prepare, token_weights
 from sharpscope.objective.plan import token_bins

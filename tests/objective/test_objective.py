@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 
 from sharpscope.config.method import (
+    ClipCovTokens,
     Correction,
+    CurvatureTokens,
     DualClip,
     Kl,
     KlCovPenalty,
     LpRegPenalty,
     MaskedCorrection,
+    SpuriousTokens,
     TruncatedCorrection,
 )
-from sharpscope.config.selections import ClipCovTokens, CurvatureTokens, SpuriousTokens
 from sharpscope.config.token_weights import PepoWeight, PolarityWeight, StareWeight
 from sharpscope.objective import (
     Method,

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from sharpscope.config.method import (
+    AdvantageTokens,
+    ClipCovTokens,
+    HighEntropyTokens,
     HolderRatio,
     KlCovPenalty,
+    ProbabilityTokens,
 )
-from sharpscope.config.selections import AdvantageTokens, ClipCovTokens, HighEntropyTokens, ProbabilityTokens
-from sharpscope.config.token_weights import SigmoidWeight
-from sharpscope.config.weighting import percentile
+from sharpscope.config.token_weights import SigmoidWeight, percentile
 from sharpscope.objective import (
     Method,
     StepTensors,

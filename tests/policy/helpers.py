@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from sharpscope.config.policy import LoraSpec, PolicySpec, SamplingSpec
+from sharpscope.config.run import LoraSpec, PolicySpec, SamplingSpec
 from sharpscope.policy import Completions, Policy, load_policy, score_completions
 from sharpscope.policy.decoding import completion_uniforms
 from sharpscope.policy.head import Head

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sharpscope.config.policy import PolicySpec
+from sharpscope.config.run import PolicySpec
 from sharpscope.policy import Environment, SamplingSpec, decoding, load_policy
 from sharpscope.policy.decoding import _StopStrings, as_text
 from sharpscope.policy.forward import score_completions

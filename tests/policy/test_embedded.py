@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from sharpscope.config.policy import EMBEDDED_NAMES
+from sharpscope.config.run import EMBEDDED_NAMES
 from sharpscope.errors import UserError
 from sharpscope.packaged import data_path
 from sharpscope.policy.embedded import END, PAD, embedded_policy

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharpscope.config.policy import LoraSpec, SamplingSpec
+from sharpscope.config.run import LoraSpec, SamplingSpec
 from sharpscope.errors import UserError
 from sharpscope.policy import decoding
 from sharpscope.policy.adapters import add_adapters

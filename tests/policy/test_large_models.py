@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from sharpscope.config.policy import LoraSpec
+from sharpscope.config.run import LoraSpec
 from sharpscope.errors import UserError
 from sharpscope.policy import head, load_policy, output_head, score_completions
 from sharpscope.policy.adapters import has_adapters, without_adapters

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sharpscope import distributed
-from sharpscope.config.training import OptimizerSpec
+from sharpscope.config.run import OptimizerSpec
 from sharpscope.probes import coming_step, noise_rotation, rotation, update_slope
 from sharpscope.probes.directions import inner
 from sharpscope.recording.norms import total_norm

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from sharpscope.config.training import OptimizerSpec
+from sharpscope.config.run import OptimizerSpec
 from sharpscope.recording.norms import gradient_norm, gradient_norms, layer_groups, update_norm, update_norms
 from sharpscope.training.setup import build_optimizer
 from tests.models import tiny_model

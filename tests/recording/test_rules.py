@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharpscope.config.training import HealthSpec
+from sharpscope.config.run import HealthSpec
 from sharpscope.errors import UserError
 from sharpscope.recording.health import Quantities
 from sharpscope.rules.judging import judge

@@ -14,7 +14,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from sharpscope import distributed
 from sharpscope.config.method import FixedEntropyBonus, GradientNormPenalty, Kl, Sam, TruncatedCorrection
-from sharpscope.config.training import OptimizerSpec
+from sharpscope.config.run import OptimizerSpec
 from sharpscope.errors import UserError
 from sharpscope.objective import Method, named_method, policy_loss
 from sharpscope.policy import load_policy

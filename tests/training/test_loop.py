@@ -17,7 +17,7 @@ from transformers import get_scheduler
 
 import sharpscope
 from sharpscope import memory
-from sharpscope.config.training import OptimizerSpec
+from sharpscope.config.run import OptimizerSpec
 from sharpscope.errors import UserError
 from sharpscope.policy import load_policy
 from sharpscope.recording import run_folder

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sharpscope
-from sharpscope.config.training import EvaluationSpec
+from sharpscope.config.run import EvaluationSpec
 from sharpscope.policy import SamplingSpec, draw_scored, load_policy
 from sharpscope.policy.scoring import Scorer
 from sharpscope.recording.rows import clipped_weight_share, completion_advantage
