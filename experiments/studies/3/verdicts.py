@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -115,33 +116,58 @@ def contaminated() -> None:
             print(f"{cells} {mean:+.3f} [{low:+.3f}, {high:+.3f}] | {min(adjusted[order.index(name)], 1):.2g} |")
 
 
-def main() -> None:
-    """Print the tables in Markdown."""
-    tables = {name: dict(list(pd.read_parquet(DATA / f"{name}.parquet").groupby("run"))) for name in TABLES}
+def read(folder: Path) -> pd.DataFrame:
+    """Numbers of the runs in a folder: a row for each (arm, seed)."""
+    tables = {name: dict(list(pd.read_parquet(folder / f"{name}.parquet").groupby("run"))) for name in TABLES}
     found = {}
     for run in tables["steps"]:
         arm, seed = run.rsplit("-s", 1)
         found[arm, int(seed)] = numbers({name: rows[run] for name, rows in tables.items()})
-    whole = [seed for seed in range(6) if all((arm, seed) in found for arm in ARMS)]
-    data = pd.DataFrame({key: value for key, value in found.items() if key[1] in whole}).T
-    print(f"Whole blocks: {whole}\n\n| mean over {len(whole)} seeds | {' | '.join(ARMS)} |\n|---|---|---|---|---|")
+    return pd.DataFrame(found).T
+
+
+def means(data: pd.DataFrame, arms: Sequence[str]) -> None:
+    """Print the mean of each number over the seeds of `data`."""
+    print(f"\n| mean over the seeds | {' | '.join(arms)} |\n{'|---' * (len(arms) + 1)}|")
     for name in data.columns:
-        print(f"| {name} | " + " | ".join(f"{data.loc[arm, name].mean():.4g}" for arm in ARMS) + " |")
-    print("\n| difference to grpo | mean | 95 % t-interval | p (sign flips) | by seed |\n|---|---|---|---|---|")
-    for arm in ARMS[1:]:
+        print(f"| {name} | " + " | ".join(f"{data.loc[arm, name].mean():.4g}" for arm in arms) + " |")
+
+
+def differences(data: pd.DataFrame, pairs: Sequence[tuple[str, str]]) -> None:
+    """Print the differences of pairs of arms, paired by seed."""
+    print("\n| difference | mean | 95 % t-interval | p (sign flips) | by seed |\n|---|---|---|---|---|")
+    for arm, base in pairs:
         for name in list(data.columns)[:5]:
-            own, base = data.loc[arm, name].to_numpy(float), data.loc["grpo", name].to_numpy(float)
+            ours, theirs = data.loc[arm, name].to_numpy(float), data.loc[base, name].to_numpy(float)
             ratio = name.startswith("SAM")
-            both = (own > 0) & (base > 0) if ratio else np.full(len(own), True)
+            both = (ours > 0) & (theirs > 0) if ratio else np.full(len(ours), True)
             if name.endswith("loss"):  # a saturated estimate is one of the accuracy
-                both &= np.maximum(own, base) <= MAX_SATURATION
+                both &= np.maximum(ours, theirs) <= MAX_SATURATION
             if both.sum() < 2:
                 continue
-            change = 100 * np.log(own[both] / base[both]) if ratio else own - base
+            change = 100 * np.log(ours[both] / theirs[both]) if ratio else ours - theirs
             mean, low, high = interval(change)
-            label = f"{arm}: {name.split(' [')[0]}" + (", 100·ln of the ratio" if ratio else "")
+            label = f"{arm} − {base}: {name.split(' [')[0]}" + (", 100·ln of the ratio" if ratio else "")
             values = ", ".join(f"{value:+.1f}" for value in change)
             print(f"| {label} | {mean:+.2f} | [{low:+.2f}, {high:+.2f}] | {sign_flips(change):.3f} | {values} |")
+
+
+def main() -> None:
+    """Print the tables in Markdown."""
+    data = read(DATA)
+    means(data, ARMS)
+    differences(data, [(arm, "grpo") for arm in ARMS[1:]])
+    if (more := DATA.parent / "more").exists():  # arms declared later, and the pilot of GRPO-SAM's radius, seed 100
+        later = read(more)
+        pilot = later.xs(100, level=1, drop_level=False)
+        print("\nThe pilot of the radius:")
+        means(pilot, list(pilot.index.get_level_values(0)))
+        later = later.drop(pilot.index)
+        data = pd.concat([data, later]).sort_index()
+        sam = [arm for arm in later.index.unique(0) if arm != "shuffled"]
+        print("\nThe arms declared later:")
+        means(data, ["grpo", "acting", *later.index.unique(0)])
+        differences(data, [*((arm, "grpo") for arm in sam), ("acting", "shuffled")])
     forks()
     contaminated()
 
