@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Copy a run's traces with their text and its tokenizer, without checkpoints, to TARGET: one part a table.
 #   experiments/keep_traces.sh runs/sums data/example/sums
-#   experiments/keep_traces.sh runs/example/grpo-s0 tests/data/pair/grpo-s0
 set -euo pipefail
 run=$1
 target=$2

@@ -22,6 +22,7 @@ from sharpscope.training import train
 from tests.conftest import TOY
 from tests.integrations.test_importers import packed, truth, write_lines, write_nemo_rl
 from tests.integrations.test_replay import rows_of, write_table
+from tests.pair import pair
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -128,7 +129,7 @@ def files(tmp_path_factory, tiny_policy):
         "grpo-s0": "grpo-s0",
         "mine-s0": "grpo-sg-s0",
     }.items():
-        shutil.copytree(ROOT / "tests" / "data" / "pair" / source, here / "runs" / name)
+        shutil.copytree(pair() / source, here / "runs" / name)
     for name in ("data", "experiments"):
         (here / name).symlink_to(ROOT / name)
     (here / "outputs").mkdir()

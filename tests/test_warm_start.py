@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from sharpscope.errors import UserError
 from sharpscope.policy.embedded import build_tokenizer
 from sharpscope.tasks import KnightsKnavesSpec, MathSpec, ToolQaSpec, make_task
-from sharpscope.tasks.logic_rl import roles_of, score_logic_rl
-from sharpscope.tasks.statements import truth
+from sharpscope.tasks.knights_knaves import roles_of, score_logic_rl, truth
 from sharpscope.warm_start import math as demonstrations_math
 from sharpscope.warm_start import tool_qa as demonstrations_tool
 from sharpscope.warm_start.__main__ import main

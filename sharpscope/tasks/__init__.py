@@ -16,7 +16,7 @@ from sharpscope.tasks.base import Example, InteractiveTask, Reward, Task, respon
 
 _FACTORIES: dict[type[Spec], str] = {
     KnightsKnavesSpec: "knights_knaves:KnightsKnaves",
-    MathSpec: "math_task:MathTask",
+    MathSpec: "math:MathTask",
     ToolQaSpec: "tool_qa:ToolQa",
     DatasetSpec: "dataset:DatasetTask",
     CustomSpec: "custom:make_custom",

@@ -152,30 +152,28 @@ def splits_by_level(
     return {split: examples for split, examples in splits.items() if examples}
 
 
-def take(
-    stream: Iterable[Example], count: int, *, training: bool, field: str, without: Container[str] = ()
-) -> list[Example]:
-    """Take `count` examples with distinct `meta["id"]` for one side of a split, without those whose `meta["form"]` is in `without`.
+def take(stream: Iterable[Example], split: str, level: int, count: int, without: Container[str] = ()) -> list[Example]:
+    """Take `count` examples of a level with distinct `meta["id"]` for a split, without those whose `meta["form"]` is in `without`.
 
-    The id is a hash of the question, which alone determines the side. A question held out in one set is therefore in no
-    training set, whatever its seed or size. `field` is the configuration field of `count`, for the error message.
+    The id is a hash of the question, which alone determines whether it is held out. A question held out in one set is therefore
+    in no training set, whatever its seed or size.
 
     Raises:
         UserError: the stream has fewer different questions.
     """
     taken: dict[str, Example] = {}
     misses = 0
-    if count == 0:
-        return []
-    for example in stream:
+    for example in stream if count else ():
         id_ = str(example.meta["id"])
-        if id_ in taken or example.meta.get("form") in without or (held_out_share(id_) >= HELD_OUT) != training:
+        held_out = held_out_share(id_) < HELD_OUT
+        if id_ in taken or example.meta.get("form") in without or held_out == (split == "train"):
             misses += 1
             if misses >= GIVE_UP:
-                break
+                found = f"only {len(taken)} different questions of level {level} found"
+                raise UserError(f"task.{split}_size = {count}: {found}; use fewer or higher levels")
             continue
         misses = 0
         taken[id_] = example
         if len(taken) == count:
-            return list(taken.values())
-    raise UserError(f"{field} = {count}: only {len(taken)} different questions found; use fewer or higher levels")
+            break
+    return list(taken.values())

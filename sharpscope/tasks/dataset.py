@@ -18,8 +18,8 @@ from sharpscope.config.tasks import ColumnsSpec, DatasetSpec
 from sharpscope.errors import UserError, first_line, nearest
 from sharpscope.tasks.answers import final_answer, number_of, score_exact, score_exact_match, score_numeric
 from sharpscope.tasks.base import Example, Reward, content_id, held_out_share, once
-from sharpscope.tasks.logic_rl import roles_of, score_logic_rl
-from sharpscope.tasks.math_scoring import score_math
+from sharpscope.tasks.knights_knaves import roles_of, score_logic_rl
+from sharpscope.tasks.math import score_math
 
 Row = dict[str, Any]
 Location = str

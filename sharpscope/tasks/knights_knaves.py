@@ -1,13 +1,27 @@
-"""Task `knights_knaves`: generated Knights-and-Knaves puzzles with exactly one solution.
+"""Task `knights_knaves`: generated Knights-and-Knaves puzzles with exactly one solution, and the Logic-RL reward.
 
-A set depends only on its seed and settings, not on installed libraries. Every puzzle is solved exhaustively by
-`statements.solve`. The hash of its content up to names (`statements.content_key`) determines its split: a quarter of all
-contents is held out for every seed and size, so a held-out set never shares content with any training set.
+A set depends only on its seed and settings, not on installed libraries. Every puzzle is solved exhaustively by `solve`. The hash of its
+content up to names (`content_key`) determines its split: a quarter of all contents is held out for every seed and size, so a held-out set
+never shares content with any training set.
+
+A statement is a nested tuple: ("telling-truth", i) and ("lying", i) about person i, ("not", s), ("and" | "or", s, s,
+…), ("->", s, s) and ("<=>", s, s). A puzzle is a tuple of statements; statement i is made by person i.
+
+The sampler and the wording are those of mem-kk-logic (arXiv 2410.23123, MIT license) as adapted in reasoning-gym 0.1.19
+(Apache 2.0), with the words knight and knave: a seed gives the same puzzle as there. Random bits come from NumPy's PCG64,
+whose stream is guaranteed to be stable. `Draws` reimplements methods of NumPy's `Generator`, which have no such guarantee.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import permutations, product
+from operator import and_, or_
+from typing import Any, TypeVar
+
+import numpy as np
 
 from sharpscope.config.tasks import KnightsKnavesSpec
 from sharpscope.errors import UserError
@@ -21,9 +35,276 @@ from sharpscope.tasks.base import (
     splits_by_level,
     stream_seed,
 )
-from sharpscope.tasks.logic_rl import roles_of, score_logic_rl, solution_text
-from sharpscope.tasks.puzzles import Draws, sample_puzzle, word_puzzle
-from sharpscope.tasks.statements import Puzzle, content_key, solve
+
+T = TypeVar("T")
+
+Statement = tuple[Any, ...]
+Puzzle = tuple[Statement, ...]
+
+ATOMS = ("telling-truth", "lying")
+
+
+def solve(puzzle: Puzzle) -> list[tuple[bool, ...]]:
+    """All solutions: assignments (True = knight) in which a person's statement is true if and only if they are a knight.
+
+    The search is exhaustive. A statement's values under all 2**n assignments are the bits of one integer; person i is a
+    knight in assignment a if bit i of a is set. Solutions are in the order of a.
+    """
+    people = len(puzzle)
+    ones = (1 << (1 << people)) - 1
+    knight = [sum(1 << a for a in range(1 << people) if a >> i & 1) for i in range(people)]
+
+    consistent = reduce(and_, (ones ^ knight[i] ^ truth(said, knight, ones) for i, said in enumerate(puzzle)), ones)
+    return [tuple(bool(a >> i & 1) for i in range(people)) for a in range(1 << people) if consistent >> a & 1]
+
+
+def truth(statement: Statement, knight: Sequence[int], ones: int) -> int:
+    """Truth of a statement in all worlds at once, a bit of `ones` for each; bit a of knight[i]: person i is one in world a."""
+    operator = statement[0]
+    if operator == "telling-truth":
+        return knight[statement[1]]
+    if operator == "lying":
+        return ones ^ knight[statement[1]]
+    parts = [truth(part, knight, ones) for part in statement[1:]]
+    if operator == "not":
+        return ones ^ parts[0]
+    if operator == "->":
+        return (ones ^ parts[0]) | parts[1]
+    if operator == "<=>":
+        return ones ^ parts[0] ^ parts[1]
+    return reduce(and_ if operator == "and" else or_, parts)
+
+
+def content_key(puzzle: Puzzle) -> str:
+    """Hash of a puzzle's content, equal for two puzzles if and only if they are equivalent.
+
+    Puzzles are equivalent if they are equal up to the names and the order of the people, the order and repetition of the
+    operands of and, or, if and only if, double negation, and "not a knight" for "a knave".
+    """
+    groups: dict[int, list[int]] = {}
+    for person, color in enumerate(_colors(puzzle)):
+        groups.setdefault(color, []).append(person)
+    forms = []
+    for arrangement in product(*(permutations(groups[color]) for color in sorted(groups))):
+        order = [person for group in arrangement for person in group]
+        labels = [0] * len(puzzle)
+        for position, person in enumerate(order):
+            labels[person] = position
+        forms.append(repr([_normalize(puzzle[person], labels) for person in order]))
+    return content_id("knights_knaves", min(forms))
+
+
+def _colors(puzzle: Puzzle) -> list[int]:
+    """Color refinement: split people by their statements about people of each color until the coloring is stable."""
+    colors = [0] * len(puzzle)
+    while True:
+        signatures = []
+        for person, statement in enumerate(puzzle):
+            labels = [*colors[:person], -1, *colors[person + 1 :]]
+            signatures.append((colors[person], repr(_normalize(statement, labels))))
+        ranks = {signature: rank for rank, signature in enumerate(sorted(set(signatures)))}
+        refined = [ranks[signature] for signature in signatures]
+        if len(set(refined)) == len(set(colors)):
+            return refined
+        colors = refined
+
+
+def _normalize(statement: Statement, labels: Sequence[int]) -> Statement:
+    """Normal form of a statement, in which person i is labels[i]."""
+    operator = statement[0]
+    if operator in ATOMS:
+        return (operator, labels[statement[1]])
+    parts = [_normalize(part, labels) for part in statement[1:]]
+    if operator == "not":
+        inner = parts[0]
+        if inner[0] in ATOMS:
+            return (ATOMS[1 - ATOMS.index(inner[0])], inner[1])
+        return inner[1] if inner[0] == "not" else ("not", inner)
+    if operator == "->":
+        return (operator, *parts)
+    if operator == "<=>":
+        return (operator, *sorted(parts, key=repr))
+    distinct = sorted(set(parts), key=repr)
+    return distinct[0] if len(distinct) == 1 else (operator, *distinct)
+
+
+# -- sampler and wording
+
+_NAMES = (
+    "Emma Liam Olivia Noah Ava Ethan Sophia Mason Isabella William Mia James Charlotte Benjamin Amelia Lucas "
+    "Harper Henry Evelyn Alexander Abigail Michael Emily Daniel Elizabeth Jacob Sofia Logan Avery Jackson Ella "
+    "Sebastian Scarlett Jack Grace Aiden Chloe Owen Victoria Samuel Riley Matthew Aria Joseph Lily Luke Aurora "
+    "David Zoey Oliver Penelope"
+)
+NAMES = tuple(_NAMES.split())
+ROLE_PAIRS = 7
+"""Number of role pairs (knight and knave, saint and sinner, …) from which reasoning-gym draws one; the draw is discarded."""
+SAYINGS = (
+    "{name} said that {content}.",
+    "{name} told you that {content}.",
+    '{name} said, "{content}."',
+    '{name} stated, "{content}".',
+    'According to {name}, "{content}".',
+    'In {name}\'s words: "{content}".',
+    '{name} remarked, "{content}".',
+    '"{content}," {name} declared.',
+    '{name} was heard saying, "{content}".',
+    "{name} expressed that {content}.",
+    '"{content}" - {name}.',
+    'As {name} put it, "{content}".',
+    '{name} asserted: "{content}".',
+    '"{content}," {name} mentioned.',
+    '{name} commented, "{content}".',
+    'In a statement by {name}: "{content}".',
+    '{name} noted, "{content}".',
+    '"{content}," {name} claimed.',
+)
+
+
+class Draws:
+    """Random integers from PCG64, equal to those of `numpy.random.default_rng(seed)`."""
+
+    def __init__(self, seed: int) -> None:
+        self._bits = np.random.PCG64(seed)
+        self._words: list[int] = []  # 32-bit words in reverse order of use
+
+    def below(self, end: int) -> int:
+        """Uniform integer in [0, end) by Lemire's method (arXiv 1805.10941); end = 1 consumes no random bits."""
+        if end == 1:
+            return 0
+        while True:
+            product = self._word() * end
+            if product & 0xFFFFFFFF >= 2**32 % end:  # rejection makes the distribution uniform
+                return product >> 32
+
+    def choice(self, items: Sequence[T]) -> T:
+        """A uniformly random item."""
+        return items[self.below(len(items))]
+
+    def sample(self, items: Sequence[T], count: int) -> list[T]:
+        """`count` distinct items in random order, by Floyd's algorithm and a shuffle."""
+        chosen: list[int] = []
+        for last in range(len(items) - count, len(items)):
+            index = self.below(last + 1)
+            chosen.append(last if index in chosen else index)
+        for i in range(count - 1, 0, -1):
+            j = self.below(i + 1)
+            chosen[i], chosen[j] = chosen[j], chosen[i]
+        return [items[index] for index in chosen]
+
+    def _word(self) -> int:
+        if not self._words:
+            for bits in reversed(self._bits.random_raw(64).tolist()):
+                self._words += [bits >> 32, bits & 0xFFFFFFFF]
+        return self._words.pop()
+
+
+def sample_puzzle(draws: Draws, people: int, depth: int) -> Puzzle:
+    """Sample one statement per person, nested at most `depth` deep. The puzzle may have any number of solutions."""
+    return tuple(_statement(draws, person, people, depth) for person in range(people))
+
+
+def _statement(draws: Draws, speaker: int, people: int, depth: int) -> Statement:
+    kind = draws.below(6)
+    if depth == 1 or kind == 0:
+        while True:
+            claim = (draws.choice(ATOMS), draws.below(people))
+            if claim != ("lying", speaker):  # "I am a knave" has no consistent assignment
+                return claim
+    if kind == 1:
+        return ("not", _statement(draws, speaker, people, depth - 1))
+    parts: list[Statement] = []
+    while len(parts) < 2:
+        part = _statement(draws, speaker, people, depth - 1)
+        if part not in parts:
+            parts.append(part)
+    return (("and", "or", "->", "<=>")[kind - 2], *parts)
+
+
+def word_puzzle(puzzle: Puzzle, draws: Draws) -> tuple[str, tuple[str, ...]]:
+    """Text of a puzzle in English, and the names of the people in order."""
+    names = tuple(draws.sample(NAMES, len(puzzle)))
+    draws.below(ROLE_PAIRS)
+    sayings = [
+        draws.choice(SAYINGS).format(name=name, content=_clause(statement, names))
+        for name, statement in zip(names, puzzle, strict=True)
+    ]
+    text = (
+        "A very special island is inhabited only by knights and knaves. Knights always tell the truth, and knaves always lie. "
+        f"You meet {len(names)} inhabitants: {', '.join(names[:-1])}, and {names[-1]}. "
+        f"{' '.join(sayings)} So who is a knight and who is a knave?"
+    )
+    return text, names
+
+
+def _clause(statement: Statement, names: Sequence[str]) -> str:
+    operator, *parts = statement
+    if operator in ATOMS:
+        return f"{names[parts[0]]} is a {'knight' if operator == 'telling-truth' else 'knave'}"
+    if operator == "not" and parts[0][0] in ATOMS:
+        return _clause((ATOMS[1 - ATOMS.index(parts[0][0])], parts[0][1]), names)
+    clauses = [_clause(part, names) if part[0] in ATOMS else f"({_clause(part, names)})" for part in parts]
+    if operator == "not":
+        return f"it is not the case that {clauses[0]}"
+    if operator == "->":
+        return f"if {clauses[0]} then {clauses[1]}"
+    return {"and": " and ", "or": " or ", "<=>": " if and only if "}[operator].join(clauses)
+
+
+# -- reward
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_LINE = re.compile(r"\b([A-Za-z]+)\s+is\s+an?\s+(knight|knave)\b", re.IGNORECASE)
+
+
+def well_formed(text: str) -> bool:
+    """Whether each of the four tags occurs exactly once, in the order of `TAGS`; case-sensitive."""
+    positions = [text.find(tag) for tag in TAGS]
+    return positions == sorted(positions) and all(text.count(tag) == 1 for tag in TAGS)
+
+
+def roles_of(answer: str) -> dict[str, str]:
+    """`{name: "knight" | "knave"}` from a solution such as "(1) Noah is a knave\\n(2) Ava is a knight"."""
+    return {name: role.lower() for name, role in _LINE.findall(answer)}
+
+
+def solution_text(names: Sequence[str], solution: Sequence[bool]) -> str:
+    """The solution in the format of the training sets: "(1) Noah is a knave\\n(2) …" (True = knight)."""
+    pairs = zip(names, solution, strict=True)
+    return "\n".join(
+        f"({i}) {name} is a {'knight' if knight else 'knave'}" for i, (name, knight) in enumerate(pairs, 1)
+    )
+
+
+def read_answer(answer: str, names: Sequence[str]) -> dict[str, str] | None:
+    """Parse the roles of `names` from an answer; None if it cannot be parsed.
+
+    As in Logic-RL, the number of occurrences of "knight" and "knave" must equal the number of names, and every name must be
+    followed by "is a knight" or "is a knave". The first match of a name counts. Case is ignored.
+    """
+    lower = answer.lower()
+    if lower.count("knight") + lower.count("knave") != len(names):
+        return None
+    pattern = r"\b{}\b\s+is\s+a\s+(knight|knave)\b"
+    found = {name: re.search(pattern.format(re.escape(name)), answer, re.IGNORECASE) for name in names}
+    roles = {name: match[1].lower() for name, match in found.items() if match is not None}
+    return roles if len(roles) == len(found) else None
+
+
+def score_logic_rl(text: str, truth: Mapping[str, str]) -> Reward:
+    """Reward of a response (prefill and completion) given each name's role, "knight" or "knave", in time linear in its length.
+
+    The total is 3 if well formed and correct, −0.5 if well formed and wrong, −1 if well formed without a role for every name,
+    −3 if not well formed.
+    """
+    if not well_formed(text):
+        return Reward(-3.0, {"format": -1.0, "answer": -2.0}, correct=False)
+    roles = read_answer(text[text.find(TAGS[2]) + len(TAGS[2]) : text.find(TAGS[3])], list(truth))
+    answer = -2.0 if roles is None else 2.0 if roles == dict(truth) else -1.5
+    return Reward(1.0 + answer, {"format": 1.0, "answer": answer}, correct=answer == 2.0)
+
+
+# -- the task
 
 PATIENCE = 200
 """Number of draws without new content after which content may repeat with other names; puzzles of 2 people have few."""
@@ -63,26 +344,23 @@ class KnightsKnaves:
 
     def _examples(self, split: str, people: int, count: int) -> list[Example]:
         """`count` puzzles with distinct texts, from a random stream for this split and number of people."""
-        examples: list[Example] = []
+        examples: dict[str, Example] = {}  # by text
         contents: set[str] = set()
-        texts: set[str] = set()
         misses = 0
         for number, (puzzle, content) in enumerate(self._puzzles(split, people) if count else ()):
-            if content not in contents or misses >= PATIENCE:
-                example = self._example(puzzle, content, stream_seed("wording", self.spec.seed, split, people, number))
-                if example.prompt not in texts:
-                    contents.add(content)
-                    texts.add(example.prompt)
-                    examples.append(example)
-                    misses = PATIENCE if misses >= PATIENCE else 0
-                    if len(examples) == count:
-                        break
-                    continue
             misses += 1
+            if content not in contents or misses > PATIENCE:
+                example = self._example(puzzle, content, stream_seed("wording", self.spec.seed, split, people, number))
+                if example.prompt not in examples:
+                    contents.add(content)
+                    examples[example.prompt] = example
+                    misses = PATIENCE if misses > PATIENCE else 0
+            if len(examples) == count:
+                break
             if misses >= GIVE_UP:
                 found = f"only {len(examples)} different puzzles found for {people} people"
                 raise UserError(f"task.{split}_size = {count}: {found}; use fewer, or more people")
-        return examples
+        return list(examples.values())
 
     def _puzzles(self, split: str, people: int) -> Iterator[tuple[Puzzle, str]]:
         """Endless stream of uniquely solvable puzzles of the split, with their content keys."""
@@ -102,13 +380,6 @@ class KnightsKnaves:
         chat = self.spec.style == "logic_rl"
         turns = f"<|im_start|>system\n{LOGIC_RL_SYSTEM}<|im_end|>\n<|im_start|>user\n{quiz}\n<|im_end|>\n"
         prompt = f"{turns}<|im_start|>assistant\n<think>" if chat else f"{quiz}\n"
-        meta = {
-            "id": content_id(prompt),
-            "level": len(puzzle),
-            "names": names,
-            "solution": solution,
-            "statements": puzzle,
-            "quiz": quiz,
-            "content": content,
-        }
+        meta = {"id": content_id(prompt), "level": len(puzzle), "names": names, "solution": solution}
+        meta |= {"statements": puzzle, "quiz": quiz, "content": content}
         return Example(prompt, solution_text(names, solution), meta, prefill="<think>" if chat else "", templated=chat)

@@ -1,22 +1,227 @@
 """Task `tool_qa`: questions that need retrieval, with the protocol and rewards of Search-R1.
 
-Questions come from a generated world, or from `task.questions` with `task.corpus` or a retrieval server.
+Questions come from a generated world, or from `task.questions`. Passages are found by BM25 over the world or `task.corpus`, or by a
+retrieval server with the interface of Search-R1.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from http.client import HTTPException
 from random import Random
+from typing import Any
 
 from sharpscope.config.tasks import DatasetSpec, ToolQaSpec
-from sharpscope.errors import UserError
+from sharpscope.errors import UserError, first_line
 from sharpscope.tasks.answers import last_tagged
 from sharpscope.tasks.base import Example, Reward, content_id, once, splits_by_level, stream_seed, take
-from sharpscope.tasks.dataset import SCORERS, DatasetTask
-from sharpscope.tasks.retrieval import Bm25Retriever, HttpRetriever, Passage, read_corpus
-from sharpscope.tasks.tool_world import World, ask, make_world
+from sharpscope.tasks.dataset import SCORERS, DatasetTask, files_of, read_file
+
+# -- retrieval
+
+RETRIES, TIMEOUT = 3, 10.0
+"""Retries of a failed request to a retrieval server, and time limit of a request [s]."""
+TITLE_WEIGHT = 3
+"""Number of repetitions of a title in the indexed text, so that the passage about an entity ranks above mentions of it."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A passage of the corpus."""
+
+    title: str
+    text: str
+
+
+class Bm25Retriever:
+    """BM25 with the library bm25s. Passages without a word of the query are not returned."""
+
+    def __init__(self, corpus: Sequence[Passage], top: int) -> None:
+        try:
+            import bm25s
+        except ImportError as error:
+            raise UserError("task.retriever: BM25 needs bm25s; pip install 'sharpscope[tools]'") from error
+        self._corpus = corpus
+        self._top = min(top, len(corpus))
+        self._tokenize = lambda texts: bm25s.tokenize(
+            texts, stopwords=None, token_pattern=r"(?u)\b\w+\b", show_progress=False, return_ids=False
+        )
+        texts = [f"{p.title} " * TITLE_WEIGHT + p.text for p in corpus]
+        self._index = bm25s.BM25(backend="numpy")
+        self._index.index(self._tokenize(texts), show_progress=False)
+
+    def search(self, queries: Sequence[str]) -> list[list[Passage]]:
+        """The best passages for each query. Ties keep the order of the index, so results are deterministic."""
+        tokens = self._tokenize(list(queries))
+        indices, scores = self._index.retrieve(tokens, k=self._top, show_progress=False, backend_selection="numpy")
+        return [
+            [self._corpus[int(i)] for i, score in zip(row, row_scores, strict=True) if score > 0]
+            for row, row_scores in zip(indices, scores, strict=True)
+        ]
+
+
+class HttpRetriever:
+    """Client of a retrieval server.
+
+    A request is `{"queries": […], "topk": k, "return_scores": true}`, a response `{"result": [[{"document": …}]]}`.
+    """
+
+    def __init__(self, url: str, top: int) -> None:
+        if not re.match(r"https?://[^/:]", url):
+            raise UserError(f"task.retriever_url = '{url}': not a valid address; use http://host:port/path")
+        self._url, self._top = url, top
+        local = re.match(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:|/|$)", url)
+        # A proxy set in the environment is not for this machine.
+        self._opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if local else []))
+
+    def search(self, queries: Sequence[str]) -> list[list[Passage]]:
+        """The best passages for each query, from one request.
+
+        Raises:
+            UserError: no valid response after all retries.
+        """
+        body = json.dumps({"queries": list(queries), "topk": self._top, "return_scores": True}).encode()
+        request = urllib.request.Request(self._url, data=body, headers={"Content-Type": "application/json"})
+        problem = ""
+        for attempt in range(RETRIES + 1):
+            if attempt:
+                time.sleep(min(0.1 * 2**attempt, 5.0))
+            try:
+                with self._opener.open(request, timeout=TIMEOUT) as response:
+                    results = json.load(response)["result"]
+                if len(results) != len(queries):
+                    raise ValueError(f"{len(results)} results for {len(queries)} queries")
+                return [[passage_of(hit) for hit in hits][: self._top] for hits in results]
+            except urllib.error.HTTPError as error:
+                problem = f"status {error.code}"
+                if error.code < 500:  # an invalid request stays one
+                    break
+            except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
+                problem = first_line(error)
+        why = f"no valid response ({problem}); check that the retrieval server is running"
+        raise UserError(f"task.retriever_url = '{self._url}': {why}")
+
+
+def passage_of(row: Any) -> Passage:
+    """Convert `{"title", "text"}`, Search-R1's `{"contents": "\\"title\\"\\ntext"}`, or `{"document": …}` with one of them.
+
+    Raises:
+        ValueError: the row has neither format.
+    """
+    row = row.get("document", row) if isinstance(row, dict) else row
+    if isinstance(row, dict) and isinstance(row.get("contents"), str):
+        title, _, text = row["contents"].partition("\n")
+        return Passage(title.strip().strip('"'), text.strip())
+    if isinstance(row, dict) and isinstance(row.get("text"), str) and isinstance(row.get("title", ""), str):
+        return Passage(row.get("title", ""), row["text"])
+    raise ValueError("a passage needs the text columns 'title' and 'text', or 'contents'")
+
+
+def read_corpus(path: str) -> list[Passage]:
+    """Read the passages of a .jsonl or .parquet file, or of a folder of them.
+
+    Raises:
+        UserError: the file does not exist, or a row is not a passage.
+    """
+    passages = []
+    for file in files_of(path, "task.corpus"):
+        for where, row in read_file(file):
+            try:
+                passages.append(passage_of(row))
+            except ValueError as error:
+                raise UserError(f"{where}: {error}") from error
+    return passages
+
+
+# -- the generated world
+
+RELATIONS: dict[str, dict[str, str]] = {
+    "person": {"birthplace": "city", "employer": "company", "teacher": "person"},
+    "company": {"seat": "city", "founder": "person"},
+    "city": {"country": "country", "mayor": "person"},
+    "country": {"capital": "city"},
+}
+"""Kind of entity -> relation -> kind of its value."""
+SHARES = {"person": 0.5, "company": 0.2, "city": 0.2, "country": 0.1}
+"""Fraction of the entities of each kind."""
+
+_ONSETS = ("b", "d", "f", "g", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z", "br", "st", "tr")
+_VOWELS = ("a", "e", "i", "o", "u")
+SYLLABLES = tuple(onset + vowel for onset in _ONSETS for vowel in _VOWELS)
+"""Syllables of names, which have two or three."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Entities and facts.
+
+    Attributes:
+        kinds: name -> kind, a key of `RELATIONS`. Every name is one invented word.
+        facts: name -> relation -> name.
+    """
+
+    kinds: dict[str, str]
+    facts: dict[str, dict[str, str]]
+
+    def corpus(self) -> list[Passage]:
+        """One passage per entity, titled with its name: "Torvi. kind: city. country: Basto. mayor: Lena."."""
+        return [
+            Passage(name, " ".join(f"{key}: {value}." for key, value in [("kind", self.kinds[name]), *facts.items()]))
+            for name, facts in self.facts.items()
+        ]
+
+
+def make_world(things: int, seed: int) -> World:
+    """Generate a world of `things` entities (at least 20) with random names and facts, determined by `seed`."""
+    rng = Random(seed)
+    names: dict[str, None] = {}
+    while len(names) < things:
+        syllables = rng.randint(2, 3)
+        names["".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(syllables)).capitalize()] = None
+    remaining = list(names)
+    by_kind: dict[str, list[str]] = {}
+    for kind, share in SHARES.items():
+        count = max(2, round(share * things))
+        by_kind[kind], remaining = remaining[:count], remaining[count:]
+    by_kind["person"] += remaining
+    kinds = {name: kind for kind, members in by_kind.items() for name in members}
+    facts = {
+        name: {
+            relation: rng.choice([other for other in by_kind[target] if other != name])
+            for relation, target in RELATIONS[kind].items()
+        }
+        for name, kind in kinds.items()
+    }
+    return World(kinds, facts)
+
+
+def ask(world: World, hops: int, rng: Random) -> tuple[str, tuple[tuple[str, str, str], ...]]:
+    """Random question such as "What is the mayor of the birthplace of Lena?", and (entity, relation, value) of each hop.
+
+    Entities are distinct. The text contains none of the values; the last one is the answer.
+    """
+    while True:
+        thing = rng.choice(list(world.facts))
+        path = [thing]
+        chain = []
+        for _ in range(hops):
+            relation = rng.choice(list(world.facts[path[-1]]))
+            value = world.facts[path[-1]][relation]
+            chain.append((path[-1], relation, value))
+            path.append(value)
+        if len(set(path)) == len(path):
+            relations = " of the ".join(relation for _, relation, _ in reversed(chain))
+            return f"What is the {relations} of {thing}?", tuple(chain)
+
+
+# -- protocol
 
 STOP = ("</search>", "</answer>")
 """Texts that end a turn of the policy."""
@@ -41,6 +246,9 @@ LONGEST_QUERY = 500
 
 _INFORMATION_END = "</information>\n\n"
 _TAG = re.compile(r"</?(?:think|search|information|answer)>")
+_PROTOCOL = re.compile(
+    "(?:<think></think><search></search><information></information>)*<think></think><answer></answer>"
+)
 
 
 def information(passages: Sequence[Passage]) -> str:
@@ -73,23 +281,8 @@ def follows_protocol(text: str) -> bool:
 
     No `think` may be missing, as in the format reward of Search-R1. Feedback for a malformed turn violates the format.
     """
-    expected = {
-        "start": {"<think>": "think"},
-        "think": {"</think>": "thought"},
-        "thought": {"<search>": "search", "<answer>": "answer"},
-        "search": {"</search>": "searched"},
-        "searched": {"<information>": "information"},
-        "information": {"</information>": "start"},
-        "answer": {"</answer>": "end"},
-        "end": {},
-    }
-    state, position = "start", 0
-    for match in _TAG.finditer(text):
-        between = text[position : match.start()]
-        if match.group() not in expected[state] or (between.strip() and state in ("start", "thought", "searched")):
-            return False
-        state, position = expected[state][match.group()], match.end()
-    return state == "end" and not text[position:].strip()
+    outside = _TAG.split(text)[::2]  # tags open and close in turn
+    return _PROTOCOL.fullmatch("".join(_TAG.findall(text))) is not None and not "".join(outside).strip()
 
 
 class ToolQa:
@@ -124,25 +317,17 @@ class ToolQa:
         """Questions by split, without splits of size 0."""
         if self.spec.questions is not None:
             return self._read(self.spec.questions)
-        return splits_by_level(self.spec, self.spec.hops, (), self._generated)
-
-    def _generated(self, split: str, hops: int, count: int) -> list[Example]:
-        """`count` different questions of a split."""
-        return take(self._stream(split, hops), count, training=split == "train", field=f"task.{split}_size")
+        return splits_by_level(self.spec, self.spec.hops, (), lambda *which: take(self._stream(*which[:2]), *which))
 
     def _stream(self, split: str, hops: int) -> Iterator[Example]:
         rng = Random(stream_seed("tool_qa", self.spec.seed, split, hops))
         template = INSTRUCTION if self.spec.style == "search_r1" else "{prompt}\n"
         while True:
-            question = ask(self.world, hops, rng)
-            meta = {
-                "id": content_id(question.text, question.answer),
-                "level": hops,
-                "question": question.text,
-                "chain": question.chain,
-                "truths": (question.answer,),
-            }
-            yield Example(template.replace("{prompt}", question.text), question.answer, meta)
+            question, chain = ask(self.world, hops, rng)
+            answer = chain[-1][2]
+            meta = {"id": content_id(question, answer), "level": hops, "question": question}
+            meta |= {"chain": chain, "truths": (answer,)}
+            yield Example(template.replace("{prompt}", question), answer, meta)
 
     def _read(self, questions: DatasetSpec) -> dict[str, list[Example]]:
         changes = {}

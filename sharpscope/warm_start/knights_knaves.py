@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any, Literal
 
 from sharpscope.tasks import Example, KnightsKnavesSpec, make_task
-from sharpscope.tasks.statements import truth
+from sharpscope.tasks.knights_knaves import truth
 
 Style = Literal["reason", "guess"]
 OPENING = "<think>"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from sharpscope.tasks import Example, InteractiveTask, ToolQaSpec, make_task, respond_all
-from sharpscope.tasks.tool_world import SYLLABLES
+from sharpscope.tasks.tool_qa import SYLLABLES
 from sharpscope.warm_start.knights_knaves import GUESS, OPENING, Demonstration
 
 FIRST_WORLD = 1_000_000

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from typer.testing import CliRunner
 
 from sharpscope.cli import app
+from tests.pair import pair
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "data" / "pair"
-
-
+EXAMPLE = pair()
 GRPO, GRPO_SG = str(EXAMPLE / "grpo-s0"), str(EXAMPLE / "grpo-sg-s0")
 
 

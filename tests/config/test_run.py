@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sharpscope.config import RunConfig, build_config, merge, parse_override, read_recorded, settings_of, to_yaml
 from sharpscope.errors import UserError
+from tests.pair import pair
 
 
 def test_defaults_are_valid_and_survive_yaml(tmp_path: Path):
@@ -220,7 +221,7 @@ def test_the_configuration_of_a_run_of_version_0_2_is_read(tmp_path: Path):
     found = read_recorded(tmp_path, {"steps": 3}, ["seed=4"])
     assert found.run_dir == tmp_path and (found.steps, found.seed) == (3, 4)
     assert found.method.clip is None and found.method.tokens is None and found.method.advantage.scale == "none"
-    for run in (Path(__file__).parents[1] / "data" / "pair").glob("*/config.yaml"):
+    for run in pair().glob("*/config.yaml"):
         recorded = read_recorded(run.parent)
         assert recorded.method.tokens is None and recorded.rollout.prompts_per_step == 6
     with pytest.raises(UserError, match="give the folder of a run"):

@@ -1,25 +1,173 @@
-"""Questions that need a search: the world, the protocol, the replies, the rewards."""
+"""Questions that need a search: the world, the protocol, the replies, the rewards; BM25 and a retrieval server."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from pydantic import ValidationError
 
-from sharpscope.config import RunConfig, build_config, to_yaml, validate
+from sharpscope.errors import UserError
 from sharpscope.tasks import Example, ToolQaSpec, make_task
-from sharpscope.tasks.tool_qa import FEEDBACK, INSTRUCTION, Passage, ToolQa, follows_protocol, information
-from sharpscope.tasks.tool_world import RELATIONS, make_world
+from sharpscope.tasks.tool_qa import (
+    FEEDBACK,
+    INSTRUCTION,
+    RELATIONS,
+    Bm25Retriever,
+    HttpRetriever,
+    Passage,
+    ToolQa,
+    follows_protocol,
+    information,
+    make_world,
+    passage_of,
+    read_corpus,
+)
 from tests.oracles import puzzles as oracle
 
-pytest.importorskip("bm25s", reason="needs the optional library bm25s")
+CORPUS = [
+    Passage("Torvi", "A city. mayor: Lena."),
+    Passage("Lena", "A person. birthplace: Basto."),
+    Passage("Basto", "A city. mayor: Ruk."),
+    Passage("Ruk", "A person."),
+]
 
+
+def test_bm25_finds_the_passages_that_share_words():
+    pytest.importorskip("bm25s", reason="needs the optional library bm25s")
+    retriever = Bm25Retriever(CORPUS, top=3)
+    by_word, none, lower, empty = retriever.search(["Torvi", "unheard of", "LENA's birthplace?", ""])
+    assert by_word == [CORPUS[0]]
+    assert none == empty == []
+    assert lower[0] == CORPUS[1]
+    assert set(lower) == {CORPUS[0], CORPUS[1]}
+    assert len(Bm25Retriever(CORPUS, top=50).search(["person city"])[0]) == 4
+    assert len(Bm25Retriever(CORPUS, top=1).search(["city"])[0]) == 1
+
+
+def test_a_corpus_file_is_read_in_both_forms(tmp_path):
+    rows = [{"title": "A", "text": "one"}, {"id": "7", "contents": '"B C"\ntwo\nthree'}, {"text": "no title"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    expected = [Passage("A", "one"), Passage("B C", "two\nthree"), Passage("", "no title")]
+    assert read_corpus(str(tmp_path / "a.jsonl")) == expected
+    (tmp_path / "b.jsonl").write_text('{"title": "A", "text": "one"}\n{"title": "B"}\n')
+    with pytest.raises(UserError, match=r"b\.jsonl line 2: a passage needs"):
+        read_corpus(str(tmp_path / "b.jsonl"))
+    with pytest.raises(UserError, match=r"task\.corpus = .*no such file"):
+        read_corpus(str(tmp_path / "c.jsonl"))
+    for row in ({"text": 3}, {"title": 3, "text": "x"}, [], None):
+        with pytest.raises(ValueError, match="a passage needs"):
+            passage_of(row)
+
+
+def test_real_questions_come_with_a_corpus(tmp_path):
+    pytest.importorskip("bm25s", reason="needs the optional library bm25s")
+    rows = [{"prompt": f"Who is mayor {i}?", "reward_model": {"ground_truth": {"target": ["Lena"]}}} for i in range(4)]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "corpus.jsonl").write_text("\n".join(json.dumps({"title": p.title, "text": p.text}) for p in CORPUS))
+    questions = {"path": str(tmp_path / "q.jsonl"), "heldout_fraction": 0}
+    task = make_task(ToolQaSpec(questions=questions, corpus=str(tmp_path / "corpus.jsonl"), style="search_r1"))
+    example = task.splits()["train"][0]
+    assert example.prompt.endswith("Question: Who is mayor 0?\n")
+    assert "Torvi" in task.respond(example, "<search>mayor of Torvi</search>")
+    assert task.score(example, "<answer>lena</answer>").correct
+    with pytest.raises(UserError, match=r"set task\.corpus or task\.retriever_url"):
+        make_task(ToolQaSpec(questions=questions))
+
+
+class Server(ThreadingHTTPServer):
+    """A local retrieval server that fails as it is told."""
+
+    plan: list[str]
+    seen: list[dict]
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append(body)
+        act = self.server.plan.pop(0) if self.server.plan else "good"
+        if act == "slow":
+            time.sleep(0.5)
+        result = [
+            [{"document": {"contents": f'"{query}"\nabout {query}'}, "score": 1.0}] * 9 for query in body["queries"]
+        ]
+        answer = {
+            "short": {"result": result[1:]},
+            "odd": {"results": []},
+            "strange": {"result": [[{"document": 3}]] * len(result)},
+        }.get(act, {"result": result})
+        self.send_response({"broken": 503, "refused": 404}.get(act, 200))
+        if act == "cut":
+            self.send_header("Content-Length", "100000")
+        self.end_headers()
+        with contextlib.suppress(BrokenPipeError):  # the client of the slow answer has left
+            self.wfile.write(b"{" if act == "garbage" else json.dumps(answer).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    made = Server(("127.0.0.1", 0), Handler)
+    made.plan, made.seen = [], []
+    threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Retries without their pauses."""
+    from sharpscope.tasks import tool_qa
+
+    waits = []
+    monkeypatch.setattr(tool_qa.time, "sleep", waits.append)
+    return waits
+
+
+def client(server) -> HttpRetriever:
+    return HttpRetriever(f"http://127.0.0.1:{server.server_port}/retrieve", top=2)
+
+
+@pytest.mark.parametrize("act", ["broken", "garbage", "short", "strange", "cut"])
+def test_a_passing_failure_is_retried(server, quick, act):
+    server.plan = [act, act]
+    assert client(server).search(["a b", "c"]) == [[Passage("a b", "about a b")] * 2, [Passage("c", "about c")] * 2]
+    assert server.seen == [{"queries": ["a b", "c"], "topk": 2, "return_scores": True}] * 3
+    assert quick == sorted(quick)
+    assert len(quick) == 2
+
+
+def test_a_lasting_failure_names_the_server(server, quick):
+    server.plan = ["broken"] * 9
+    with pytest.raises(
+        UserError, match=r"retriever_url = 'http://127.*status 503.*check that the retrieval server is running"
+    ):
+        client(server).search(["a"])
+    assert len(server.seen) == 4
+    server.plan = ["refused"] * 9
+    with pytest.raises(UserError, match="status 404"):
+        client(server).search(["a"])
+    assert len(server.seen) == 5  # what the server refuses is not asked again
+    server.server_close()
+    with pytest.raises(UserError, match="no valid response"):
+        HttpRetriever("http://127.0.0.1:9/x", top=1).search(["a"])
+    with pytest.raises(UserError, match=r"task.retriever_url = .*: not a valid address"):
+        HttpRetriever("file:///etc/passwd", top=1)
+
+
+pytest.importorskip("bm25s", reason="needs the optional library bm25s")
 SMALL = {"hops": (1, 2, 3), "train_size": 40, "heldout_size": 10}
 
 
@@ -85,17 +233,6 @@ EXAMPLE = Example("Where?", "The Hague", {"truths": ("The Hague", "Den Haag")})
 FOUND = information([Passage("The Hague", "A city.")])
 
 
-@pytest.mark.parametrize(
-    "turn", ["", "<think>hm</think>", "<search></search>", "<search> \n</search>", "Torvi</search>", "<answer>"]
-)
-def test_a_malformed_turn_gets_the_feedback_of_the_protocol(task, turn):
-    assert task.respond(EXAMPLE, turn) == FEEDBACK
-    assert task.respond(EXAMPLE, f"<think>a</think><search>b</search>{FOUND}{turn}") == FEEDBACK
-    assert FEEDBACK.startswith(
-        "\nMy previous action is invalid. If I want to search, I should put the query between <search>"
-    )
-
-
 def test_turns_end(task):
     text = ""
     for _ in range(4):
@@ -115,21 +252,14 @@ def test_turns_end(task):
 CONVERSATIONS = [
     ("<think>a</think><answer>the hague.</answer>", True, True),
     (f"<think>a</think><search>b</search>{FOUND}<think>c</think><answer>Den Haag</answer>\n", True, True),
-    ("<think>a</think>\n\n<answer>The  Hague!</answer>", True, True),
-    ("<answer>Hague</answer>", True, False),
     (f"<search>b</search>{FOUND}<answer>The Hague</answer>", True, False),
-    (f"<think>a</think><search>b</search>{FOUND}<answer>The Hague</answer>", True, False),
     ("<think>a</think> so <answer>The Hague</answer>", True, False),
-    ("<think>a</think><answer>The Hague</answer> bye", True, False),
     ("hm" + FEEDBACK + "<think>a</think><answer>The Hague</answer>", True, False),
     ("<think>a</think><answer>Delft</answer>", False, True),
-    ("<think>a</think><answer></answer>", False, True),
     ("<think>The Hague</think><answer>The Hague or Delft</answer>", False, True),
     ("<think>a</think><search>The Hague</search>", False, False),
-    (f"<think>a</think><search>The Hague</search>{FOUND}", False, False),
     (f"<think>a</think><search><answer>The Hague</answer></search>{FOUND}<think>hm</think>", False, False),
     ("The Hague", False, False),
-    ("<answer>The Hague", False, False),
 ]
 
 
@@ -163,9 +293,6 @@ def test_the_protocol_is_judged_as_the_slow_version_does():
 def test_a_hundred_kilobytes_break_nothing(task, text):
     assert task.score(EXAMPLE, text).total == 0.0
     assert task.respond(EXAMPLE, text) in (FEEDBACK, None)
-
-
-# -- tool_qa with questions of one's own: chat messages, scorers, and options that would do nothing.
 
 
 def row(prompt: Any, truth: Any = "Lena") -> dict[str, Any]:
@@ -219,9 +346,3 @@ GIVEN = {"questions": {"path": "q.jsonl"}, "corpus": "c.jsonl"}
 def test_an_option_without_effect_is_refused(fields, says):
     with pytest.raises(ValidationError, match=says):
         ToolQaSpec(**fields)
-
-
-@pytest.mark.parametrize("fields", [{}, {"hops": [1, 2], "seed": 3}, GIVEN, {**GIVEN, "top": 5, "style": "search_r1"}])
-def test_what_is_stored_of_a_run_can_be_read_back(fields):
-    config = build_config(values={"task": {"kind": "tool_qa", **fields}})
-    assert validate(RunConfig, yaml.safe_load(to_yaml(config))) == config

@@ -37,6 +37,7 @@ from sharpscope.traces import (
     write_reductions,
 )
 from sharpscope.traces.rules import impossible, mismatch
+from tests.pair import pair
 from tests.traces.rows import damage_part, new_run, rows, two_parts
 
 ROOT = Path(__file__).parents[2]
@@ -248,15 +249,13 @@ def test_a_damaged_part_does_not_give_rows_twice_after_a_rewind(tmp_path, togeth
 
 # -- Packed data: many runs in few files, nothing lost, readable like folders
 
-EXAMPLE = Path(__file__).parents[1] / "data" / "pair"
-
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory) -> Path:
     """The example's two runs, one of them below a folder and with reductions."""
     folder = tmp_path_factory.mktemp("packs")
-    shutil.copytree(EXAMPLE / "grpo-s0", folder / "runs" / "grpo-s0")
-    shutil.copytree(EXAMPLE / "grpo-sg-s0", folder / "runs" / "deep" / "grpo-sg-s0")
+    shutil.copytree(pair() / "grpo-s0", folder / "runs" / "grpo-s0")
+    shutil.copytree(pair() / "grpo-sg-s0", folder / "runs" / "deep" / "grpo-sg-s0")
     write_reductions(folder / "runs" / "grpo-s0", [Reduction("a", 3, 7, {"x": [1.5, float("nan")]})])
     result = CliRunner().invoke(app, ["export", str(folder / "runs"), "--to", "packed", "--out", str(folder / "pack")])
     assert result.exit_code == 0, result.output
@@ -298,7 +297,7 @@ def test_mistakes_are_named(packed, tmp_path):
     runs = load_runs(packed / "runs").by_name
     with pytest.raises(UserError, match="is not empty"):
         pack_runs(runs, packed / "pack")
-    shutil.copytree(EXAMPLE / "grpo-s0", tmp_path / "run")
+    shutil.copytree(pair() / "grpo-s0", tmp_path / "run")
     update_run_info(tmp_path / "run", status="failed")
     with pytest.raises(UserError, match="it is failed; give folders of finished runs"):
         pack_runs({"it": load_run(tmp_path / "run")}, tmp_path / "pack")

@@ -1,14 +1,28 @@
-"""Reading data sets: column mapping, the choice of scorer, holding out, and what broken files say."""
+"""Data sets and custom tasks: columns, scorers, holding out, what broken files say; and no item is shared by train and held-out."""
 
 from __future__ import annotations
 
 import json
+import sys
 
 import pandas as pd
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sharpscope.errors import UserError
-from sharpscope.tasks import DatasetSpec, make_task
+from sharpscope.tasks import (
+    CustomSpec,
+    DatasetSpec,
+    Example,
+    InteractiveTask,
+    KnightsKnavesSpec,
+    MathSpec,
+    Reward,
+    ToolQaSpec,
+    make_task,
+    task_choice,
+)
 
 TRUTH = "(1) Ava is a knight\n(2) Liam is a knave"
 
@@ -52,16 +66,6 @@ def test_a_puzzle_row_is_scored_as_logic_rl_does(tmp_path, suffix):
     assert (example.meta["level"], example.prefill, example.templated) == (2, "<think>", True)
     assert task.score(example, f"hm</think><answer>{TRUTH}</answer>").total == 3.0
     assert task.score(example, f"<answer>{TRUTH}</answer>").total == -3.0
-
-
-def test_columns_are_mapped_and_a_whole_name_wins_over_a_nested_one(tmp_path):
-    rows = [{"q": {"text": "How many?"}, "a.b": 3}]
-    mapping = {"prompt": "q.text", "answer": "a.b"}
-    task, splits = load(write(tmp_path / "a.jsonl", rows), columns=mapping, scorer="numeric", heldout_fraction=0)
-    (example,) = splits["train"]
-    assert (example.prompt, example.answer, example.meta["level"]) == ("How many?", "3", "all")
-    assert task.score(example, "It is 3.").correct
-    assert not task.score(example, "It is 4.").correct
 
 
 def test_chat_messages_are_kept_and_also_given_as_text(tmp_path):
@@ -113,13 +117,10 @@ def test_a_held_out_file_takes_its_contents_out_of_training(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"prompt": None}, "the prompt must be text"),
         ({"prompt": ["hello"]}, "with 'role' and 'content'"),
         ({"data_source": "kk_logick"}, "did you mean 'kk_logic'"),
-        ({"data_source": None}, "data_source None has no scorer"),
         ({"reward_model": None}, "no column 'ground_truth'"),
         ({"reward_model": {"ground_truth": {"solution": TRUTH}}}, "the answer must be like"),
-        ({"reward_model": {"ground_truth": "{broken"}}, "the answer must be like"),
     ],
 )
 def test_a_broken_row_is_named_with_its_line(tmp_path, change, says):
@@ -147,10 +148,7 @@ def test_common_column_names_are_used_as_they_are(tmp_path, names, suffix):
     ("answer", "scorer"),
     [
         ("7", "numeric"),
-        (-2.5, "numeric"),
-        (["1,234", "$3"], "numeric"),
         ("so\n#### 72", "numeric"),
-        ("7 or 8", "exact_match"),
         (r"\frac{1}{2}", "math"),
         ("{1, 2}", "exact_match"),
         ({"target": ["Lena"]}, "exact_match"),
@@ -191,17 +189,13 @@ def test_broken_files_say_where_and_what(tmp_path):
         with pytest.raises(UserError, match="line 3: not readable as JSON lines"):
             load(file)
     (tmp_path / "latin.jsonl").write_bytes(good.encode() + b'\n{"prompt": "\xe9"}\n')
-    (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 this is not one PAR1")
     write(tmp_path / "zero.parquet", pd.DataFrame({name: pd.Series([], dtype=str) for name in ("prompt", "answer")}))
-    (tmp_path / "table.csv").write_text("prompt,answer\n")
     (tmp_path / "folder").mkdir()
     for name, says in [
         ("latin.jsonl", "not readable"),
-        ("empty.jsonl", "has no rows"),
         ("broken.parquet", "not readable"),
         ("zero.parquet", "has no rows"),
-        ("table.csv", "of a known format"),
         ("folder", "of a known format"),
         ("absent.parquet", "no such file or folder"),
     ]:
@@ -219,3 +213,139 @@ def test_an_empty_side_is_an_error_with_a_way_out(tmp_path):
         load(path, heldout_path=path)
     with pytest.raises(UserError, match=r"task\.path: not set"):
         load("")
+
+
+room = sys.modules[__name__]
+
+
+def custom(made, **fields):
+    """The task made by a factory that returns `made`."""
+    room.mine = lambda: made
+    return make_task(CustomSpec(factory=f"{__name__}:mine", **fields))
+
+
+def nought(example, completion):
+    return 0.0
+
+
+EXAMPLES = {"train": [Example("1 + 1 = ", "2")]}
+
+
+def test_short_forms_of_the_command_line():
+    assert task_choice("knights_knaves") == {"kind": "knights_knaves"}
+    assert task_choice("dataset") == {"kind": "dataset"}
+    assert task_choice("a.b:c") == {"kind": "custom", "factory": "a.b:c"}
+    for wrong, says in [
+        ("knights_knave", "did you mean 'knights_knaves'"),
+        ("custom", "task = 'custom'"),
+        ("", "task = ''"),
+    ]:
+        with pytest.raises(UserError, match=says):
+            task_choice(wrong)
+
+
+def test_an_object_may_be_a_task_too_and_rewards_pass_through():
+    class Task:
+        name = "object"
+
+        def splits(self):
+            return {"train": [Example("p", "a", {"level": 3, "id": "x"})]}
+
+        def score(self, example, completion):
+            return Reward(0.25, {"style": 0.25}, correct=False)
+
+    task = custom(Task())
+    assert task.name == "object"
+    assert task.splits()["train"][0].meta == {"level": 3, "id": "x"}
+    assert task.score(task.splits()["train"][0], "") == Reward(0.25, {"style": 0.25}, correct=False)
+    assert not isinstance(task, InteractiveTask)
+
+
+def interactive(reply="pong", stop=("?",)):
+    class Task:
+        def splits(self):
+            return EXAMPLES
+
+        def score(self, example, completion):
+            return 1
+
+        def respond(self, example, completion):
+            return reply
+
+    Task.stop = stop
+    return Task()
+
+
+@pytest.mark.parametrize("number", [0.3, 1, 2.5, True, False])
+def test_numbers_become_rewards(number):
+    reward = custom((EXAMPLES, lambda example, completion: number)).score(EXAMPLES["train"][0], "")
+    assert (reward.total, reward.correct) == (float(number), number >= 1)
+
+
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        (lambda: make_task(CustomSpec(factory="no_such_module:f")), "importing 'no_such_module' failed"),
+        (lambda: make_task(CustomSpec(factory="json:dmups")), "did you mean 'dumps'"),
+        (lambda: custom((EXAMPLES, nought), options={"size": 3}), "unexpected keyword argument 'size'"),
+        (lambda: custom(({"train": []}, nought)).splits(), "a list of examples under 'train'"),
+        (lambda: custom((EXAMPLES, lambda e, c: None)).score(EXAMPLES["train"][0], ""), "score returned NoneType"),
+        (lambda: custom(interactive(stop=())), "defines respond but not stop"),
+        (lambda: custom(interactive(stop=("?", 3))), "defines respond but not stop"),
+        (lambda: custom(interactive(reply=3)).respond(EXAMPLES["train"][0], ""), "respond returned int"),
+    ],
+)
+def test_a_mistake_in_a_task_is_named(act, says):
+    with pytest.raises(UserError, match=says) as caught:
+        act()
+    assert "\n" not in str(caught.value)
+
+
+pytest.importorskip("bm25s", reason="needs the optional library bm25s")
+SIZES = {"train_size": 15, "heldout_size": 8}
+UNSEEN = SIZES | {"unseen_size": 5}
+SPECS = {
+    "knights_knaves": lambda seed: KnightsKnavesSpec(people=2, unseen_people=(3,), **UNSEEN, seed=seed),
+    "math": lambda seed: MathSpec(
+        families=("arithmetic", "linear", "modular"), levels=(1, 2), unseen_levels=(3,), **UNSEEN, seed=seed
+    ),
+    "tool_qa": lambda seed: ToolQaSpec(hops=(1, 2), **SIZES, seed=seed),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+@settings(max_examples=3, deadline=None)
+@given(seeds=st.tuples(st.integers(0, 2**40), st.integers(0, 2**40)))
+def test_generated_splits_share_nothing_and_no_other_seed_trains_on_what_is_held_out(name, seeds):
+    first, second = (make_task(SPECS[name](seed)).splits() for seed in seeds)
+    for splits in (first, second):
+        prompts = {split: [example.prompt for example in examples] for split, examples in splits.items()}
+        everything = [prompt for asked in prompts.values() for prompt in asked]
+        assert len(everything) == len(set(everything))
+        ids = [{example.meta["id"] for example in examples} for examples in splits.values()]
+        assert len(set.union(*ids)) == sum(map(len, ids))
+        for examples in splits.values():
+            assert len({example.meta["id"] for example in examples}) == len(examples)
+    # worlds with other facts may ask the same question, with another answer
+    train = {(example.prompt, example.answer) for example in first["train"]}
+    assert not train & {(example.prompt, example.answer) for example in second["heldout"]}
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    questions=st.lists(st.text("abc", min_size=1, max_size=3), min_size=6, max_size=60),
+    share=st.sampled_from([0.2, 0.5, 0.8]),
+)
+def test_a_data_sets_repeated_rows_stay_on_one_side(questions, share, tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    file.write_text("\n".join(json.dumps({"question": q, "answer": q}) for q in questions))
+    columns = {"prompt": "question", "answer": "answer"}
+    spec = DatasetSpec(path=str(file), columns=columns, scorer="exact", heldout_fraction=share)
+    try:
+        splits = make_task(spec).splits()
+    except UserError as error:
+        assert "held" in str(error) or "train" in str(error)  # all on one side: it says so
+        return
+    train, heldout = ({example.prompt for example in splits.get(name, [])} for name in ("train", "heldout"))
+    assert not train & heldout
+    assert train | heldout == set(questions)

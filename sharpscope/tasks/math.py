@@ -1,0 +1,338 @@
+"""Task `math`: generated questions in three families with levels 1 to 4, and scorers that compare answers with math-verify.
+
+A family is a function from a level and a random generator to a question and its answer. Benchmarks in files are read by the task `dataset`.
+
+The timeout of math-verify uses signals, which need the main thread and do not interrupt long operations of sympy. Here one worker process
+(`math_worker.py`) serves all threads. If an answer exceeds the time limit, the worker is killed and the answer is wrong. A
+process pool of Python would run a user's script again in its workers, and cannot be used below another pool.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from itertools import chain
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from sharpscope.config.tasks import MathSpec
+from sharpscope.errors import UserError
+from sharpscope.tasks.answers import final_answer
+from sharpscope.tasks.base import Example, Reward, content_id, once, splits_by_level, stream_seed, take
+
+# -- scorers
+
+TIME_LIMIT = 5.0
+"""Time limit of one comparison [s]."""
+LONGEST_ANSWER = 500
+"""Longest answer that is parsed [characters]; longer ones are wrong, because parsing takes more than linear time."""
+START_LIMIT = 120.0
+"""Time limit for starting the worker process [s]; importing sympy takes one or two seconds."""
+
+_STATED = re.compile(r"answer\s{0,3}(?:is|:|=)\s{0,3}(?:is|:|=)?", re.IGNORECASE)
+_INTEGER = re.compile(r"[-+]?[0-9]{1,300}")
+_SCIENTIFIC = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,4})(?![\w.])")
+_NUMBER = r"(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
+_SIGNED = rf"[-+]?\s*{_NUMBER}"
+_BRACED = rf"(?:\{{\s*{_SIGNED}\s*\}}|[0-9])"
+_PART = rf"(?:{_SIGNED}|\(\s*{_SIGNED}\s*\)|\{{\s*{_SIGNED}\s*\}})"
+_VALUE = re.compile(
+    rf"[-+]?\s*(?:{_PART}(?:\s*/\s*{_PART})?|(?:[0-9]+\s*)?\\[dt]?frac\s*{_BRACED}\s*{_BRACED}"
+    rf"|{_NUMBER} \\cdot 10\^\{{[-+]?[0-9]+\}})"
+)
+_AROUND = re.compile(
+    r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\[,!;:%$]|\\(?:left|right)\b|[%$]"
+)
+"""Ignored around a number: units, degrees, thin spaces, percent signs."""
+_WRAPPED = re.compile(r"\\(?:boxed|mathbf)\s*\{(.*)\}|\((.*)\)")
+
+
+def as_latex(answer: str) -> str:
+    """Convert an answer to LaTeX without math delimiters and line breaks; rewrites 1e-3, ** and pi."""
+    text = " ".join(answer.split()).strip()
+    for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+        if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
+            text = text[len(left) : -len(right)].strip()
+    text = text.rstrip(".").replace("**", "^").replace("−", "-")
+    text = re.sub(
+        r"(?<![\\A-Za-z])(pi|infinity)(?![A-Za-z])", lambda m: {"pi": "\\pi", "infinity": "\\infty"}[m.group()], text
+    )
+    text = _SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", text)
+    return re.sub(r"(?<!\\)\$", "", text)
+
+
+def stated(answer: str) -> str:
+    """Answer within a sentence: the line after the last "answer is", or its only $…$, or the whole text."""
+    matches = list(_STATED.finditer(answer))
+    if matches:
+        answer = answer[matches[-1].end() :].strip().partition("\n")[0]
+    closing = answer.rfind("$")
+    opening = answer.rfind("$", 0, closing) if closing >= 0 else -1
+    # "$5$ or $6$" has two answers and stays unchanged
+    return answer[opening + 1 : closing] if opening >= 0 and answer.count("$") == 2 else answer
+
+
+def score_math(text: str, truths: Sequence[str]) -> Reward:
+    """1 if the final answer, extracted by `answers.final_answer` and `stated`, is mathematically equal to one of `truths`.
+
+    `parts["timed_out"]` is 1 if a comparison exceeded TIME_LIMIT.
+    """
+    answer = as_latex(stated(final_answer(text)))
+    outcomes = [equal(as_latex(final_answer(truth)), answer) for truth in truths]
+    correct = True in outcomes
+    timed_out = not correct and None in outcomes
+    return Reward(float(correct), {"answer": float(correct), "timed_out": float(timed_out)}, correct=correct)
+
+
+def score_value(text: str, truths: Sequence[str]) -> Reward:
+    """Like `score_math`, but the answer must be a number; an unevaluated expression is wrong."""
+    if is_value(as_latex(stated(final_answer(text)))):
+        return score_math(text, truths)
+    return Reward(0.0, {"answer": 0.0, "timed_out": 0.0}, correct=False)
+
+
+def is_value(answer: str) -> bool:
+    """Whether an answer in LaTeX is one number: integer, decimal or fraction, or an equation with a number on the right."""
+    if len(answer) > LONGEST_ANSWER:
+        return False
+    last = _AROUND.sub("", answer.replace("{,}", "").rpartition("=")[2]).strip()
+    inner = _WRAPPED.fullmatch(last)
+    inside = (inner[1] or inner[2] or "").strip() if inner else last
+    return any(_VALUE.fullmatch(text) for text in (last, inside))
+
+
+def equal(gold: str, answer: str) -> bool | None:
+    """Whether two answers in LaTeX are mathematically equal; None if the comparison exceeds TIME_LIMIT or the memory.
+
+    Raises:
+        UserError: math-verify is not installed.
+    """
+    if not answer or len(answer) > LONGEST_ANSWER:
+        return False
+    if gold == answer:
+        return True
+    if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(answer):
+        return int(gold) == int(answer)
+    try:
+        return _compare(gold, answer)
+    except TimeoutError:
+        return None
+
+
+class _Worker:
+    """Process that compares answers; started at the first comparison and again after it ended."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[str] | None = None
+
+    def ask(self, request: str) -> str:
+        """The line that the process answers; empty if it ended or was killed after TIME_LIMIT."""
+        with self.lock:
+            if self.process is None or self.process.poll() is not None:
+                if importlib.util.find_spec("math_verify") is None:
+                    raise UserError("math scorer: needs math-verify; pip install 'sharpscope[math]'")
+                command = [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py"))]
+                pipes: dict[str, Any] = {
+                    "stdin": subprocess.PIPE,
+                    "stdout": subprocess.PIPE,
+                    "stderr": subprocess.DEVNULL,
+                }
+                self.process = subprocess.Popen(command, **pipes, text=True, encoding="utf-8")
+                if self._line(self.process, "", START_LIMIT) != "ready\n":
+                    why = "the worker process does not start; check `python -c 'import math_verify'`"
+                    raise UserError(f"math scorer: {why}")
+            return self._line(self.process, f"{request}\n", TIME_LIMIT)
+
+    def _line(self, process: subprocess.Popen[str], request: str, time_limit: float) -> str:
+        assert process.stdin is not None and process.stdout is not None
+        timer = threading.Timer(time_limit, process.kill)
+        timer.start()
+        try:
+            process.stdin.write(request)
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:  # the process ended
+            line = ""
+        timer.cancel()
+        if not line:
+            process.kill()
+            process.wait()
+        return line
+
+
+_workers: dict[int, _Worker] = {}
+"""Worker by process. A forked process must not share the pipes and locks of its parent."""
+
+
+@lru_cache(maxsize=10_000)
+def _compare(gold: str, answer: str) -> bool:
+    line = _workers.setdefault(os.getpid(), _Worker()).ask(json.dumps([gold, answer]))
+    if not line:
+        raise TimeoutError  # not kept by the cache
+    return line == "true\n"
+
+
+# -- questions
+
+LEVELS = (1, 2, 3, 4)
+LARGEST = 12
+"""Largest number in an arithmetic question."""
+
+
+def arithmetic(level: int, rng: Random) -> tuple[str, str]:
+    """`level` + 1 numbers from 0 to 12 with +, − and *, and brackets from level 2; the answer is an integer."""
+    text, value, _ = _expression(level, rng)
+    return f"{text} = ?", str(value)
+
+
+def _expression(operators: int, rng: Random) -> tuple[str, int, int]:
+    """Text, value and precedence (1 sum, 2 product, 3 number) of a random expression."""
+    if operators == 0:
+        number = rng.randint(0, LARGEST)
+        return str(number), number, 3
+    left_operators = rng.randint(0, operators - 1)
+    left, left_value, left_precedence = _expression(left_operators, rng)
+    right, right_value, right_precedence = _expression(operators - 1 - left_operators, rng)
+    sign = rng.choice("+-*")
+    precedence = 2 if sign == "*" else 1
+    # only necessary brackets: a − (b + c), but not (a + b) − c
+    left = f"({left})" if left_precedence < precedence else left
+    right = f"({right})" if right_precedence < precedence or (right_precedence == precedence and sign == "-") else right
+    value = {"+": left_value + right_value, "-": left_value - right_value, "*": left_value * right_value}[sign]
+    return f"{left} {sign} {right}", value, precedence
+
+
+def linear(level: int, rng: Random) -> tuple[str, str]:
+    """Linear equations by level: x + a = b; ax + b = c; ax + b = cx + d; a(x + b) = cx + d with a fraction as solution."""
+    if level == 4:
+        while True:
+            a, b, c, d = rng.randint(2, 9), _nonzero(rng), rng.randint(1, 9), _nonzero(rng)
+            if a != c:
+                break
+        return f"Solve for x: {a}(x {_signed(b)}) = {_times(c)} {_signed(d)}", str(Fraction(d - a * b, a - c))
+    x, b = rng.randint(-12, 12), _nonzero(rng)
+    a = 1 if level == 1 else rng.randint(2, 9)
+    c = rng.choice([number for number in range(1, 10) if number != a]) if level == 3 else 0
+    right = a * x + b - c * x
+    side = f"{_times(c)} {_signed(right)}" if c else str(right)
+    return f"Solve for x: {_times(a)} {_signed(b)} = {side}", str(x)
+
+
+def _nonzero(rng: Random) -> int:
+    return rng.choice((-1, 1)) * rng.randint(1, 20)
+
+
+def _signed(number: int) -> str:
+    return f"{'-' if number < 0 else '+'} {abs(number)}"
+
+
+def _times(number: int) -> str:
+    return "x" if number == 1 else f"{number}x"
+
+
+def modular(level: int, rng: Random) -> tuple[str, str]:
+    """Remainders by level: a + b mod m; a * b mod m; a * b + c mod m; a^k mod m. 0 ≤ answer < m."""
+    m, a, b, c = rng.randint(2, 13), rng.randint(2, 30), rng.randint(2, 30), rng.randint(1, 30)
+    if level == 4:
+        k = rng.randint(2, 9)
+        return f"{a}^{k} mod {m} = ?", str(pow(a, k, m))
+    text, value = {1: (f"({a} + {b})", a + b), 2: (f"({a} * {b})", a * b), 3: (f"({a} * {b} + {c})", a * b + c)}[level]
+    return f"{text} mod {m} = ?", str(value % m)
+
+
+FAMILIES: dict[str, Callable[[int, Random], tuple[str, str]]] = {f.__name__: f for f in (arithmetic, linear, modular)}
+ORDERLESS = ("arithmetic", "modular")
+"""Families in which questions can differ only in the order of terms, such as 3 + 4 and 4 + 3."""
+
+
+def unordered(family: str, question: str) -> str:
+    """Normal form of a question with sorted terms and factors, equal for 3 + 4 and 4 + 3."""
+    if family not in ORDERLESS:
+        return question
+    text = question.removesuffix(" = ?").replace(" mod ", " % ")
+    return _sorted_form(ast.parse(text, mode="eval").body)  # parsed, never evaluated
+
+
+def _sorted_form(node: ast.expr) -> str:
+    if not isinstance(node, ast.BinOp):
+        return ast.unparse(node)
+    if isinstance(node.op, ast.Add | ast.Sub):
+        return f"({' '.join(sorted(_terms(node, '+')))})"
+    if isinstance(node.op, ast.Mult):
+        return f"({' * '.join(sorted(_factors(node)))})"
+    return f"({_sorted_form(node.left)} {type(node.op).__name__} {_sorted_form(node.right)})"
+
+
+def _terms(node: ast.expr, sign: str) -> list[str]:
+    """Signed terms of a sum without brackets: +1, -2, +3 for 1 - (2 - 3)."""
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub)):
+        return [sign + _sorted_form(node)]
+    right_sign = {"+": "-", "-": "+"}[sign] if isinstance(node.op, ast.Sub) else sign
+    return [*_terms(node.left, sign), *_terms(node.right, right_sign)]
+
+
+def _factors(node: ast.expr) -> list[str]:
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
+        return [_sorted_form(node)]
+    return [*_factors(node.left), *_factors(node.right)]
+
+
+class MathTask:
+    """Splits `train` and `heldout` (`spec.levels`) and `unseen` (`spec.unseen_levels`).
+
+    `meta` of an example: id, level, family, question, and form (the question with sorted terms and factors). No form of a
+    held-out question is in the training set: if 3 + 4 is held out, 4 + 3 is not trained on.
+    """
+
+    name = "math"
+
+    def __init__(self, spec: MathSpec) -> None:
+        self.spec = spec
+
+    @once
+    def splits(self) -> dict[str, list[Example]]:
+        """Questions by split, without splits of size 0.
+
+        Raises:
+            UserError: there are too few different questions.
+        """
+        return splits_by_level(self.spec, self.spec.levels, self.spec.unseen_levels, self._level)
+
+    @cached_property
+    def _heldout_forms(self) -> set[str]:
+        spec = self.spec
+        return {e.meta["form"] for level in spec.levels for e in self._level("heldout", level, spec.heldout_size)}
+
+    def score(self, example: Example, completion: str) -> Reward:
+        """1 if the final answer of prefill and completion is a number equal to the correct one, otherwise 0.
+
+        An expression, such as the question 3 + 4 itself, is not a number.
+        """
+        return score_value(example.whole(completion), (example.answer,))
+
+    def _level(self, split: str, level: int, count: int) -> Iterator[Example]:
+        """`count` questions of each family; families alternate, so that the first questions cover all of them."""
+        without = self._heldout_forms if split == "train" else ()
+        streams = [self._stream(split, family, level) for family in self.spec.families]
+        taken = [take(stream, split, level, count, without) for stream in streams]
+        return chain.from_iterable(zip(*taken, strict=True))
+
+    def _stream(self, split: str, family: str, level: int) -> Iterator[Example]:
+        rng = Random(stream_seed("math", self.spec.seed, split, family, level))
+        while True:
+            question, answer = FAMILIES[family](level, rng)
+            prompt = self.spec.template.replace("{prompt}", question)
+            meta = {"id": content_id(question), "level": level, "family": family, "question": question}
+            meta["form"] = unordered(family, question)
+            yield Example(prompt, answer, meta)
