@@ -14,9 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from sharpscope.errors import UserError
+from sharpscope.warm_start import WARM_STARTS, warm_start
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -25,23 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         UserError: a field or its value is not valid, or the folder is not empty.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m sharpscope.warm_start",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("policy", nargs="?", default="knights_knaves", choices=("knights_knaves", "math", "tool_qa"))
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m sharpscope.warm_start", description=__doc__, formatter_class=style)
+    parser.add_argument("policy", nargs="?", default="knights_knaves", choices=tuple(WARM_STARTS))
     parser.add_argument("--out", type=Path, help="folder to write (default: policies/NAME)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="set a field of WarmStartSpec"
-    )
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of WarmStartSpec")
     parser.add_argument("--threads", type=int, help="CPU threads, on which the weights depend (default: all cores)")
     options = parser.parse_args(arguments)
-
-    import torch
-
-    from sharpscope.warm_start import WARM_STARTS, warm_start
-
     if options.threads:
         torch.set_num_threads(options.threads)
     spec = WARM_STARTS[options.policy]
@@ -53,13 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if type(value) is not type(default):
             raise UserError(f"--set {setting}: no such field, or not of the type of its default, {default!r}")
         spec = replace(spec, **{name: value})
-
-    def show(step: int, loss: float) -> None:
-        """Print the progress."""
-        print(f"update {step} of {spec.steps}: loss {loss:.3f} nats/token")
-
     out = options.out or Path("policies") / options.policy
-    summary = warm_start(spec, out, show)
+    tell = "update {} of {}: loss {:.3f} nats/token".format
+    summary = warm_start(spec, out, lambda step, loss: print(tell(step, spec.steps, loss)))
     print(f"{summary['parameters']:,} parameters, {summary['seconds']:.0f} s\nWritten: {out}/")
     print(f"use:    sharpscope eval {out} --task {options.policy}")
 

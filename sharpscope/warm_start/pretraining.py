@@ -11,12 +11,12 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -25,11 +25,22 @@ from transformers.utils.logging import disable_progress_bar
 
 from sharpscope.errors import UserError
 from sharpscope.policy.embedded import build_model, build_tokenizer, common_phrases, save_tokenizer
-from sharpscope.warm_start import math as math_examples
-from sharpscope.warm_start import tool_qa as tool_examples
-from sharpscope.warm_start.knights_knaves import OPENING, ROLE, Demonstration, demonstrations, phrases, puzzles
+from sharpscope.warm_start import demonstrations as made
+from sharpscope.warm_start.demonstrations import Demonstration
 
 SUMMARY = "warm_start.json"
+
+
+HEADS = 4
+MATH_LEVELS = {1: 0.2, 2: 0.4, 3: 0.4}
+"""Share of math demonstrations by level."""
+MUON_LR, LR, BETA2 = 0.02, 6e-3, 0.98
+"""Peak learning rates of Muon, for the layers' matrices, and of AdamW, for the other parameters, and AdamW's β₂."""
+WEIGHT_DECAY = 0.01
+"""Decoupled decay of the layers' matrices."""
+WARMUP = 60
+"""Updates of linear warm-up."""
+MAX_GRAD_NORM = 1.0
 
 
 @dataclass(frozen=True)
@@ -39,29 +50,22 @@ class WarmStartSpec:
     Attributes:
         policy: embedded policy whose demonstrations are used.
         weights: share of demonstrations by number of people (2 to 7), family of question or number of hops (1 to 3).
-        levels: math: share of demonstrations by level, 1 to 3.
         questions: distinct puzzles of the most frequent size, questions per family and level, or per world and hops.
         worlds: tool_qa: generated worlds, distinct from those of the task's seeds.
         guess_share: share of demonstrations that guess instead of reasoning.
         chat_share: knights_knaves: share of demonstrations with a chat prompt.
-        layers, width, feed_forward, heads: sizes of the transformer; `width` is a multiple of 2 × `heads`.
+        layers, width, feed_forward: sizes of the transformer; `width` is a multiple of 8.
         vocabulary: maximum vocabulary of the tokenizer [tokens].
         corpus: demonstrations used to train the tokenizer.
         steps, batch: optimizer updates, and demonstrations per update.
         micro_tokens: maximum size of a forward pass, including padding, at least one row [tokens].
-        muon_lr, lr: peak learning rates of Muon, for the layers' matrices, and of AdamW, for the other parameters.
-        beta2: decay of AdamW's squared gradient average; beta1 is 0.9.
-        weight_decay: decoupled decay of the layers' matrices.
-        warmup: updates of linear warm-up.
         cooldown: share of the updates, at the end, in which the learning rates decay to zero.
-        max_grad_norm: maximum global L2 norm of the gradient.
         logit_scale: factor on the final norm's gain after training, which scales all logits.
         seed: seed of weights, demonstrations and their order.
     """
 
     policy: str = "knights_knaves"
     weights: dict[Any, float] = field(default_factory=lambda: {2: 0.15, 3: 0.65, 4: 0.15, 5: 0.03})
-    levels: dict[int, float] = field(default_factory=lambda: {1: 0.2, 2: 0.4, 3: 0.4})
     questions: int = 8000
     worlds: int = 20
     guess_share: float = 0.5
@@ -69,53 +73,37 @@ class WarmStartSpec:
     layers: int = 4
     width: int = 128
     feed_forward: int = 384
-    heads: int = 4
     vocabulary: int = 768
     corpus: int = 4000
     steps: int = 1300
     batch: int = 48
     micro_tokens: int = 2048
-    muon_lr: float = 0.02
-    lr: float = 6e-3
-    beta2: float = 0.98
-    weight_decay: float = 0.01
-    warmup: int = 60
     cooldown: float = 0.4
-    max_grad_norm: float = 1.0
     logit_scale: float = 1.0
     seed: int = 0
 
 
+_MATH: dict[str, Any] = {
+    "questions": 5000,
+    "vocabulary": 320,
+    "layers": 3,
+    "width": 64,
+    "feed_forward": 192,
+    "steps": 900,
+}
+_TOOL_QA: dict[str, Any] = {
+    "questions": 300,
+    "vocabulary": 576,
+    "layers": 3,
+    "width": 96,
+    "feed_forward": 256,
+    "steps": 1600,
+}
+_TOOL_QA |= {"guess_share": 0.3, "batch": 32, "cooldown": 0.5}
 WARM_STARTS: dict[str, WarmStartSpec] = {
-    spec.policy: spec
-    for spec in (
-        WarmStartSpec(),
-        WarmStartSpec(
-            "math",
-            {"arithmetic": 0.9, "linear": 0.05, "modular": 0.05},
-            questions=5000,
-            vocabulary=320,
-            layers=3,
-            width=64,
-            feed_forward=192,
-            steps=900,
-            micro_tokens=4096,
-        ),
-        WarmStartSpec(
-            "tool_qa",
-            {1: 1.0},
-            questions=300,
-            guess_share=0.3,
-            vocabulary=576,
-            layers=3,
-            width=96,
-            feed_forward=256,
-            steps=1600,
-            batch=32,
-            cooldown=0.5,
-            micro_tokens=4096,
-        ),
-    )
+    "knights_knaves": WarmStartSpec(),
+    "math": WarmStartSpec("math", {"arithmetic": 0.9, "linear": 0.05, "modular": 0.05}, micro_tokens=4096, **_MATH),
+    "tool_qa": WarmStartSpec("tool_qa", {1: 1.0}, micro_tokens=4096, **_TOOL_QA),
 }
 """The warm start of each embedded policy; it recreates the shipped one."""
 
@@ -147,8 +135,8 @@ def warm_start(
     examples, phrases_of = _dataset(spec)
     corpus = list(islice(examples, spec.corpus))
     tokenizer = build_tokenizer((d.text for d in corpus), phrases_of(corpus), spec.vocabulary)
-    sizes = {name: getattr(spec, name) for name in ("layers", "width", "feed_forward", "heads", "seed")}
-    model = build_model(tokenizer, **sizes)
+    sizes = {name: getattr(spec, name) for name in ("layers", "width", "feed_forward", "seed")}
+    model = build_model(tokenizer, heads=HEADS, **sizes)
     loss = _train(spec, model, tokenizer, examples, on_progress or (lambda step, loss: None))
     summary: dict[str, Any] = {
         "loss": loss,
@@ -168,38 +156,25 @@ def warm_start(
 
 def _dataset(spec: WarmStartSpec) -> tuple[Iterator[Demonstration], Callable[[Sequence[Demonstration]], list[str]]]:
     """Endless demonstrations, and a function from a corpus of them to the texts that become one token each."""
-    guess, seed, shares = spec.guess_share, spec.seed, _nonzero(spec.weights)
+    seed, shares = spec.seed, spec.weights
+    common: dict[str, Any] = {"guess_share": spec.guess_share, "seed": seed}
     if spec.policy == "math":
-        levels = _nonzero(spec.levels)
-        pool = math_examples.questions(sorted(shares), sorted(levels), spec.questions, seed)
-        stream = math_examples.math_demonstrations(pool, shares, levels, guess_share=guess, seed=seed)
-        return stream, lambda _: math_examples.phrases()
+        pool = made.questions(sorted(shares), sorted(MATH_LEVELS), spec.questions, seed)
+        return made.math_demonstrations(pool, shares, MATH_LEVELS, **common), lambda _: made.math_phrases()
     if spec.policy == "tool_qa":
-        asked = tool_examples.search_questions(sorted(shares), spec.worlds, spec.questions, seed)
+        asked = made.search_questions(sorted(shares), spec.worlds, spec.questions, seed)
         seen = [question for questions in asked.values() for question in questions[: spec.questions]]
-        stream = tool_examples.tool_demonstrations(asked, shares, guess_share=guess, seed=seed)
-        return stream, lambda _: tool_examples.phrases(seen)
-    largest = max(shares.values())
-    pools = {
-        people: puzzles(people, max(1, round(spec.questions * share / largest)), seed)
-        for people, share in shares.items()
-    }
-    return demonstrations(pools, shares, guess_share=guess, chat_share=spec.chat_share, seed=seed), _puzzle_phrases
+        return made.tool_demonstrations(asked, shares, **common), lambda _: made.tool_phrases(seen)
+    numbers = {people: max(1, round(spec.questions * share / max(shares.values()))) for people, share in shares.items()}
+    pools = {people: made.puzzles(people, number, seed) for people, number in numbers.items()}
+    return made.puzzle_demonstrations(pools, shares, chat_share=spec.chat_share, **common), _puzzle_phrases
 
 
 def _puzzle_phrases(corpus: Sequence[Demonstration]) -> list[str]:
     """Phrases of compact prompts and of completions; chat prompts contribute none."""
-    common = common_phrases(d.prompt for d in corpus if not d.prompt.endswith(OPENING))
-    roles = [f" is {negation}a {role}" for negation in ("", "not ") for role in ROLE.values()]
-    return sorted({*common, *phrases(), *roles, "If "})
-
-
-Key = TypeVar("Key")
-
-
-def _nonzero(weights: Mapping[Key, float]) -> dict[Key, float]:
-    """Weights greater than 0."""
-    return {key: weight for key, weight in weights.items() if weight > 0}
+    common = common_phrases(d.prompt for d in corpus if not d.prompt.endswith(made.OPENING))
+    roles = [f" is {negation}a {role}" for negation in ("", "not ") for role in made.ROLE.values()]
+    return sorted({*common, *made.puzzle_phrases(), *roles, "If "})
 
 
 def _train(
@@ -213,18 +188,18 @@ def _train(
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers = (
-        Muon(matrices, lr=spec.muon_lr, weight_decay=spec.weight_decay),
-        torch.optim.AdamW(others, lr=spec.lr, betas=(0.9, spec.beta2), weight_decay=0.0),
+        Muon(matrices, lr=MUON_LR, weight_decay=WEIGHT_DECAY),
+        torch.optim.AdamW(others, lr=LR, betas=(0.9, BETA2), weight_decay=0.0),
     )
     model.train()
     losses: list[float] = []
     loss = math.nan
     for step in range(1, spec.steps + 1):
-        for optimizer, peak in zip(optimizers, (spec.muon_lr, spec.lr), strict=True):
+        for optimizer, peak in zip(optimizers, (MUON_LR, LR), strict=True):
             optimizer.param_groups[0]["lr"] = peak * schedule(step, spec)
         rows = [_row(tokenizer, demonstration) for demonstration in islice(examples, spec.batch)]
         losses.append(_accumulate(model, rows, spec.micro_tokens))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), spec.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         for optimizer in optimizers:
             optimizer.step()
         model.zero_grad(set_to_none=True)
@@ -239,9 +214,7 @@ def _train(
 
 def schedule(step: int, spec: WarmStartSpec) -> float:
     """Learning rate of update `step` (from 1) relative to its peak: linear warmup, constant, linear cooldown."""
-    warmup = min(1.0, step / spec.warmup) if spec.warmup else 1.0
-    cooldown = min(1.0, (spec.steps + 1 - step) / (spec.cooldown * spec.steps)) if spec.cooldown else 1.0
-    return warmup * cooldown
+    return min(1.0, step / WARMUP) * min(1.0, (spec.steps + 1 - step) / (spec.cooldown * spec.steps))
 
 
 def _row(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> Row:
