@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -59,7 +59,7 @@ def test_a_named_method_is_a_value_a_text_and_an_equation(monkeypatch, capsys):
 
 def test_a_weighting_is_one_class():
     code, check = blocks("CONTRIBUTING.md", "Add a token weight")
-    names: dict[str, Any] = {"Weighting": Weighting, "Literal": Literal, "ClassVar": ClassVar, "Any": Any}
+    names: dict[str, Any] = {"Weighting": Weighting, "Literal": Literal, "Any": Any}
     exec(code, names)
     exec(check, names | {"weights_of": weights_of, "step_of": step_of, "math": math, "pytest": pytest})
 

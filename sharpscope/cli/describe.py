@@ -129,7 +129,8 @@ def config(
         part = "task" if topic == "tasks" else topic
         chosen = [row for row in rows if row.path == part or row.path.startswith(f"{part}.")]
         if not chosen:
-            tops = {"tasks", "columns", "fork"} | {row.path for row in rows}
+            parts = {row.path.rpartition(".")[0] for row in rows} - {""}
+            tops = {"tasks", "columns", "fork"} | parts | {row.path for row in rows}
             raise UserError(f"config {topic}: no such setting or topic{nearest(topic, tops)}")
     _print(chosen)
     if topic is None and not every:

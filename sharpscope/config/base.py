@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import math
 import reprlib
 import types
 import typing
@@ -13,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -46,13 +45,24 @@ class Spec(BaseModel):
 
 NONE_KINDS = ("none", "all", "behavior", "single", "local")
 """Kinds by which version 0.2 said what is null today."""
+CONSTANTS: dict[str, Any] = {
+    **{"attention": "auto", "beta1": 0.9, "coef": 1.0, "input": "logit", "kind": "linear", "probability": 0.002},
+    **{
+        "probe_set": None,
+        "quantile": 0.75,
+        "radius": 0.05,
+        "share": 0.1,
+        "sign": "positive",
+        "target_modules": "all-linear",
+    },
+    **{"threshold": 0.5, "top_k": 0, "truncated": "keep"},
+}
+"""Settings of earlier versions that are constants now, with these values."""
 
 
 class Schedule(Spec):
-    """A constant that changes over training: a function of progress (0 at the first step, 1 at the last)."""
+    """A constant that changes over training: start + (end − start)·progress/until (progress 0: first step, 1: last)."""
 
-    kind: Literal["linear", "cosine"] = "linear"
-    """linear: start + (end − start)·progress/until; cosine: half a cosine from start to end."""
     start: float = Field(description="Value at progress 0, in the unit of the field.")
     end: float = Field(description="Value at progress `until` and after it.")
     until: float = Field(1.0, gt=0, le=1)
@@ -60,9 +70,7 @@ class Schedule(Spec):
 
     def value(self, progress: float) -> float:
         """The constant at `progress` in [0, 1]."""
-        done = min(progress / self.until, 1.0)
-        share = done if self.kind == "linear" else (1 - math.cos(math.pi * done)) / 2
-        return self.start + (self.end - self.start) * share
+        return self.start + (self.end - self.start) * min(progress / self.until, 1.0)
 
 
 class Part(Spec):
@@ -177,7 +185,10 @@ def _default(model: type[BaseModel], name: str) -> Any:
 def known_settings(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
     """Recorded settings without those that `model` and its parts no longer have.
 
-    A part whose kind says that it does nothing, as in version 0.2, is null.
+    A part whose kind says that it does nothing, as in version 0.2, is null, and one of which a number is left that number.
+
+    Raises:
+        UserError: a setting that is a constant now was recorded with another value.
     """
     fields = annotations_of(model)
 
@@ -187,9 +198,15 @@ def known_settings(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str,
             return value
         if value.get("kind") in NONE_KINDS and type(None) in plain_types(annotation):
             return None
+        if float in plain_types(annotation) and "start" not in value:
+            return next(number for name, number in value.items() if name != "kind")
         part = part_model(annotation, value)
         return value if part is None else known_settings(part, value)
 
+    for name in data.keys() & CONSTANTS.keys() - fields.keys():
+        if data[name] != CONSTANTS[name]:
+            why = f"this version has {short(CONSTANTS[name])} always"
+            raise UserError(f"{name} = {short(data[name])}: recorded by an earlier version; {why}")
     return {name: known(fields[name], value) for name, value in data.items() if name in fields}
 
 
@@ -279,7 +296,8 @@ def settings_of(
             shown = "required" if info.is_required() else json.dumps(default, ensure_ascii=False)  # also valid YAML
         values = " | ".join([*kinds, *(["null"] if type(None) in types_ else [])]) if parts else ""
         text = field_docs(model).get(name, "")
-        yield SettingInfo(path, kind, shown, values if parts else type_text(info.annotation, info.metadata), text)
+        if values or not parts:  # else a section, which has no value of its own
+            yield SettingInfo(path, kind, shown, values if parts else type_text(info.annotation, info.metadata), text)
         for each, part in parts:
             if part not in parents:  # a weighting of a weighting, questions of another task: listed once
                 yield from settings_of(part, f"{path}.", each or kind, (*parents, model, *kinds.values()))
@@ -305,7 +323,7 @@ def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
             text = "mapping"
         case _:
             text = "null" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))
-            text = "a schedule {kind, start, end, until}" if annotation is Schedule else text
+            text = "a schedule {start, end, until}" if annotation is Schedule else text
     return ", ".join([text, *_limits(metadata)])
 
 

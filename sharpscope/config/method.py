@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from sharpscope.config.base import Band, NonNegative, Part, Real, Schedule, Share
-from sharpscope.config.token_weights import TokenWeight, UniformWeight, number
+from sharpscope.config.token_weights import TokenWeight, UniformWeight
 
 
 class GroupAdvantage(Part):
@@ -238,27 +238,16 @@ class Kl(Part):
     weighted: bool = Field(False, description="Whether to multiply the term by the token's weight (TR-GRPO).")
 
 
-class FixedEntropyBonus(Part):
-    """Subtract coef·(mean entropy of the update's loss tokens) from the loss.
-
-    Its gradient acts on all logits of a position: it is no part of `loss_coef`, but of what attribution leaves over.
-    """
-
-    kind: Literal["fixed"] = "fixed"
-    coef: NonNegative = Field(0.001, description="Weight of the mean entropy [loss per nat]; ours, tune it.")
-
-
 class KlCovPenalty(Part):
-    """Add coef·|ln r|, an estimate of D(π_old‖π), on the `share` of tokens with the largest covariance (KL-Cov, arXiv 2505.22617)."""
+    """Add |ln r|, an estimate of D(π_old‖π), on the `share` of tokens with the largest covariance (KL-Cov, arXiv 2505.22617)."""
 
     kind: Literal["kl_cov"] = "kl_cov"
     share: float = Field(2e-4, gt=0, le=1)
     """Share of the step's loss tokens, at least one token; published 2e-4 (7 B model: 2e-3)."""
-    coef: NonNegative = Field(1.0, description="Weight of the term; published 1.")
 
 
 class LpRegPenalty(Part):
-    """Add coef·k3(π, q) where π < q, on the `share` of the tokens with A < 0 that are least likely (Lp-Reg, arXiv 2510.03222).
+    """Add k3(π, q) where π < q, on the `share` of the tokens with A < 0 that are least likely (Lp-Reg, arXiv 2510.03222).
 
     k3 = q/π − 1 − ln(q/π). q is π_old without tokens below 0.02·max_j π_old(j), renormalized: it protects rare tokens that
     are not noise. A sampled token that q leaves out has no penalty. The tokens are chosen by π_old once a step, π < q is
@@ -268,21 +257,9 @@ class LpRegPenalty(Part):
     kind: Literal["lp_reg"] = "lp_reg"
     share: float = Field(0.01, gt=0, le=1)
     """Share of the step's loss tokens with A < 0, at least one token; published 0.01 (32 B model: 0.005)."""
-    coef: NonNegative = Field(1.0, description="Weight of the term; 1 as in the authors' scripts.")
 
 
 Penalty = Annotated[KlCovPenalty | LpRegPenalty, Field(discriminator="kind")]
-
-
-class LoptiPasses(Part):
-    """Two optimizer passes: tokens with π_old < |eta| first, then the others; both divide by the full token count.
-
-    Low-probability token isolation (arXiv 2505.12929). A negative eta reverses the order.
-    """
-
-    kind: Literal["lopti"] = "lopti"
-    eta: float = Field(0.4, ge=-1, le=1)
-    """Probability threshold; published 0.4, with advantage reweighting 0.5."""
 
 
 class Sam(Part):
@@ -294,45 +271,17 @@ class Sam(Part):
 
 
 class GradientNormPenalty(Part):
-    """The gradient of L + penalty·‖∇L‖₂ by a finite difference over `radius` (arXiv 2202.03599).
+    """The gradient of L + penalty·‖∇L‖₂ by a finite difference over `rho` (arXiv 2202.03599).
 
-    (1 − κ)·∇L(θ) + κ·∇L(θ + radius·g/‖g‖₂), κ = penalty/radius; κ = 1 is SAM.
+    (1 − κ)·∇L(θ) + κ·∇L(θ + rho·g/‖g‖₂), κ = penalty/rho; κ = 1 is SAM.
     """
 
     kind: Literal["gradient_norm_penalty"] = "gradient_norm_penalty"
     penalty: float = Field(0.04, ge=0, description="λ [loss per gradient norm]; tune it (κ = 0.8 by default, ours).")
-    radius: float = Field(0.05, gt=0, description="Length of the finite difference [parameters' L2 norm].")
+    rho: float = Field(0.05, gt=0, description="Length of the finite difference [parameters' L2 norm].")
 
 
 Sharpness = Annotated[Sam | GradientNormPenalty, Field(discriminator="kind")]
-
-
-class ModuleClip(Part):
-    """Clip the gradient of each type of module by the history of its norm, before the clip of the global norm (AGGC, arXiv 2601.11864).
-
-    A group has the parameters of one module type (`q_proj`, `down_proj`, `norm`, …) over all layers. With S the moving average
-    of its norm n: n > high·S is scaled to high·S; then S ← 0.95·S + 0.05·(scaled norm). S starts at the first norm, which is not
-    clipped.
-    """
-
-    kind: Literal["aggc"] = "aggc"
-    high: Annotated[float, Field(gt=1)] | Schedule = 2.0
-    """Largest norm, in units of S; ours (their 0.6 clips a norm that does not change)."""
-
-    def scaled(self, norm: float, average: float | None) -> tuple[float, float]:
-        """Factor for a group's gradient of this norm, and the average after it; None before the first. Schedules must be resolved."""
-        if average is None:
-            return 1.0, norm
-        high = number(self.high) * average
-        factor = high / norm if norm > high else 1.0
-        return factor, 0.95 * average + 0.05 * factor * norm
-
-
-class Overlong(Part):
-    """DAPO's soft penalty on the reward of completions close to the length limit (arXiv 2503.14476)."""
-
-    buffer: float = Field(0.2, gt=0, le=1)
-    """Share of the completion limit over which the penalty grows; published 4096/20480."""
 
 
 class Sampling(Part):
@@ -341,7 +290,9 @@ class Sampling(Part):
     dynamic: bool = False
     """Whether to replace groups whose answers are all correct or all wrong by groups of new prompts, up to 10 times a step
     (DAPO: until the batch is full)."""
-    overlong: Overlong | None = Field(None, description="Soft penalty on overlong completions; empty: none.")
+    overlong: float | None = Field(None, gt=0, le=1)
+    """Share of the completion limit over which a soft penalty on the reward grows; published 4096/20480; null: no
+    penalty."""
 
 
 # -- selections of tokens ---------------------------------------------------------------------------------------------
@@ -422,34 +373,31 @@ class ClipCovTokens(Band):
 
 
 class ProbabilityTokens(Part):
-    """Only tokens with π_old < threshold (`low`) or π_old ≥ threshold (`high`) are in the surrogate.
+    """Only tokens with π_old < 0.5 (`low`) or π_old ≥ 0.5 (`high`) are in the surrogate.
 
     Both divide by the full token count, so that the two gradients add up to that of all tokens.
     """
 
     kind: Literal["probability"] = "probability"
     side: Literal["low", "high"] = Field("low", description="Which tokens are kept.")
-    threshold: float = Field(0.5, gt=0, lt=1, description="Probability that separates both sides; ours.")
 
 
 class AdvantageTokens(Part):
-    """Only tokens with a positive or only those with a negative advantage are in the surrogate; both divide by the full count."""
+    """Only tokens with a positive advantage are in the surrogate, which divides by the full token count."""
 
     kind: Literal["advantage"] = "advantage"
-    sign: Literal["positive", "negative"] = Field("positive", description="Which tokens are kept.")
 
 
 class SpuriousTokens(Part):
-    """Leave tokens with A > 0, π < probability and H < h out of the surrogate (STAPO, arXiv 2602.15620).
+    """Leave tokens with A > 0, π < 0.002 and H < h out of the surrogate (STAPO, arXiv 2602.15620).
 
-    h is the `quantile` (linearly interpolated) of the entropy over the step's loss tokens with A > 0 and π < probability (the
+    h is the 0.75 quantile (linearly interpolated) of the entropy over the step's loss tokens with A > 0 and π < 0.002 (the
     paper's later version), all under the policy at its start.
     """
 
     kind: Literal["stapo"] = "stapo"
-    probability: float = Field(0.002, gt=0, le=1)
-    """Probability below which a token is rare; published 0.002."""
-    quantile: float = Field(0.75, ge=0, le=1, description="Quantile of the entropy; published 0.75.")
+    probability: ClassVar[float] = 0.002
+    quantile: ClassVar[float] = 0.75
 
 
 Tokens = Annotated[
@@ -490,20 +438,21 @@ class Method(Part):
     completions; kept_mean: sum divided by the tokens that `tokens` leaves in the surrogate; kept_sequence_mean: mean
     over a completion's tokens that it leaves, then over completions; kept_groups: sum over a group divided by
     completions × completion limit, mean over groups with a token left."""
-    truncated: Literal["keep", "mask"] = "keep"
-    """mask: completions that the token limit ended have no loss tokens; they count in their group's statistics and as
-    completions, their tokens not in the token count (as TRL's mask_truncated_completions)."""
     correction: Correction | None = None
     """Factor of the surrogate for the difference between the sampler's policy and π_old."""
     kl: Kl = Field(default_factory=Kl, description="Divergence from the reference policy.")
-    entropy: FixedEntropyBonus | None = Field(
-        None, description="Bonus for the policy's entropy, another term of the loss."
-    )
+    entropy: NonNegative | None = None
+    """Weight of the mean entropy of an update's loss tokens, which is subtracted from the loss [loss per nat]; null: no
+    bonus. It is no part of `loss_coef`: its gradient acts on all logits of a position."""
     tokens: Tokens | None = Field(None, description="Loss tokens in the surrogate; null: all.")
     penalty: Penalty | None = Field(None, description="Additional loss term on selected tokens.")
-    passes: LoptiPasses | None = Field(None, description="Optimizer passes over a mini-batch; null: one.")
+    passes: float | None = Field(None, gt=0, le=1)
+    """Two optimizer passes over a mini-batch: tokens with π_old below this number first, then the others; both divide by
+    the full token count. Low-probability token isolation (arXiv 2505.12929), published 0.4; null: one pass."""
     sharpness: Sharpness | None = Field(None, description="Sharpness-aware gradient of the optimizer step.")
-    module_clip: ModuleClip | None = Field(None, description="Clip of the gradient by type of module; null: none.")
+    module_clip: Annotated[float, Field(gt=1)] | Schedule | None = None
+    """Largest gradient norm of each type of module, in units of its moving average (AGGC, arXiv 2601.11864), before the
+    clip of the global norm; null: no such clip."""
     sampling: Sampling = Field(default_factory=Sampling)
     """Resampling and reward shaping before the advantages."""
 

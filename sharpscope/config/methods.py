@@ -158,13 +158,12 @@ def describe(name: str) -> MethodNote:
 
 def constants(method: Method) -> str:
     """The numbers in the parts of a method that differ from GRPO's, as `clip.low 0.2, clip.high 0.28`."""
-    found = []
+    found: dict[str, Any] = {}
     for part in Method.model_fields:
         value = getattr(method, part)
-        if isinstance(value, Part) and value != getattr(named_method("grpo"), part):
-            numbers = {name: n for name, n in value if isinstance(n, float | int) and not isinstance(n, bool)}
-            found += [f"{part}.{name} {number:g}" for name, number in numbers.items()]
-    return ", ".join(found)
+        if value != getattr(named_method("grpo"), part):
+            found |= {f"{part}.{name}": number for name, number in value} if isinstance(value, Part) else {part: value}
+    return ", ".join(f"{name} {n:g}" for name, n in found.items() if isinstance(n, float | int) and n is not True)
 
 
 # -- methods as text ---------------------------------------------------------------------------------------------------
@@ -231,10 +230,8 @@ def with_token_weights(method: Method, text: str) -> Method:
     """
     option = f"--token-weights {text}"
 
-    def changed(weight: Any) -> Any:
-        """The weighting with the new weights, or around them."""
-        if isinstance(weight, Control):
-            return weight.replace(of=changed(weight.of))
+    def change(weight: Any) -> Weighting:
+        """The new weights in place of one weighting."""
         if isinstance(weight, EntropyWeight):
             raise UserError(f"{option}: not for method {method.name}, whose weights depend on the entropy; remove it")
         if ":" in text:
@@ -247,7 +244,7 @@ def with_token_weights(method: Method, text: str) -> Method:
         return weight.replace(preset=text)
 
     try:
-        return method.model_copy(update={"weight": changed(method.weight)})
+        return method.model_copy(update={"weight": method.weight.changed(change)})
     except ValidationError as error:
         raise UserError(f"{option}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
 
@@ -315,7 +312,7 @@ def reference_method(method: Method) -> Method:
     removed: dict[str, Any] = dict.fromkeys(
         ("tokens", "correction", "penalty", "entropy", "passes", "sharpness", "module_clip", "label")
     )
-    removed |= {"weight": UniformWeight(), "weight_on": "surrogate", "truncated": "keep", "kl": kl}
+    removed |= {"weight": UniformWeight(), "weight_on": "surrogate", "kl": kl}
     unweighted = method.model_copy(update=removed)
     if unweighted != method.unlabeled:
         return unweighted

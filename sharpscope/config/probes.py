@@ -56,8 +56,6 @@ class ProbesSpec(Spec):
     every: int | None = Field(None, ge=0)
     """Interval between probes, also before the first and after the last step; null: these two only; 0: never [steps].
     """
-    probe_set: str | None = None
-    """Parquet file of a probe set; null: built from the task and saved with the run."""
     probe_set_seed: int = Field(0, ge=0)
     """Seed of the probe set's prompts; use the same for all runs of a study."""
     prompts: int = Field(12, ge=1, description="Training prompts in the probe set.")

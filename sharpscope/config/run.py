@@ -25,12 +25,10 @@ EMBEDDED_NAMES = ("knights_knaves", "math", "tool_qa")
 
 
 class LoraSpec(Spec):
-    """Low-rank adapters (arXiv 2106.09685) from peft: only the adapters are trained and saved."""
+    """Low-rank adapters (arXiv 2106.09685) from peft, of all linear layers but the output layer: only they are trained and saved."""
 
     r: int = Field(16, ge=1, le=4096, description="rank of each adapter")
     alpha: float = Field(32.0, gt=0, description="scale of the adapters' output: alpha/r")
-    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    """names of the linear layers to adapt, such as [q_proj, v_proj]; all-linear = all except the output layer"""
 
 
 class PolicySpec(Spec):
@@ -43,8 +41,6 @@ class PolicySpec(Spec):
     logits stay float32; with `lora`, the frozen weights are bfloat16 too"""
     lora: LoraSpec | None = Field(None, description="train low-rank adapters only; null = all weights")
     device: str = Field("auto", description="`auto` (CUDA if available, else CPU), `cpu`, `cuda`, `cuda:1`, …")
-    attention: Literal["auto", "eager", "flash_attention_2"] = "auto"
-    """attention kernel; `auto` = sdpa, or eager if the model caps its attention logits"""
     prompt_format: Literal["auto", "plain", "chat"] = "auto"
     """`chat` applies the tokenizer's chat template, `plain` does not; `auto` = chat if there is a template"""
 
@@ -55,7 +51,6 @@ class SamplingSpec(Spec):
     temperature: float = Field(1.0, ge=0, le=10, description="divisor of the logits; 0 = greedy")
     top_p: float = Field(1.0, gt=0, le=1)
     """nucleus sampling: keep the most likely tokens up to this probability; 1 = off"""
-    top_k: int = Field(0, ge=0, description="number of most likely tokens to keep; 0 = off")
     max_new_tokens: int = Field(192, ge=1)
     """maximum length of a completion, including the end-of-text token [tokens]"""
     decode_batch: int = Field(512, ge=1)
@@ -71,11 +66,10 @@ class RolloutSpec(SamplingSpec):
 
 
 class OptimizerSpec(Spec):
-    """AdamW (decoupled weight decay; arXiv 1711.05101) with warm-up, a schedule and global-norm clipping."""
+    """AdamW (decoupled weight decay, beta1 0.9; arXiv 1711.05101) with warm-up, a schedule and global-norm clipping."""
 
     lr: float = Field(1e-4, gt=0, le=1)
     """Peak learning rate [per update]; not given: 1e-4 for embedded policies, else 1e-6."""
-    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first-moment average.")
     beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second-moment average.")
     eps: float = Field(1e-8, gt=0, description="Added to the square root of the second moment.")
     weight_decay: float = Field(0.0, ge=0)

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 #: Constants published for GRPO-SG (arXiv 2511.00066): w = clip(alpha·[sigmoid(u/tau) − mu], L, U).
 PAPER_SIGMOID: dict[str, float] = {"alpha": 2.0, "tau": 9.0, "mu": 0.25, "L": 1.0, "U": 1.4, "u0": 0.0}
-SMALLEST_COMPLEMENT = 2.0**-24
-"""Smallest 1 − π that log-odds resolve: the resolution of float32 log-probabilities."""
 
 
 # -- functions of the user's own ---------------------------------------------------------------------------------------
@@ -73,17 +71,12 @@ def weight_bounds(low: float, high: float) -> Callable[[WeightFunction], WeightF
 
 
 class Weighting(Part):
-    """Base of the token weights. A subclass has a `kind`, and `at_statistic` or `weights`."""
-
-    statistic: ClassVar[str | None] = None
-    """The one statistic that the weight is a function of: logit, log_odds, logp, prob or entropy; else None."""
+    """Base of the token weights. A subclass has a `kind` and `weights`."""
 
     @property
     def bounds(self) -> tuple[float, float] | None:
         """[L, U] that contains every weight, or None. Schedules must be resolved (`at`)."""
-        if "L" not in type(self).model_fields:
-            return None
-        return number(self._published("L")), number(self._published("U"))
+        return (number(self._published("L")), number(self._published("U"))) if "L" in type(self).model_fields else None
 
     @property
     def bounded(self) -> bool:
@@ -100,21 +93,18 @@ class Weighting(Part):
         """Whether the calibration needs a step in which some token carries a gradient."""
         return False
 
+    def changed(self, change: Callable[[Any], Any]) -> Any:
+        """What `change` makes of this weighting, in a control of the innermost one; itself if it stays the same."""
+        return change(self)
+
     def with_preset(self, old: str, new: str) -> Self:
         """The same weighting, also inside controls, with preset `new` where it has preset `old`."""
-        return self
+        found: Self = self.changed(lambda w: w.replace(preset=new) if getattr(w, "preset", None) == old else w)
+        return found
 
     def moved(self, entropy: float) -> Self:
         """The weighting of a step with this mean entropy [nats], after that of the step before; itself if it stays the same."""
         return self
-
-    def at_statistic(self, u: Any, xp: Any) -> Any:
-        """Weights at values `u` of the statistic, in its shape.
-
-        Raises:
-            ValueError: the weight is not a function of one statistic, or a constant is not a number yet.
-        """
-        raise ValueError(f"{type(self).__name__} is not a function of one statistic of a token")
 
     def calibrated(self, step: Any, xp: Any) -> Self:
         """The weighting with every constant filled in from a step (`StepTensors`); given constants are kept."""
@@ -122,7 +112,7 @@ class Weighting(Part):
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
         """Weights (N, T) of a step (`StepTensors`), anything outside the loss tokens; schedules must be resolved."""
-        return self.at_statistic(statistic_values(self, step, xp), xp)
+        raise NotImplementedError
 
     def evaluate(self, step: Any, xp: Any, generator: Generator | None = None) -> Tensor:
         """`weights`, checked, in the dtype of `step.logp`; 0 outside the loss tokens.
@@ -137,8 +127,8 @@ class Weighting(Part):
         if not bool(xp.isfinite(inside).all()):
             raise NonFiniteError(f"method.weight: {self.title} gives weights that are not finite; check its constants")
         if bool((inside < 0).any()):
-            least = float(inside.min())
-            raise UserError(f"method.weight: {self.title} gives negative weights ({least:.4g}); weights must be ≥ 0")
+            found = f"negative weights ({float(inside.min()):.4g})"
+            raise UserError(f"method.weight: {self.title} gives {found}; weights must be ≥ 0")
         return xp.where(mask, weight, 0.0).to(step.logp.dtype)
 
     @property
@@ -157,23 +147,6 @@ class Weighting(Part):
             if isinstance(low, float) and isinstance(high, float) and low >= high:
                 raise ValueError(f"L = {low} must be below U = {high}")
         return self
-
-
-def statistic_values(weight: Weighting, tokens: Any, xp: Any) -> Any:
-    """The statistic that `weight` is a function of, in the shape of `tokens.logp`, `.logit` and `.entropy`.
-
-    Raises:
-        ValueError: it is not a function of one statistic.
-    """
-    match weight.statistic:
-        case None:
-            raise ValueError(f"{type(weight).__name__} is not a function of one statistic of a token")
-        case "log_odds":
-            return tokens.logp - xp.log((-xp.expm1(tokens.logp)).clip(min=SMALLEST_COMPLEMENT))
-        case "prob":
-            return xp.exp(tokens.logp)
-        case name:
-            return getattr(tokens, name)
 
 
 def percentile(value: Tensor, mask: Tensor, q: float, mass: Tensor | None = None) -> float:
@@ -237,11 +210,10 @@ class LinearWeight(Weighting):
         """[1 − alpha, 1]."""
         return 1.0 - number(self.alpha), 1.0
 
-    statistic: ClassVar[str | None] = "prob"
-
-    def at_statistic(self, u: Any, xp: Any) -> Any:
+    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
         """alpha·π + 1 − alpha."""
-        return number(self.alpha) * u + (1 - number(self.alpha))
+        weight: Tensor = number(self.alpha) * xp.exp(step.logp) + (1 - number(self.alpha))
+        return weight
 
 
 class PowerWeight(Weighting):
@@ -252,11 +224,9 @@ class PowerWeight(Weighting):
     L: NonNegative = Field(0.0, description="Smallest weight.")
     U: Positive = Field(1.0, description="Largest weight, > L.")
 
-    statistic: ClassVar[str | None] = "logp"
-
-    def at_statistic(self, u: Any, xp: Any) -> Any:
+    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
         """clip(π^gamma, L, U)."""
-        return xp.exp(number(self.gamma) * u).clip(number(self.L), number(self.U))
+        return xp.exp(number(self.gamma) * step.logp).clip(number(self.L), number(self.U))
 
 
 class CovarianceGaussianWeight(Weighting):
@@ -330,13 +300,13 @@ class PolarityWeight(Weighting):
 class StareWeight(Weighting):
     """w = W on the most surprising tokens with A > 0, M on those with A < 0, else 1 (STARE, arXiv 2606.19236).
 
-    Surprise is −ln π. Of the step's n loss tokens with A > 0 (A < 0) these are the ⌈share·n⌉ with the largest, at least one,
+    Surprise is −ln π. Of the step's n loss tokens with A > 0 (A < 0) these are the ⌈0.1·n⌉ with the largest, at least one,
     with ties. All weights are 1 in a step whose mean entropy is not below `target`. With `step` > 0, W and M move by it
     before each step, apart while the entropy is below the target and back while it is above, W within [1, 1.5] and M within [0.5, 1].
     """
 
     kind: Literal["stare"] = "stare"
-    share: float = Field(0.1, gt=0, le=1, description="Share of the tokens of one sign; published 0.1.")
+    share: ClassVar[float] = 0.1
     W: float = Field(1.1, ge=1, le=1.5, description="Weight where A > 0; published 1.1 (14 B and 32 B models: 1.05).")
     M: float = Field(1.0, ge=0.5, le=1)
     """Weight where A < 0; 1 in variant O1, 0.9 in C2 (large models: 0.95)."""
@@ -465,7 +435,7 @@ class CustomWeight(Weighting):
 
 
 class _Sigmoid(Weighting):
-    """w = clip(alpha·[sigmoid((±u − u0)/tau) − mu], L, U), with tau and u0 from the first step where they are empty."""
+    """w = clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U), with tau and u0 from the first step where they are empty."""
 
     @property
     def needs_calibration(self) -> bool:
@@ -481,18 +451,18 @@ class _Sigmoid(Weighting):
         """alpha, tau, mu, L, U, u0 as far as they are known before a calibration."""
         return {name: value for name in PAPER_SIGMOID if (value := getattr(self, name)) is not None}
 
-    def signed(self, u: Any) -> Any:
-        """The statistic with the sign in which it raises the weight."""
-        return u
+    def statistic(self, step: Any) -> Tensor:
+        """U (N, T), of which the weight is an increasing function."""
+        raise NotImplementedError
 
-    def at_statistic(self, u: Any, xp: Any) -> Any:
-        """clip(alpha·[sigmoid((±u − u0)/tau) − mu], L, U)."""
+    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+        """clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U)."""
         known = self.constants()
-        alpha, tau, mu, low, high, u0 = (number(known.get(name)) for name in ("alpha", "tau", "mu", "L", "U", "u0"))
-        return (alpha * (xp.sigmoid((self.signed(u) - u0) / tau) - mu)).clip(low, high)
+        alpha, tau, mu, low, high, u0 = (number(known.get(name)) for name in PAPER_SIGMOID)
+        return (alpha * (xp.sigmoid((self.statistic(step) - u0) / tau) - mu)).clip(low, high)
 
     def calibrated(self, step: Any, xp: Any) -> Self:
-        """Tau and u0 such that the 10th and 90th percentile of ±u land on L and U.
+        """Tau and u0 such that the 10th and 90th percentile of u land on L and U.
 
         With a = logit(L/alpha + mu) and b = logit(U/alpha + mu): tau = (u90 − u10)/(b − a), u0 = u10 − a·tau.
 
@@ -501,14 +471,14 @@ class _Sigmoid(Weighting):
         """
         known = self.constants()
         if not {"tau", "u0"} <= set(known):
-            known = self._location(known, step, xp) | known
+            known = self._location(known, step) | known
         return self.replace(**known)
 
-    def _location(self, known: dict[str, Any], step: Any, xp: Any) -> dict[str, float | Schedule]:
+    def _location(self, known: dict[str, Any], step: Any) -> dict[str, float | Schedule]:
         mask = step.mask.bool()
         if not bool(mask.any()):
             raise UserError("method.weight: the first step has no loss tokens to calibrate on; set tau and u0")
-        u = self.signed(statistic_values(self, step, xp))
+        u = self.statistic(step)
         mass = step.mass if self.percentiles == "gradient" else None  # type: ignore[attr-defined]
         if mass is not None and not bool((mass[mask] > 0).any()):
             why = "no token of the first step carries a gradient"
@@ -546,7 +516,8 @@ def fitted_gain(low: float, high: float) -> tuple[float, float]:
 class SigmoidWeight(_Sigmoid):
     """w = clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U), GRPO-SG's shape (arXiv 2511.00066).
 
-    A constant left empty is the preset's. Preset `paper`: alpha 2, tau 9, mu 0.25, L 1, U 1.4, u0 0. Preset `calibrated`:
+    u is the sampled token's undivided logit: with the published constants and any function of its probability alone, w would be
+    constant. A constant left empty is the preset's. Preset `paper`: alpha 2, tau 9, mu 0.25, L 1, U 1.4, u0 0. Preset `calibrated`:
     L and U as published, tau and u0 such that the 10th and the 90th percentile of u in the first step land on L and U
     (tau = (u90 − u10)/1.846, u0 = u10 − 1.099·tau). With other bounds, empty alpha and mu follow them (`fitted_gain`).
     """
@@ -555,9 +526,6 @@ class SigmoidWeight(_Sigmoid):
     preset: Literal["auto", "paper", "calibrated"] = "auto"
     """auto: calibrated on an embedded policy, else paper."""
     percentiles: Counted = Field("tokens", description=f"What the calibration's percentiles count. {COUNTED}.")
-    input: Literal["logit", "log_odds", "logp", "prob"] = "logit"
-    """u, of the sampled token: logit (undivided, no shift invariance), log_odds ln π/(1 − π) [nats], logp ln π
-    [nats], prob π. The published constants only do something with the logit (our reading)."""
     alpha: Positive | None = Field(None, description="Gain; published 2.0. Empty: (U − L)/0.2, unless mu is given.")
     tau: Positive | None = Field(None, description="Width of the sigmoid, unit of u; published 9.0.")
     mu: Offset | None = None
@@ -582,14 +550,10 @@ class SigmoidWeight(_Sigmoid):
             known["alpha"], known["mu"] = fitted_gain(number(known["L"]), number(known["U"]))
         return known
 
-    @property
-    def statistic(self) -> str:  # type: ignore[override]  # depends on a field here
-        """`input`."""
-        return self.input
-
-    def with_preset(self, old: str, new: str) -> Self:
-        """See `Weighting`."""
-        return self.replace(preset=new) if self.preset == old else self
+    def statistic(self, step: Any) -> Tensor:
+        """The logit."""
+        logit: Tensor = step.logit
+        return logit
 
     def calibrated(self, step: Any, xp: Any) -> Self:
         """See `_Sigmoid`; preset `auto` becomes `calibrated`."""
@@ -611,11 +575,10 @@ class EntropyWeight(_Sigmoid):
     tau: Positive | None = Field(None, description="Width of the sigmoid [nats]; empty: from the first step.")
     u0: Real | None = Field(None, description="Location of the sigmoid [nats]; empty: from the first step.")
 
-    statistic: ClassVar[str | None] = "entropy"
-
-    def signed(self, u: Any) -> Any:
-        """−u: low entropy has the largest weight."""
-        return -u
+    def statistic(self, step: Any) -> Tensor:
+        """−H: low entropy has the largest weight."""
+        negative: Tensor = -step.entropy
+        return negative
 
 
 # -- controls ----------------------------------------------------------------------------------------------------------
@@ -636,18 +599,10 @@ class Control(Weighting):
         """See `Weighting`."""
         return self.of.needs_gradient
 
-    def with_preset(self, old: str, new: str) -> Self:
-        """See `Weighting`."""
-        return self.model_copy(update={"of": self.of.with_preset(old, new)})
-
-    def moved(self, entropy: float) -> Self:
-        """See `Weighting`."""
-        inner = self.of.moved(entropy)
-        return self if inner is self.of else self.model_copy(update={"of": inner})
-
-    def calibrated(self, step: Any, xp: Any) -> Self:
-        """The control around the calibrated weighting."""
-        return self.model_copy(update={"of": self.of.calibrated(step, xp)})
+    def changed(self, change: Callable[[Any], Any]) -> Any:
+        """The control around the changed weighting."""
+        inner = self.of.changed(change)
+        return self if inner is self.of else self.replace(of=inner)
 
 
 class ReverseWeight(Control):

@@ -165,7 +165,7 @@ def heldout_order(config: RunConfig, task: Task) -> DataOrder:
 
 def greedy_success(policy: Policy, task: Task, examples: Sequence[Example], rollout: RolloutSpec) -> Tensor:
     """Whether the present policy's greedy answer to each prompt is right, (prompts,), as 0 and 1."""
-    greedy = rollout.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0})
+    greedy = rollout.model_copy(update={"temperature": 0.0, "top_p": 1.0})
     _, rewards = draw_scored(policy, task, examples, 1, greedy, 0)
     return torch.tensor([float(reward.correct) for reward in rewards], dtype=torch.float64)
 

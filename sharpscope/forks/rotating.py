@@ -21,7 +21,7 @@ from sharpscope.objective import StepTensors, calibrate, policy_loss, token_bins
 from sharpscope.policy import TokenStats
 from sharpscope.recording.environment import set_threads
 from sharpscope.recording.rows import weight_columns
-from sharpscope.recording.step import RolloutBatch, StepTokens, UpdateRotation, loss_mask, step_tensors
+from sharpscope.recording.step import RolloutBatch, StepTokens, UpdateRotation, step_tensors
 from sharpscope.training.rollouts import step_advantages
 from sharpscope.training.updates import Gradient
 
@@ -254,7 +254,7 @@ class _Start(Start):
             same = rotation, moved[0] if moved else None
             self.known.append((method, tokens.loss_coef, against.loss_coef, *same))
         rotation, after = same
-        used = loss_mask(batch.rollouts, method).bool().cpu() & (tokens.update >= 0)
+        used = batch.rollouts.completion_mask.bool().cpu() & (tokens.update >= 0)
         self.methods[name] = method
         if method.weight.kind != "uniform":
             values = {"logit": stats.logit, "probability": stats.logp.exp(), "weight": tokens.weight}
@@ -328,7 +328,7 @@ class _Start(Start):
         """What each token does in a method's first update, without a pass of the model: every ratio is 1."""
         rollouts, learner = batch.rollouts, self.learner(method)
         plan = learner.plan(rollouts, advantage, self.seed_step, self.progress(), method, stats)
-        mask = loss_mask(rollouts, method)
+        mask = rollouts.completion_mask
         logp = stats.logp.detach().clone().requires_grad_()
         normalizer = token_normalizer(
             method, mask, self.config.rollout.max_new_tokens, keep=plan.keep, group=rollouts.group, dtype=logp.dtype

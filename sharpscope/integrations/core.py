@@ -165,7 +165,7 @@ class Recorder(Guard):
             "seed": self._seed,
             "steps": max(1, steps),
             "task": {"kind": "custom", "factory": self.task},
-            "rollout": {"temperature": self.temperature, "top_p": 1.0, "top_k": 0},
+            "rollout": {"temperature": self.temperature, "top_p": 1.0},
             "optimizer": {"lr": self._lr or 1e-12},
             "evaluation": {"every": 0},
             "checkpoint": {"every": 0},

@@ -10,6 +10,7 @@ from sharpscope.config import Method, TokenWeight, method_label, method_names, n
 from sharpscope.objective.advantages import estimate_advantages, informative_groups, overlong_penalty
 from sharpscope.objective.loss import (
     MethodState,
+    clipped_norm,
     entropy_bonus,
     gradient_killed,
     gradient_mass,

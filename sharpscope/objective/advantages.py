@@ -15,7 +15,6 @@ from sharpscope.config.method import (
     LeaveOneOutAdvantage,
     LengthBaselineAdvantage,
     MeanScaledAdvantage,
-    Sampling,
     TokenBaselineAdvantage,
     WhitenedAdvantage,
 )
@@ -196,14 +195,11 @@ def _divided(centered: Tensor, value: Tensor) -> Tensor:
     return centered / ((value.var(correction=1).sqrt() if len(value) > 1 else 0.0) + STD_EPSILON)
 
 
-def overlong_penalty(sampling: Sampling, length: Tensor, max_completion_length: int) -> Tensor:
-    """DAPO's soft overlong penalty, to be added to the reward (arXiv 2503.14476); 0 if `sampling.overlong` is empty.
+def overlong_penalty(share: float, length: Tensor, max_completion_length: int) -> Tensor:
+    """DAPO's soft overlong penalty, to be added to the reward (arXiv 2503.14476).
 
-    With B = buffer·limit: 0 up to limit − B tokens, then −(length − (limit − B))/B, −1 at the limit and beyond. (N,) float32.
+    With B = share·limit: 0 up to limit − B tokens, then −(length − (limit − B))/B, −1 at the limit and beyond. (N,) float32.
     """
-    spec = sampling.overlong
-    if spec is None:
-        return torch.zeros(length.shape, dtype=torch.float32, device=length.device)
-    buffer = spec.buffer * max_completion_length
+    buffer = share * max_completion_length
     excess = length.double() - (max_completion_length - buffer)
     return (-(excess / buffer).clamp(0.0, 1.0)).float()

@@ -111,7 +111,7 @@ class MethodState:
 
     Attributes:
         weight: the settings of a token weight that moves from step to step, as of the last one.
-        norms: moving average of the gradient norm of each module type (`ModuleClip`).
+        norms: moving average of the gradient norm of each module type (`module_clip`).
     """
 
     weight: dict[str, Any] = field(default_factory=dict)
@@ -125,9 +125,22 @@ class MethodState:
     def moved(self, weight: TokenWeight, entropy: Tensor) -> TokenWeight:
         """The token weight of a step whose loss tokens have this entropy (M,) [nats]; remembered if it moves."""
         last = type(weight).model_validate(self.weight) if self.weight.get("kind") == weight.kind else weight
-        now = last.moved(float(entropy.double().mean()))
+        mean = float(entropy.double().mean())
+        now: TokenWeight = last.changed(lambda one: one.moved(mean))
         self.weight = {} if now is weight else now.model_dump()
         return now
+
+
+def clipped_norm(high: float, norm: float, average: float | None) -> tuple[float, float]:
+    """AGGC's factor for a module type's gradient of this norm n, and the average S after it; `average` is None before the first.
+
+    n > high·S is scaled to high·S; then S ← 0.95·S + 0.05·(scaled norm). S starts at the first norm, which is not clipped.
+    """
+    if average is None:
+        return 1.0, norm
+    limit = high * average
+    factor = limit / norm if norm > limit else 1.0
+    return factor, 0.95 * average + 0.05 * factor * norm
 
 
 def entropy_bonus(coef: float, plan: Plan, entropy: Tensor, tokens: int, *, pass_index: int = 0) -> Tensor:

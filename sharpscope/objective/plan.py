@@ -236,7 +236,8 @@ def calibrate(weighting: TokenWeight, step: StepTensors) -> TokenWeight:
         UserError: the step has nothing to calibrate on.
         ValueError: percentiles over the gradient are asked for, and `step.gradient_mass` is None.
     """
-    return weighting.calibrated(step, torch)
+    calibrated: TokenWeight = weighting.changed(lambda weight: weight.calibrated(step, torch))
+    return calibrated
 
 
 @torch.no_grad()
@@ -259,11 +260,11 @@ def prepare(method: Method, step: StepTensors, generator: torch.Generator | None
     penalty = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     if isinstance(method.penalty, KlCovPenalty):
         chosen = top_tokens(step.covariance, mask, count=_share_count("kl_cov", method.penalty.share, mask, warnings))
-        penalty = torch.where(chosen, float(method.penalty.coef), penalty)  # type: ignore[arg-type]
+        penalty = torch.where(chosen, 1.0, penalty)
     proxy = torch.zeros_like(penalty)
     if isinstance(method.penalty, LpRegPenalty):
         chosen = _protected(method.penalty, step, mask, warnings)
-        penalty = torch.where(chosen, float(method.penalty.coef), penalty)  # type: ignore[arg-type]
+        penalty = torch.where(chosen, 1.0, penalty)
         proxy = torch.where(chosen, step.proxy_logp, 0.0).to(dtype)  # type: ignore[arg-type]
     if step.sampler_logp is None and method.correction is not None:
         raise ValueError("method.correction needs the sampler's log-probabilities")
@@ -315,10 +316,10 @@ def _kept(
         case None:
             return mask
         case ProbabilityTokens():
-            low = step.logp.exp() < tokens.threshold
+            low = step.logp.exp() < 0.5
             return mask & (low if tokens.side == "low" else ~low)
         case AdvantageTokens():
-            return mask & (step.token_advantage > 0 if tokens.sign == "positive" else step.token_advantage < 0)
+            return mask & (step.token_advantage > 0)
         case HighEntropyTokens():
             rows = [(step.entropy, mask)]
             if tokens.over == "completion":
@@ -370,11 +371,10 @@ def token_bins(step: StepTensors) -> dict[str, Tensor]:
 
 
 def _passes(method: Method, step: StepTensors, mask: Tensor) -> Tensor:
-    """(N, T) int8: the pass of each loss token, −1 outside the mask. Lopti: π_old < |eta| first, reversed for eta < 0."""
+    """(N, T) int8: the pass of each loss token, −1 outside the mask."""
     index = torch.zeros(mask.shape, dtype=torch.int8, device=mask.device)
     if method.passes is not None:
-        rare = step.logp.exp() < abs(method.passes.eta)
-        index = (rare if method.passes.eta < 0 else ~rare).to(torch.int8)
+        index = (step.logp.exp() >= method.passes).to(torch.int8)
     return torch.where(mask, index, -1)
 
 

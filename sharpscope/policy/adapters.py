@@ -32,18 +32,13 @@ def add_adapters(model: nn.Module, spec: LoraSpec, base: str) -> nn.Module:
     The model's linear layers are replaced in place; `base`, the folder or hub id of the base model, is stored with the adapters.
 
     Raises:
-        UserError: peft is not installed, or no layer matches the target modules.
+        UserError: peft is not installed.
     """
     peft = _peft()
-    names = spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules)
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=spec.r, lora_alpha=spec.alpha, target_modules=names, lora_dropout=0.0, bias="none"
-    )
-    try:
-        with torch.random.fork_rng(devices=[]), silenced():  # peft initializes A from the global generator
-            adapted = peft.get_peft_model(model, config)
-    except ValueError as error:
-        raise UserError(f"policy.lora.target_modules {names!r}: {str(error).splitlines()[0]}") from None
+    modules = {"target_modules": "all-linear", "lora_dropout": 0.0, "bias": "none"}
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=spec.r, lora_alpha=spec.alpha, **modules)
+    with torch.random.fork_rng(devices=[]), silenced():  # peft initializes A from the global generator
+        adapted = peft.get_peft_model(model, config)
     config.base_model_name_or_path = base
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -61,9 +61,8 @@ def _mix(x: int) -> int:
 def draw(z: Tensor, u: Tensor, spec: SamplingSpec, row: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Sample n tokens from logits `z` (m, V) by inverting the cumulative distribution at `u` (n,), float64 in [0, 1).
 
-    Top-k keeps exactly k tokens (ties are broken arbitrarily); top-p then keeps the smallest set of most likely tokens whose
-    share of the remaining probability reaches top_p. Temperature 0 selects the most likely token. `row` (n,) is the row of
-    `z` from which each token is sampled; None: m = n, one token from each.
+    Top-p keeps the smallest set of most likely tokens whose probability reaches top_p. Temperature 0 selects the most likely
+    token. `row` (n,) is the row of `z` from which each token is sampled; None: m = n, one token from each.
 
     Returns tokens (n,) long; their log-probabilities (n,) [nats] under softmax(z/T) (T = 1 for temperature 0); and those
     under the truncated distribution, (n,), or None without truncation.
@@ -73,11 +72,10 @@ def draw(z: Tensor, u: Tensor, spec: SamplingSpec, row: Tensor | None = None) ->
     if spec.temperature == 0:
         token = z.argmax(-1)[row]
         return token, logp[row, token], None
-    k = spec.top_k if 0 < spec.top_k < z.shape[1] else 0
-    if not k and spec.top_p == 1:
+    if spec.top_p == 1:
         token = _invert(logp.exp(), u, row)
         return token, logp[row, token], None
-    kept_logp, tokens = logp.topk(k) if k else logp.sort(descending=True, stable=True)  # (m, K)
+    kept_logp, tokens = logp.sort(descending=True, stable=True)  # (m, V)
     p = kept_logp.exp()
     before = p.cumsum(-1, dtype=torch.float64) - p  # probability of more likely tokens
     p = p.masked_fill(before >= spec.top_p * p.sum(-1, keepdim=True, dtype=torch.float64), 0.0)

@@ -75,7 +75,7 @@ def generate(
     width = int(out.length.max())  # T
     used = (torch.arange(width) < out.length[:, None]).long()  # (N, T)
     ids, attention = (part.repeat_interleave(group_size, 0) for part in left_pad(prompts, policy.pad_id))  # (N, P)
-    truncates = spec.temperature > 0 and (spec.top_p < 1 or spec.top_k > 0)
+    truncates = spec.temperature > 0 and spec.top_p < 1
     return Completions(
         input_ids=torch.cat([ids, out.ids[:, :width]], 1),
         attention_mask=torch.cat([attention, used], 1),

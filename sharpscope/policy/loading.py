@@ -112,9 +112,7 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
             weights = stored_numbers(Path(location)) * dtype.itemsize
             require_memory(weights, device, f"loading {spec.model} in {spec.dtype}", "take a smaller model")
             tokenizer = _tokenizer(source, options)
-            attention: str = spec.attention
-            if attention == "auto":  # sdpa does not support capped attention logits
-                attention = "sdpa" if getattr(config, "attn_logit_softcapping", None) is None else "eager"
+            capped = getattr(config, "attn_logit_softcapping", None) is not None  # which sdpa does not support
             experts = ("num_experts", "num_local_experts", "n_routed_experts")
             if any(getattr(config, name, None) for name in experts):
                 # The only implementation with forward-mode derivatives, which runs them one by one.
@@ -123,7 +121,7 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
                 source,
                 config=config,
                 dtype=dtype,
-                attn_implementation=attention,
+                attn_implementation="eager" if capped else "sdpa",
                 use_safetensors=True,
                 output_loading_info=True,
                 **options,

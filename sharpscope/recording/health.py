@@ -20,7 +20,7 @@ from sharpscope.memory import memory_share
 from sharpscope.objective import Method, gradient_mass, summarize_weights
 from sharpscope.policy import TokenStats
 from sharpscope.recording.rows import clipped_weight_share
-from sharpscope.recording.step import RolloutBatch, loss_mask
+from sharpscope.recording.step import RolloutBatch
 from sharpscope.rules.judging import Event, judge
 from sharpscope.traces.rules import sampler_values
 
@@ -141,9 +141,8 @@ class StepHealth:
         rollouts = self.batch.rollouts
         mask = rollouts.completion_mask.bool().cpu()
         entropy = stats.entropy.cpu()[mask].double()
-        learned = loss_mask(rollouts, self.method).bool().cpu()
-        mass = gradient_mass(self.method, learned, self.batch.advantage.cpu(), stats.logit_grad_norm.cpu())
-        weights = summarize_weights(self.method.weight, weight.cpu(), learned, progress=self.progress, mass=mass)
+        mass = gradient_mass(self.method, mask, self.batch.advantage.cpu(), stats.logit_grad_norm.cpu())
+        weights = summarize_weights(self.method.weight, weight.cpu(), mask, progress=self.progress, mass=mass)
         # A completion that was cut and is right all the same says that the limit does no harm.
         cut = rollouts.truncated.cpu().tolist()
         harmless = any(reward.correct and short for reward, short in zip(self.batch.rewards, cut, strict=True))
@@ -151,7 +150,7 @@ class StepHealth:
             "truncated": None if harmless else sum(cut) / len(cut),
             "reward": float(rollouts.reward.double().mean()),
             "saturation": max(weights.saturation_low or 0.0, weights.saturation_high or 0.0),
-            "clipped_weights": clipped_weight_share(self.method, weight.cpu(), self.batch.advantage.cpu(), learned),
+            "clipped_weights": clipped_weight_share(self.method, weight.cpu(), self.batch.advantage.cpu(), mask),
             "memory": memory_share(self.device),
             **sampler_values(stats.logp.cpu()[mask].numpy(), rollouts.behavior_logp.cpu()[mask].numpy()),
         }

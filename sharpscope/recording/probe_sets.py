@@ -30,7 +30,7 @@ class Drawer:
 
     def __init__(self, config: RunConfig, policy: Policy, task: Task) -> None:
         self.policy, self.task = policy, task
-        self.sampling = config.rollout.model_copy(update={"top_p": 1.0, "top_k": 0})
+        self.sampling = config.rollout.model_copy(update={"top_p": 1.0})
 
     def __call__(self, examples: Sequence[Example], samples: int, seed: int) -> Drawn:
         """`samples` completions per example, rows of an example adjacent, with their success (0 or 1)."""
@@ -48,33 +48,24 @@ def needs_probe_set(config: RunConfig) -> bool:
 
 
 def check_probe_set(config: RunConfig, task: Task) -> None:
-    """Check the schedules and the probe-set file before the run's folder is created.
-
-    Raises:
-        UserError: a held-out measurement on a task without held-out examples, or a probe-set file that cannot be read.
-    """
+    """Refuse a held-out measurement on a task without held-out examples, before the run's folder is created."""
     if config.recording.heldout_influence_every and not (
         task.splits().get("heldout") and config.probes.heldout_prompts
     ):
         raise UserError(
             "recording.heldout_influence_every: needs a task with a split 'heldout' and probes.heldout_prompts above 0; set it to 0"
         )
-    if config.probes.probe_set is not None:
-        ProbeSet.load(config.probes.probe_set)
 
 
 def run_probe_set(config: RunConfig, task: Task) -> ProbeSet:
-    """The run's probe set: from the run's folder, from the file that the configuration names, or built and saved.
+    """The run's probe set: from the run's folder, or built and saved.
 
     It depends on the task, the initial policy and `probes.probe_set_seed` only, never on the method or the run's seed.
     """
     path = Path(config.run_dir) / PROBE_SET_FILE
     if distributed.broadcast(path.exists()):
         return ProbeSet.load(path)
-    if config.probes.probe_set is not None:
-        probe_set = ProbeSet.load(config.probes.probe_set)
-    else:
-        probe_set = _built(config, load_policy(config.policy), task)
+    probe_set = _built(config, load_policy(config.policy), task)
     distributed.rank_zero_call(lambda: probe_set.save(path) and None)
     return probe_set
 

@@ -191,13 +191,6 @@ class PendingUpdate:
     grad_norm: float
 
 
-def loss_mask(rollouts: Rollouts, method: Method) -> Tensor:
-    """(N, T) long, 1 on the tokens in the loss: the completions' own, without truncated completions if the method masks them."""
-    if method.truncated == "keep":
-        return rollouts.completion_mask
-    return rollouts.completion_mask * (~rollouts.truncated).long()[:, None]  # (N, T) * (N, 1)
-
-
 def step_tensors(
     rollouts: Rollouts, advantage: Tensor, stats: TokenStats, old_logp: Tensor, progress: float, method: Method
 ) -> StepTensors:
@@ -205,7 +198,7 @@ def step_tensors(
 
     `advantage` is (N,) or (N, T).
     """
-    mask = loss_mask(rollouts, method)
+    mask = rollouts.completion_mask
     return StepTensors(
         mask=mask,
         group=rollouts.group,

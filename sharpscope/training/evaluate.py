@@ -48,7 +48,7 @@ def evaluate(
             examples, k = of_level[: asked.prompts], 1 if temperature == 0 else asked.samples
             name, number = f"{split}, level {level}, temperature {temperature:g}", len(examples)
             on_progress(f"{name}: {number} prompts")
-            limits = {"top_p": 1.0, "top_k": 0} if temperature == 0 else {}
+            limits = {"top_p": 1.0} if temperature == 0 else {}
             sampling = spec.model_copy(update={"temperature": temperature, **limits})
             draws = derive(seed, f"evaluation:{split}/{level}/{temperature}")
             rewards: list[Reward] = []

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope.config.method import CurvatureTokens
+from sharpscope.config.token_weights import number
 from sharpscope.errors import NonFiniteError, UserError
-from sharpscope.objective import Method, MethodState, Plan, k3, per_token, prepare
+from sharpscope.objective import Method, MethodState, Plan, clipped_norm, k3, per_token, prepare
 from sharpscope.policy import Rollouts, TokenStats
 from sharpscope.policy.head import output_head
 from sharpscope.policy.scoring import Scorer
@@ -25,7 +26,6 @@ from sharpscope.recording.step import (
     StepTokens,
     UpdateResult,
     UpdateRotation,
-    loss_mask,
     step_tensors,
 )
 from sharpscope.seeds import generator
@@ -94,9 +94,9 @@ class Learner:
         if method.module_clip is None or not (norm > 0 and math.isfinite(norm)):
             factor = clip_factor(norm, limit)
             return Clipping([factor] * len(self.parameters), factor, dict(averages))
-        spec, types = method.module_clip.at(progress), self._module_types
+        high, types = number(method.at(progress).module_clip), self._module_types
         found = norms(zip(self.parameters, gradients, strict=True), types).layers
-        by_type = {kind: spec.scaled(size, averages.get(kind)) for kind, size in found.items()}
+        by_type = {kind: clipped_norm(high, size, averages.get(kind)) for kind, size in found.items()}
         scaled = math.sqrt(sum((by_type[kind][0] * size) ** 2 for kind, size in found.items()))
         if all(scale == 1.0 for scale, _ in by_type.values()):
             scaled = norm  # without the rounding of the sum
@@ -147,7 +147,7 @@ class Learner:
         tokens = StepTokens.unused(stats)
         updates: list[UpdateResult] = []
         warnings: tuple[str, ...] = ()
-        mask = loss_mask(rollouts, method).bool().cpu()
+        mask = rollouts.completion_mask.bool().cpu()
         if bool(mask.any()):
             method = method.model_copy(update={"weight": self.state.moved(method.weight, stats.entropy.cpu()[mask])})
         try:

@@ -78,7 +78,7 @@ def draw_rollouts(
             drawn = dict(zip(flat, fresh, strict=True))
             examples = [drawn.get(group, example) for group, example in enumerate(examples)]
     if sampling.overlong is not None:
-        penalty = overlong_penalty(sampling, rollouts.lengths.cpu(), spec.max_new_tokens)
+        penalty = overlong_penalty(sampling.overlong, rollouts.lengths.cpu(), spec.max_new_tokens)
         rollouts = rollouts.with_reward(rollouts.reward.cpu() + penalty)
         rewards = [
             replace(reward, total=reward.total + part, parts={**reward.parts, "overlong": part})

@@ -83,7 +83,7 @@ def build_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
         for matrices in (True, False)
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps
+        [group for group in groups if group["params"]], lr=spec.lr, betas=(0.9, spec.beta2), eps=spec.eps
     )
 
 

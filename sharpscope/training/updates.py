@@ -36,7 +36,6 @@ from sharpscope.recording.step import (
     UpdateResult,
     UpdateRotation,
     UpdateTokens,
-    loss_mask,
     step_tensors,
 )
 from sharpscope.training.rollouts import finite_group_rows
@@ -115,7 +114,7 @@ class Updates:
     def _entropy_coef(self) -> float:
         """Coefficient of the entropy bonus in the present update."""
         entropy = self.method.at(self.progress).entropy
-        return 0.0 if entropy is None else float(entropy.coef)  # type: ignore[arg-type]  # schedules are resolved
+        return 0.0 if entropy is None else float(entropy)  # type: ignore[arg-type]  # schedules are resolved
 
     def skip(self, gradient: _Gradient, norm: float) -> UpdateResult:
         """Leave the update out."""
@@ -177,7 +176,7 @@ class Updates:
 
     def _normalizer(self, rows: Tensor) -> tuple[Tensor, int]:
         """(n, T) factors of the terms of an update's loss, and the number of its tokens."""
-        method, group, mask = self.method, self.rollouts.group[rows], loss_mask(self.rollouts, self.method)[rows]
+        method, group, mask = self.method, self.rollouts.group[rows], self.rollouts.completion_mask[rows]
         options: dict[str, Any] = {"keep": self.plan.keep[rows], "group": group, "dtype": self.tokens.stats.logp.dtype}
         return token_normalizer(method, mask, self.learner.max_new_tokens, **options), int(mask.sum())
 
@@ -400,13 +399,12 @@ class Updates:
         The penalty λ‖∇L‖ has gradient λ·H·g/‖g‖, taken by a forward difference of length r (arXiv 2202.03599):
         g + λ·(g(θ + r·g/‖g‖) − g)/r.
         """
-        radius = spec.rho if isinstance(spec, Sam) else spec.radius
         parameters = self.learner.parameters
         first = [None if p.grad is None else p.grad.clone() for p in parameters]
-        with _moved(parameters, first, radius / gradient.norm):
+        with _moved(parameters, first, spec.rho / gradient.norm):
             self._backward(gradient.rows, gradient.pass_index, None)
         if isinstance(spec, GradientNormPenalty):
-            share = spec.penalty / radius
+            share = spec.penalty / spec.rho
             for parameter, value in zip(parameters, first, strict=True):
                 if value is not None and parameter.grad is not None:
                     parameter.grad.sub_(value).mul_(share).add_(value)

@@ -18,7 +18,7 @@ from sharpscope.config import (
     rotation_bound,
     weight_rotation_bound,
 )
-from sharpscope.config.method import FixedEntropyBonus, Kl
+from sharpscope.config.method import Kl
 from sharpscope.config.token_weights import SigmoidWeight
 
 
@@ -28,7 +28,7 @@ def test_the_reference_has_weights_1_and_no_mask(name):
     reference = reference_method(method)
     removed = ("tokens", "passes", "sharpness", "penalty", "correction", "entropy")
     assert reference.weight.kind == "uniform" and all(getattr(reference, part) is None for part in removed)
-    assert reference.truncated == "keep" and not reference.kl.weighted
+    assert not reference.kl.weighted
     assert type(method).model_validate(reference.model_dump()) == reference
     if method.weight.kind != "uniform":  # the weights alone are compared
         kept = ("advantage", "ratio", "clip", "aggregate")
@@ -43,11 +43,9 @@ def test_methods_without_weights_are_compared_with_plain_grpo(name):
 
 
 def test_weights_are_compared_under_the_same_aggregation_and_extra_terms_are_left_out():
-    method = named_method("ar").model_copy(
-        update={"aggregate": "token_mean", "entropy": FixedEntropyBonus(coef=0.1), "truncated": "mask"}
-    )
+    method = named_method("ar").model_copy(update={"aggregate": "token_mean", "entropy": 0.1})
     reference = reference_method(method)
-    assert reference.aggregate == "token_mean" and reference.entropy is None and reference.truncated == "keep"
+    assert reference.aggregate == "token_mean" and reference.entropy is None
 
 
 def rotated(weight: np.ndarray, mass: np.ndarray) -> float:

@@ -63,7 +63,7 @@ def test_a_checkpoint_gives_the_numbers_of_the_trace(folder, step):
 
 def test_methods_with_equal_gradients_share_passes_and_the_numbers_are_those_of_each(tiny_policy, monkeypatch):
     names = ["grpo", "gspo", "dapo", "cispo", "bnpo", "grpo-sg", "ar", "high-entropy", "grpo-sam"]
-    names += ["bonus=grpo+entropy.kind=fixed"]
+    names += ["bonus=grpo+entropy=0.001"]
     made = []
     compare = Learner.compare
     monkeypatch.setattr(

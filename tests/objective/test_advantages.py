@@ -19,8 +19,6 @@ from sharpscope.config.method import (
     LeaveOneOutAdvantage,
     LengthBaselineAdvantage,
     MeanScaledAdvantage,
-    Overlong,
-    Sampling,
     TokenBaselineAdvantage,
     WhitenedAdvantage,
 )
@@ -244,6 +242,5 @@ def test_groups_without_variance_give_exactly_zero():
 def test_overlong_penalty_is_dapos():
     """Limit 100, buffer 20: 0 up to 80 tokens, then linear to −1 at 100."""
     length = torch.tensor([0, 80, 81, 90, 100, 120])
-    got = overlong_penalty(Sampling(overlong=Overlong(buffer=0.2)), length, 100)
+    got = overlong_penalty(0.2, length, 100)
     assert got.tolist() == pytest.approx([0.0, 0.0, -0.05, -0.5, -1.0, -1.0])
-    assert overlong_penalty(Sampling(), length, 100).tolist() == [0.0] * 6

@@ -10,9 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharpscope.config.method import BinTokens, ModuleClip, RelativeSurpriseTokens, SuffixTokens
+from sharpscope.config.method import BinTokens, RelativeSurpriseTokens, SuffixTokens
 from sharpscope.config.token_weights import EntropyAdvantageWeight, PepoWeight, StareWeight
-from sharpscope.objective import Method, MethodState, StepTensors, named_method, policy_loss, prepare, token_weights
+from sharpscope.objective import (
+    Method,
+    MethodState,
+    StepTensors,
+    clipped_norm,
+    named_method,
+    policy_loss,
+    prepare,
+    token_weights,
+)
 from sharpscope.objective.plan import token_bins
 from tests.objective.data import make_case, tokens_step
 
@@ -47,13 +56,15 @@ def test_the_delightful_gate_is_one_half_at_no_delight_and_sees_the_sign():
     assert gate(1e-6, -5.0) == pytest.approx(0.5, abs=1e-5)  # no advantage, no delight
 
 
-def test_stare_takes_quantiles_over_the_step():
+def test_stare_takes_quantiles_over_the_step(monkeypatch):
     """The example of the authors' microbatches: only the least likely of four tokens has W."""
+    monkeypatch.setattr(StareWeight, "share", 0.25)
     step = tokens_step([0.1] * 4, [-0.1, -2.0, -0.3, -5.0], [1.0] * 4)
-    assert token_weights(StareWeight(share=0.25), step).flatten().tolist() == pytest.approx([1, 1, 1, 1.1])
-    assert (token_weights(StareWeight(share=0.25, target=0.05), step) == 1).all()  # the entropy is not low
+    assert token_weights(StareWeight(), step).flatten().tolist() == pytest.approx([1, 1, 1, 1.1])
+    assert (token_weights(StareWeight(target=0.05), step) == 1).all()  # the entropy is not low
     signs = tokens_step([0.1] * 4, [-0.1, -2.0, -0.3, -5.0], [1.0, -1.0, 1.0, -1.0])
-    found = token_weights(StareWeight(share=0.5, M=0.9), signs).flatten().tolist()
+    monkeypatch.setattr(StareWeight, "share", 0.5)
+    found = token_weights(StareWeight(M=0.9), signs).flatten().tolist()
     assert found == pytest.approx([1, 1, 1.1, 0.9])
 
 
@@ -149,12 +160,12 @@ def test_the_schedules_reach_plain_selection_at_four_fifths():
 @laws
 @given(st.lists(st.floats(0.1, 10.0), min_size=2, max_size=12), st.floats(1.1, 4.0))
 def test_the_clip_by_module_bounds_a_norm_by_its_own_history(norms: list[float], high: float):
-    spec, average = ModuleClip(high=high), None
+    average = None
     for norm in norms:
-        factor, after = spec.scaled(norm, average)
+        factor, after = clipped_norm(high, norm, average)
         if average is not None:
             assert norm * factor == pytest.approx(min(norm, high * average))
             assert after == pytest.approx(0.95 * average + 0.05 * min(norm, high * average))
         average = after
-    same = spec.scaled(norms[0], norms[0])
+    same = clipped_norm(high, norms[0], norms[0])
     assert same == (1.0, pytest.approx(norms[0]))  # a norm that does not change is not clipped

@@ -16,7 +16,6 @@ from sharpscope.config import method_names, same_at_one_update
 from sharpscope.config.method import (
     CispoClip,
     DppoMask,
-    FixedEntropyBonus,
     HolderRatio,
     Kl,
     SapoClip,
@@ -343,7 +342,7 @@ def test_what_one_update_leaves_of_a_method_is_compared():
     for changes in (
         {"weight": LinearWeight()},  # inside a sequence's mean
         {"sampling": named_method("dapo").sampling},
-        {"entropy": FixedEntropyBonus()},
+        {"entropy": 0.001},
         {"passes": named_method("lopti").passes, "ratio": grpo.ratio},
     ):
         assert same_at_one_update(gspo.model_copy(update=changes)) is None

@@ -13,7 +13,6 @@ from sharpscope.config.method import (
     Advantage,
     DecoupledAdvantage,
     DualClip,
-    FixedEntropyBonus,
     GroupAdvantage,
     Kl,
     LeaveOneOutAdvantage,
@@ -73,7 +72,7 @@ PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "entropy": (
         "dr-grpo",
-        {"entropy": FixedEntropyBonus(coef=0.1)},
+        {"entropy": 0.1},
         SETTINGS["dr-grpo"] | {"entropy_coef": 0.1},
     ),
     "token_truncate+sampler": ("grpo", {"correction": TruncatedCorrection(high=1.2)}, {"loss_type": "grpo"}),
@@ -163,7 +162,7 @@ def our_loss(method: Method, model: torch.nn.Module, batch: dict[str, Tensor], s
     plan = prepare(method, step)
     loss = policy_loss(method, plan, now, normalizer, reference_logp=reference).loss
     if method.entropy is not None:
-        loss = loss - entropy_bonus(method.entropy.coef, plan, entropy, int(mask.sum()))
+        loss = loss - entropy_bonus(method.entropy, plan, entropy, int(mask.sum()))
     inputs = {k: batch[k] for k in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")} | {
         "advantages": advantage,
         "old_per_token_logps": behavior,

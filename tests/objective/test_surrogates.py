@@ -101,8 +101,8 @@ def test_kl_cov_penalises_the_largest_covariances_and_all_that_tie():
     plan = prepare(method, step)
     assert plan.penalty.flatten().tolist() == [1.0, 0.0, 0.0, 1.0]
     assert "less than one token" in plan.warnings[0]
-    most = method.model_copy(update={"penalty": KlCovPenalty(share=0.75, coef=0.5)})
-    assert prepare(most, step).penalty.flatten().tolist() == [0.5] * 4
+    most = method.model_copy(update={"penalty": KlCovPenalty(share=0.75)})
+    assert prepare(most, step).penalty.flatten().tolist() == [1.0] * 4
 
 
 # -- Ratios of sequences, their power means, and gradients
@@ -158,9 +158,7 @@ def test_probability_and_advantage_split_the_tokens_in_two():
     for tokens, expected in (
         (ProbabilityTokens(), "11001"),
         (ProbabilityTokens(side="high"), "00110"),
-        (ProbabilityTokens(threshold=0.15), "10000"),
         (AdvantageTokens(), "10100"),
-        (AdvantageTokens(sign="negative"), "01010"),
     ):
         chosen = method.model_copy(update={"tokens": tokens})
         assert kept(chosen, step) == [c == "1" for c in expected], tokens

@@ -46,14 +46,6 @@ from tests.objective.data import make_case, step_of, weights_of
 from tests.oracles import objective as oracle
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"), [("logp", -0.5), ("prob", math.exp(-0.5)), ("log_odds", -0.5 - math.log(1 - math.exp(-0.5)))]
-)
-def test_inputs(kind: str, expected: float):
-    shaping = SigmoidWeight(input=kind, alpha=1.0, tau=1.0, mu=0.0, L=0.0, U=5.0, u0=0.0)
-    assert weights_of(shaping, step_of(logp=[-0.5]))[0] == pytest.approx(1 / (1 + math.exp(-expected)), rel=1e-14)
-
-
 def test_other_curves():
     assert weights_of(LinearWeight(alpha=0.2), step_of(logp=[0.0, math.log(0.5), -800.0])) == pytest.approx(
         [1.0, 0.9, 0.8]
@@ -133,11 +125,9 @@ def test_gradient_mass_is_the_coefficient_times_the_logit_gradient(aggregate: st
 
 
 def test_a_schedule_anneals_a_constant():
-    ramp = LinearWeight(alpha=Schedule(kind="linear", start=0.0, end=1.0))
+    ramp = LinearWeight(alpha=Schedule(start=0.0, end=1.0))
     half = [weights_of(ramp, step_of(progress=p, logp=[math.log(0.5)]))[0] for p in (0.0, 0.25, 1.0)]
     assert half == pytest.approx([1.0, 0.875, 0.5])
-    cosine = Schedule(kind="cosine", start=2.0, end=-2.0)
-    assert [cosine.value(p) for p in (0, 0.25, 0.5, 1)] == pytest.approx([2.0, 2 * math.cos(math.pi / 4), 0.0, -2.0])
     sharpening = SigmoidWeight(preset="paper", tau=Schedule(start=9.0, end=3.0))
     assert weights_of(sharpening, step_of(progress=1.0, logit=[5.0])) == weights_of(
         SigmoidWeight(preset="paper", tau=3.0), step_of(logit=[5.0])
@@ -234,7 +224,6 @@ def test_explicit_constants_override_the_preset_and_presets_fill_the_rest():
         "kind": "sigmoid",
         "preset": "paper",
         "percentiles": "tokens",
-        "input": "logit",
         "alpha": 2.0,
         "tau": 4.0,
         "mu": 0.25,

@@ -16,14 +16,12 @@ def log_softmax(z: list[float]) -> list[float]:
     return [value - top - total for value in z]
 
 
-def choose(logp: list[float], u: float, *, greedy: bool, top_p: float, top_k: int) -> tuple[int, float]:
+def choose(logp: list[float], u: float, *, greedy: bool, top_p: float) -> tuple[int, float]:
     """The token that inverse sampling gives at `u`, and its log-probability among the tokens that were kept."""
     likeliest_first = sorted(range(len(logp)), key=lambda j: -logp[j])
     if greedy:
         return likeliest_first[0], 0.0
-    kept = likeliest_first if top_k or top_p < 1 else list(range(len(logp)))
-    if top_k:
-        kept = kept[:top_k]
+    kept = likeliest_first if top_p < 1 else list(range(len(logp)))
     if top_p < 1:
         needed, mass, total = 0, 0.0, math.fsum(math.exp(logp[j]) for j in kept)
         while mass < top_p * total and needed < len(kept):  # rounding can leave the sum below the total
@@ -63,7 +61,6 @@ def converse_one(
     stop: tuple[str, ...],
     temperature: float,
     top_p: float = 1.0,
-    top_k: int = 0,
     ends: tuple[int, ...] = (1,),
 ) -> dict[str, Any]:
     """One conversation of at most len(uniforms) tokens, replies included, by a full forward pass for every token.
@@ -78,7 +75,7 @@ def converse_one(
     while len(ids) < len(uniforms):
         z = model(input_ids=torch.tensor([prompt + ids]), use_cache=False).logits[0, -1].double().tolist()
         logp = log_softmax([value / (temperature or 1.0) for value in z])
-        token, kept_logp = choose(logp, uniforms[len(ids)], greedy=temperature == 0, top_p=top_p, top_k=top_k)
+        token, kept_logp = choose(logp, uniforms[len(ids)], greedy=temperature == 0, top_p=top_p)
         ids, mask, turn = [*ids, token], [*mask, 1], [*turn, token]
         behavior, sampler = [*behavior, logp[token]], [*sampler, kept_logp]
         spoken = decode(turn[:-1] if token in ends else turn)

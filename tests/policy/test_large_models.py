@@ -42,12 +42,6 @@ def test_only_the_adapters_train_and_they_start_at_the_model_itself(saved):
     assert len(trainable) == 2 * 2 * 7  # A and B of two layers' q, k, v, o, gate, up, down
     assert torch.equal(logp(policy), logp(plain))
     assert output_head(policy.model).weight.requires_grad is False
-    few = adapted(saved, target_modules=("q_proj",))
-    assert {
-        name.split(".lora_")[0].rsplit(".", 1)[-1] for name, p in few.model.named_parameters() if p.requires_grad
-    } == {"q_proj"}
-    with pytest.raises(UserError, match="target_modules"):
-        adapted(saved, target_modules=("no_such_layer",))
 
 
 def test_an_adapted_layer_is_w_plus_alpha_over_r_b_a(saved):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sharpscope
-from sharpscope.config.method import GroupAdvantage, LoptiPasses
+from sharpscope.config.method import GroupAdvantage
 from sharpscope.objective import Method, estimate_advantages, named_method, reference_method
 from sharpscope.recording.health import rotation_event
 from sharpscope.recording.norms import clip_factor
@@ -18,7 +18,7 @@ from sharpscope.training import train
 from tests.models import keep_double_precision
 from tests.training.test_learner import learn, learner_of, method_of, world  # noqa: F401 - a fixture
 
-LOPTI = named_method("lopti").model_copy(update={"name": "two passes", "passes": LoptiPasses(eta=0.01)})
+LOPTI = named_method("lopti").model_copy(update={"name": "two passes", "passes": 0.01})
 
 
 def plain_gradient(model, rollouts, rows, counted, advantage, old_logp, reference) -> np.ndarray:

@@ -93,12 +93,10 @@ def same(one, other) -> bool:
     return torch.equal(one.input_ids, other.input_ids) and torch.equal(one.behavior_logp, other.behavior_logp)
 
 
-@pytest.mark.parametrize("sampling", [{"top_k": 1}, {"top_p": 0.5, "top_k": 3}])
-def test_probes_draw_from_the_whole_distribution_of_the_policy_itself(toy_config, sampling):
-    plain = drawn(toy_config(rollout__temperature=1.0))
-    found = drawn(toy_config(**{f"rollout__{name}": value for name, value in sampling.items()}))
+def test_probes_draw_from_the_whole_distribution_of_the_policy_itself(toy_config):
+    plain, found = drawn(toy_config(rollout__temperature=1.0)), drawn(toy_config(rollout__top_p=1e-6))
     assert same(found, plain) and found.sampler_logp is None
-    assert len({tuple(row) for row in plain.completion_ids[:5].tolist()}) > 1  # top_k = 1 would draw one text
+    assert len({tuple(row) for row in plain.completion_ids[:5].tolist()}) > 1  # top_p = 1e-6 would draw one text
 
 
 def test_without_truncation_probes_draw_as_the_run_would(toy_config):
@@ -146,7 +144,7 @@ def test_a_run_records_curvature_with_adamws_threshold(toy_config):
     assert sorted(probes.loc[probes["quantity"] == "preconditioned_largest", "step"].unique()) == [2]
     threshold = probes.loc[probes["quantity"] == "preconditioned_threshold", "value"].iloc[0]
     lr = float(sharpscope.load_run(config.run_dir).steps["lr"].iloc[-1])
-    beta = config.optimizer.beta1
+    beta = 0.9
     assert threshold == pytest.approx((2 + 2 * beta) / ((1 - beta) * lr))
 
 

@@ -33,9 +33,9 @@ def cut_off(tiny_policy, tmp_path_factory):
         "checkpoint.every": 2,
         "checkpoint.keep_last": 3,
         "method": "clip-cov",
-        "method.entropy": {"kind": "fixed", "coef": 0.01},
+        "method.entropy": 0.01,
         "method.weight": {"kind": "stare", "step": 0.05, "target": 100.0},
-        "method.module_clip": {"kind": "aggc", "high": 1.01},
+        "method.module_clip": 1.01,
     }
     whole, broken = (build_config(values=base | {"out": str(out / name)}) for name in ("whole", "broken"))
     train(whole)

@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from sharpscope import distributed
-from sharpscope.config.method import FixedEntropyBonus, GradientNormPenalty, Kl, Sam, TruncatedCorrection
+from sharpscope.config.method import GradientNormPenalty, Kl, Sam, TruncatedCorrection
 from sharpscope.config.run import OptimizerSpec
 from sharpscope.errors import UserError
 from sharpscope.objective import Method, named_method, policy_loss
@@ -137,7 +137,7 @@ def test_mini_batches_and_lopti_use_every_token_once(world):
         assert set(learned.tokens.update[mask].tolist()) <= set(range(updates))
         assert (learned.tokens.update[mask] >= 0).all() and (learned.tokens.update[~mask] == -1).all()
     _, learned = gradient(policy, drawn, "lopti")
-    rare = learned.tokens.stats.logp.exp() < named_method("lopti").passes.eta
+    rare = learned.tokens.stats.logp.exp() < named_method("lopti").passes
     assert torch.equal(learned.tokens.update[mask] == 0, rare[mask])
 
 
@@ -162,7 +162,7 @@ def test_the_samplers_log_probabilities_enter_the_loss(world, mini_batches):
 def test_the_entropy_bonus_is_the_remainder(world, changes):
     """∇L = Σ_t c_t ∇log π_t − coef·∇(mean entropy): the coefficients are plain GRPO's, the remainder is the bonus's own."""
     policy, drawn = world
-    method = named_method("grpo").model_copy(update={"entropy": FixedEntropyBonus(coef=0.3)})
+    method = named_method("grpo").model_copy(update={"entropy": 0.3})
     plain, before = gradient(policy, drawn, "grpo", **changes)
     found, learned = gradient(policy, drawn, method, **changes)
     torch.testing.assert_close(learned.tokens.loss_coef, before.tokens.loss_coef, rtol=0, atol=0)
@@ -183,7 +183,7 @@ def test_the_entropy_bonus_is_the_remainder(world, changes):
 def test_lopti_adds_the_entropy_bonus_once(world):
     """Each pass adds its own tokens' part of the mean."""
     policy, drawn = world
-    method = named_method("lopti").model_copy(update={"entropy": FixedEntropyBonus(coef=0.3)})
+    method = named_method("lopti").model_copy(update={"entropy": 0.3})
     observed = learner_of(policy, lr=0.0)
     losses = [sum(u.loss for u in learn(observed, drawn, m).updates) for m in ("lopti", method)]
     entropy = learn(observed, drawn, "lopti").tokens.stats.entropy[drawn.rollouts.completion_mask.bool()].mean()
@@ -220,7 +220,7 @@ def test_sam_and_gradient_norm_penalty_by_hand(world):
     base = named_method("grpo")
     sam, _ = gradient(policy, drawn, base.model_copy(update={"sharpness": Sam(rho=rho)}))
     torch.testing.assert_close(sam[0], ascended, rtol=1e-4, atol=1e-7)
-    penalty = GradientNormPenalty(penalty=0.01, radius=rho)
+    penalty = GradientNormPenalty(penalty=0.01, rho=rho)
     gnp, _ = gradient(policy, drawn, base.model_copy(update={"sharpness": penalty}))
     torch.testing.assert_close(gnp[0], g + 0.01 * (ascended - g) / rho, rtol=1e-4, atol=1e-7)
     assert not torch.allclose(sam[0], g, rtol=1e-2)
@@ -246,7 +246,7 @@ def test_probes_see_the_gradient_that_the_coefficients_belong_to(world):
 
 IDLE = [
     *("grpo", "grpo-sg", "ar-lopti", "gspo", "dapo", "cov-grpo", "stapo", "lp-reg", "rloo"),
-    named_method("grpo").model_copy(update={"entropy": FixedEntropyBonus(coef=0.1)}),
+    named_method("grpo").model_copy(update={"entropy": 0.1}),
     named_method("grpo").model_copy(update={"kl": Kl(coef=0.1)}),
     named_method("grpo").model_copy(update={"sharpness": Sam(rho=0.5)}),
 ]
@@ -296,7 +296,7 @@ def test_the_loss_by_prompt_has_the_updates_loss_as_mean(world, name):
     policy, drawn = world
     method = named_method("grpo" if name == "entropy" else name)
     if name == "entropy":
-        method = method.model_copy(update={"entropy": FixedEntropyBonus(coef=0.1)})
+        method = method.model_copy(update={"entropy": 0.1})
     start = copy.deepcopy(policy.model.state_dict())
 
     def values(drawn, **changes):
@@ -484,7 +484,7 @@ def test_the_coefficient_splits_into_policy_kl_and_entropy_terms(world):
         for parameter in reference.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, dtype=parameter.dtype))
     plain = method_of("grpo")
-    whole = plain.model_copy(update={"kl": Kl(coef=0.3), "entropy": FixedEntropyBonus(coef=0.02)})
+    whole = plain.model_copy(update={"kl": Kl(coef=0.3), "entropy": 0.02})
     mask = drawn.rollouts.completion_mask.bool()
     _, learned = gradient(policy, drawn, whole, reference=reference)
     _, without = gradient(policy, drawn, plain)
@@ -506,30 +506,6 @@ def sampled(drawn):
     logp = drawn.rollouts.behavior_logp
     noise = 0.1 * torch.randn(logp.shape, generator=torch.Generator().manual_seed(1), dtype=logp.dtype)
     return replace(drawn, rollouts=replace(drawn.rollouts, behavior_logp=logp + noise))
-
-
-@pytest.mark.parametrize("name", ["rsi-s", "tp-schedule", "wapo"])
-def test_truncated_completions_can_be_masked_where_the_selection_divides(world, name):
-    """They are in no count: the gradient is that of the other tokens by their own number, or of the group at its full size."""
-    policy, drawn = world
-    drawn = sampled(drawn)
-    cut = torch.arange(len(drawn.rollouts)) % 3 == 1
-    masked = replace(drawn, rollouts=replace(drawn.rollouts, truncated=cut))
-    found, learned = gradient(policy, masked, named_method(name).model_copy(update={"truncated": "mask"}))
-    rest = replace(drawn, rollouts=drawn.rollouts.rows(~cut), advantage=drawn.advantage[~cut])
-    alone, _ = gradient(policy, rest, name)
-    if name != "wapo":
-        torch.testing.assert_close(found[0], alone[0], rtol=1e-4, atol=1e-6 * float(alone[0].abs().max()))
-    else:  # −A·r/(completions of the group · limit · groups with a positive token)
-        rollouts, adv = drawn.rollouts, drawn.advantage
-        mask = rollouts.completion_mask.bool() & ~cut[:, None]
-        active = {int(g) for g, row, a in zip(rollouts.group, mask, adv, strict=True) if a > 0 and row.any()}
-        ratio = (learned.tokens.stats.logp - rollouts.behavior_logp).exp()
-        for i, t in mask.nonzero().tolist():
-            size = int((rollouts.group == rollouts.group[i]).sum())
-            wanted = -float(adv[i].clamp(min=0) * ratio[i, t]) / (size * 8 * len(active)) if ratio[i, t] < 10 else 0.0
-            assert float(learned.tokens.loss_coef[i, t]) == pytest.approx(wanted, rel=1e-9, abs=1e-15)
-    assert not learned.tokens.loss_coef[cut].any()
 
 
 def test_capo_rejects_by_the_optimizers_own_moments_and_the_rest_divide(world):

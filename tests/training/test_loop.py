@@ -212,7 +212,7 @@ def test_a_penalty_on_length_is_no_signal_for_dynamic_sampling(toy_config):
     config = toy_config(
         method="dapo",
         task__factory="tests.toy_task:always_wrong",
-        method__sampling__overlong__buffer=1.0,
+        method__sampling__overlong=1.0,
     )
     policy, task = load_policy(config.policy), make_task(config.task)
     order = DataOrder(task.splits()["train"], 0)
