@@ -42,7 +42,7 @@ def blocks(page: str, heading: str) -> list[str]:
 
 def test_a_named_method_is_a_value_a_text_and_an_equation(monkeypatch, capsys):
     text, equation = blocks("CONTRIBUTING.md", "Add a method")
-    note = methods.method_note("sqrt-grpo", yaml.safe_load(text)["sqrt-grpo"])
+    note = methods.method_note("sqrt-grpo", **yaml.safe_load(text)["sqrt-grpo"])
     method = note.method
     monkeypatch.setitem(methods.methods(), method.name, note)
     assert describe("sqrt-grpo").differs == "Unlikely tokens weigh less."

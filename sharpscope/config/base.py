@@ -236,17 +236,10 @@ def _field_path(location: tuple[int | str, ...], data: Any) -> list[int | str]:
     """Pydantic's error location without the names of union members."""
     path: list[int | str] = []
     for index, part in enumerate(location):
-        if not isinstance(data, Mapping | list | tuple):
-            break
-        if isinstance(data, list | tuple) and not isinstance(part, int):
-            continue
-        if isinstance(data, Mapping) and part not in data and index + 1 < len(location):
-            continue
-        path.append(part)
-        if isinstance(data, Mapping):
-            data = data.get(part)
-        elif isinstance(part, int) and part < len(data):
-            data = data[part]
+        if isinstance(data, Mapping) and (part in data or index + 1 == len(location)):
+            path, data = [*path, part], data.get(part)
+        elif isinstance(data, list | tuple) and isinstance(part, int):
+            path, data = [*path, part], data[part]
     return path
 
 

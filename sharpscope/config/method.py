@@ -477,6 +477,11 @@ class Method(Part):
         return self
 
     @property
+    def weighted(self) -> bool:
+        """Whether tokens have other weights than 1."""
+        return not isinstance(self.weight, UniformWeight)
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the loss or the reward uses log-probabilities of a reference policy."""
         return self.kl.coef > 0

@@ -52,17 +52,16 @@ class MethodNote:
     choices: str = ""
 
 
-def method_note(name: str, entry: Mapping[str, Any]) -> MethodNote:
+def method_note(name: str, settings: Mapping[str, Any] | None = None, **texts: str) -> MethodNote:
     """A named method from its entry in methods.yaml: `settings` where it differs from GRPO, and texts."""
-    texts = {key: text for key, text in entry.items() if key != "settings"}
-    return MethodNote(Method.model_validate({"name": name} | entry.get("settings", {})), **texts)
+    return MethodNote(Method.model_validate({"name": name} | dict(settings or {})), **texts)
 
 
 @cache
 def methods() -> dict[str, MethodNote]:
     """The named methods (methods.yaml)."""
     entries = package_yaml("sharpscope.config", "methods.yaml")
-    return {name: method_note(name, entry) for name, entry in entries.items()}
+    return {name: method_note(name, **entry) for name, entry in entries.items()}
 
 
 SUFFIXES: dict[str, tuple[str, Callable[[Any], Weighting]]] = {
@@ -100,7 +99,7 @@ def control_names() -> list[str]:
 
 
 def _applies(method: Method, suffix: str) -> bool:
-    return not isinstance(method.weight, UniformWeight) and (suffix != "reverse" or method.weight.bounded)
+    return method.weighted and (suffix != "reverse" or method.weight.bounded)
 
 
 def named_method(name: str) -> Method:
@@ -114,12 +113,11 @@ def named_method(name: str) -> Method:
     """
     if name in methods():
         return methods()[name].method
-    suffix = _suffix(name)
-    if suffix is not None:
-        base = name.removesuffix(f"-{suffix}")
+    base, suffix = _base_and_suffix(name)
+    if suffix:
         method = named_method(base)
         if not _applies(method, suffix):
-            why = "are all 1" if isinstance(method.weight, UniformWeight) else "have no bounds"
+            why = "have no bounds" if method.weighted else "are all 1"
             raise UserError(f"method = {name!r}: control {suffix!r} does not apply to {base!r}, whose weights {why}")
         return method.model_copy(update={"name": name, "weight": SUFFIXES[suffix][1](method.weight)})
     if ":" in name:
@@ -129,8 +127,10 @@ def named_method(name: str) -> Method:
     raise UserError(f"method = {name!r}: unknown{hint}")
 
 
-def _suffix(name: str) -> str | None:
-    return next((suffix for suffix in SUFFIXES if name.endswith(f"-{suffix}")), None)
+def _base_and_suffix(name: str) -> tuple[str, str]:
+    """`grpo-sg` and `mean-one` of `grpo-sg-mean-one`; the suffix is empty for what is no control."""
+    suffix = next((suffix for suffix in SUFFIXES if name.endswith(f"-{suffix}")), "")
+    return name.removesuffix(f"-{suffix}"), suffix
 
 
 def describe(name: str) -> MethodNote:
@@ -141,11 +141,11 @@ def describe(name: str) -> MethodNote:
     """
     if name in methods():
         return methods()[name]
-    method, suffix = named_method(name), _suffix(name)
-    if suffix is None:
+    method, (base_name, suffix) = named_method(name), _base_and_suffix(name)
+    if not suffix:
         differs = "The function's weights multiply the clipped surrogate."
         return MethodNote(method, "GRPO with token weights of the user's own", name, "GRPO with w_t·min(…)", differs)
-    base = describe(name.removesuffix(f"-{suffix}"))
+    base = describe(base_name)
     return MethodNote(
         method=method,
         title=f"{base.title}, control: {suffix}",
@@ -197,22 +197,22 @@ def parse_methods(texts: Sequence[str], token_weights: str | None = None) -> dic
     Raises:
         UserError: a method is wrong or given twice, or none has the token weights that are to be replaced.
     """
-    methods: dict[str, Method] = {}
+    found: dict[str, Method] = {}
     for text in texts:
         try:
             method = parse_method(text)
         except UserError as error:
             raise UserError(f"--methods {text}: {error}") from None
-        if token_weights is not None and (len(texts) == 1 or not isinstance(method.weight, UniformWeight)):
+        if token_weights is not None and (len(texts) == 1 or method.weighted):
             method = with_token_weights(method, token_weights)
-        if arm_name(text) in methods:
+        if arm_name(text) in found:
             raise UserError(f"--methods {arm_name(text)}: given twice; give one a label: label=method")
-        methods[arm_name(text)] = method
-    if not methods:
+        found[arm_name(text)] = method
+    if not found:
         raise UserError("--methods: names nothing; `sharpscope methods` lists the methods")
-    if token_weights is not None and all(isinstance(method.weight, UniformWeight) for method in methods.values()):
+    if token_weights is not None and not any(method.weighted for method in found.values()):
         raise UserError(f"--token-weights {token_weights}: no method has token weights; add grpo-sg to --methods")
-    return methods
+    return found
 
 
 def arm_name(text: str) -> str:
@@ -344,14 +344,13 @@ def same_at_one_update(method: Method) -> str | None:
 
 def _at_ratio_one(method: Method) -> Method:
     """The method with GRPO's ratio, clip and penalty where its own have the same gradient at ratio 1."""
-    uniform, by_token = isinstance(method.weight, UniformWeight), isinstance(method.ratio, TokenRatio)
-    in_ratio = method.weight_on == "ratio" and not uniform  # weights move the clipped ratio away from 1
+    in_ratio = method.weight_on == "ratio" and method.weighted  # weights move the clipped ratio away from 1
     corrected = isinstance(method.clip, VespoGate) and method.correction is not None
-    # A sequence's ratio gives each of its tokens the mean of all their terms, which differ by weight, mask and advantage.
-    alike = uniform and method.tokens is None
-    alike = alike and not isinstance(method.advantage, TokenBaselineAdvantage | WhitenedAdvantage)
     gated = isinstance(method.clip, DelightGate) or getattr(method.ratio, "to", "old") == "sampler"
-    if in_ratio or corrected or gated or not (alike or by_token):
+    # A sequence's ratio gives each of its tokens the mean of all their terms, which differ by weight, mask and advantage.
+    by_token = isinstance(method.advantage, TokenBaselineAdvantage | WhitenedAdvantage)
+    differ = method.weighted or method.tokens is not None or by_token
+    if in_ratio or corrected or gated or (differ and not isinstance(method.ratio, TokenRatio)):
         return method
     changed: dict[str, Any] = {"ratio": TokenRatio(), "clip": PpoClip(), "weight_on": "surrogate"}
     if not isinstance(method.penalty, LpRegPenalty):  # its divergence is from another policy than π_old
@@ -385,7 +384,7 @@ def method_rotation_bound(method: Method) -> float | None:
     no bound. Schedules must be resolved (`at`).
     """
     unweighted = method.model_copy(update={"weight": UniformWeight(), "label": None})
-    if isinstance(method.weight, UniformWeight) or reference_method(method) != unweighted:
+    if not method.weighted or reference_method(method) != unweighted:
         return None
     return weight_rotation_bound(method.weight)
 

@@ -257,7 +257,10 @@ class RunConfig(Spec):
     @property
     def run_dir(self) -> Path:
         """Path of the run's folder."""
-        return Path("runs", f"{folder_name(self)}-s{self.seed}") if self.out is None else Path(self.out)
+        if self.out is not None:
+            return Path(self.out)
+        label, task = (re.sub(r"[^A-Za-z0-9._+=-]+", "-", text) for text in (method_label(self.method), self.task.kind))
+        return Path("runs", f"{label[:80].strip('-')}-{task}-s{self.seed}")
 
     @property
     def default_preset(self) -> Literal["paper", "calibrated"]:
@@ -273,12 +276,6 @@ class RunConfig(Spec):
 def default_lr(model: str) -> float:
     """The learning rate where none is given: 1e-4 for embedded policies, 1e-6 (as in TRL and verl) for other models."""
     return 1e-4 if model.startswith(EMBEDDED_PREFIX) else 1e-6
-
-
-def folder_name(config: RunConfig) -> str:
-    """`<label>-<task>` of a run as part of a folder's name."""
-    label, task = (re.sub(r"[^A-Za-z0-9._+=-]+", "-", text) for text in (method_label(config.method), config.task.kind))
-    return f"{label[:80].strip('-')}-{task}"
 
 
 def build_config(
@@ -310,9 +307,7 @@ def read_recorded(folder: Path, values: Mapping[str, Any] | None = None, overrid
             raise UserError(f"{folder}: was recorded from another trainer, so there is no configuration to go on from")
         problem = f"has no {CONFIG_FILE}" if folder.is_dir() else "does not exist"
         raise UserError(f"{folder}: {problem}; give the folder of a run")
-    layers = [recorded_settings(read_yaml(file)), {"out": str(folder)}]
-    layers += [nested(path, value) for path, value in (values or {}).items()]
-    return make_config(merge_all([*layers, *map(parse_override, overrides)]))
+    return make_config(config_data(recorded_settings(read_yaml(file)) | {"out": str(folder)}, overrides, values))
 
 
 def recorded_settings(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -323,10 +318,10 @@ def recorded_settings(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_data(
-    file: Path | None = None, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None
+    base: Path | Mapping[str, Any] | None, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The settings of `build_config` as nested values, not validated."""
-    layers = [] if file is None else [read_yaml(file)]
+    """The settings of `build_config` as nested values, not validated; `base`: a YAML file or its content."""
+    layers = [read_yaml(base) if isinstance(base, Path) else base or {}]
     layers += [nested(path, value) for path, value in (values or {}).items()]
     return merge_all([*layers, *map(parse_override, overrides)])
 
@@ -339,20 +334,10 @@ def make_config(data: Mapping[str, Any], token_weights: str | None = None) -> Ru
     """
     if data.get("method") is not None:
         data = {**data, "method": expand_method(data["method"])}
-    config: RunConfig = validate(RunConfig, _default_policy(data))
+    task = data.get("task")
+    if isinstance(task, Mapping) and task.get("kind") in EMBEDDED_NAMES:
+        data = merge({"policy": {"model": f"{EMBEDDED_PREFIX}{task['kind']}"}}, data)
+    config: RunConfig = validate(RunConfig, data)
     method = config.method if token_weights is None else with_token_weights(config.method, token_weights)
-    return config.model_copy(update={"method": _as_auto(method, config)})
-
-
-def _as_auto(method: Method, config: RunConfig) -> Method:
-    """A preset equal to the default becomes `auto`, so that equal methods have the same label."""
-    return method.with_preset(config.default_preset, "auto")
-
-
-def _default_policy(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Select the embedded policy of the task, if it has one and no model is set."""
-    task, policy = data.get("task"), data.get("policy", {})
-    kind = task.get("kind") if isinstance(task, Mapping) else None
-    if not isinstance(kind, str) or kind not in EMBEDDED_NAMES or not isinstance(policy, Mapping) or "model" in policy:
-        return data
-    return merge(data, {"policy": {"model": f"{EMBEDDED_PREFIX}{kind}"}})
+    # A preset equal to the default becomes `auto`, so that equal methods have the same label.
+    return config.model_copy(update={"method": method.with_preset(config.default_preset, "auto")})

@@ -5,29 +5,18 @@ Importing this module does not import torch: formulas get it as `xp`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from sharpscope.config.base import Part
+from sharpscope.config.base import NonNegative, Part, Positive, Real, Schedule, Share
+from sharpscope.config.reading import import_function
 from sharpscope.errors import NonFiniteError, UserError
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
-
-
-import math
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from pydantic import Field
-
-from sharpscope.config.base import NonNegative, Positive, Real, Schedule, Share
-from sharpscope.config.reading import import_function
-
-if TYPE_CHECKING:
-    from torch import Generator, Tensor
-
 
 #: Constants published for GRPO-SG (arXiv 2511.00066): w = clip(alpha·[sigmoid(u/tau) − mu], L, U).
 PAPER_SIGMOID: dict[str, float] = {"alpha": 2.0, "tau": 9.0, "mu": 0.25, "L": 1.0, "U": 1.4, "u0": 0.0}
@@ -76,7 +65,7 @@ class Weighting(Part):
     @property
     def bounds(self) -> tuple[float, float] | None:
         """[L, U] that contains every weight, or None. Schedules must be resolved (`at`)."""
-        return (number(self._published("L")), number(self._published("U"))) if "L" in type(self).model_fields else None
+        return None
 
     @property
     def bounded(self) -> bool:
@@ -99,7 +88,7 @@ class Weighting(Part):
 
     def with_preset(self, old: str, new: str) -> Self:
         """The same weighting, also inside controls, with preset `new` where it has preset `old`."""
-        found: Self = self.changed(lambda w: w.replace(preset=new) if getattr(w, "preset", None) == old else w)
+        found: Self = self.changed(lambda w: w.replace(preset=new) if dict(w).get("preset") == old else w)
         return found
 
     def moved(self, entropy: float) -> Self:
@@ -134,19 +123,7 @@ class Weighting(Part):
     @property
     def title(self) -> str:
         """Name in messages."""
-        return f"weighting {getattr(self, 'kind', type(self).__name__)!r}"
-
-    def _published(self, name: str) -> Any:
-        value = getattr(self, name)
-        return PAPER_SIGMOID[name] if value is None else value
-
-    @model_validator(mode="after")
-    def _bounds_ordered(self) -> Self:
-        if "L" in type(self).model_fields:
-            low, high = self._published("L"), self._published("U")
-            if isinstance(low, float) and isinstance(high, float) and low >= high:
-                raise ValueError(f"L = {low} must be below U = {high}")
-        return self
+        return f"weighting {getattr(self, 'function', getattr(self, 'kind', ''))!r}"
 
 
 def percentile(value: Tensor, mask: Tensor, q: float, mass: Tensor | None = None) -> float:
@@ -217,16 +194,20 @@ class LinearWeight(Weighting):
 
 
 class PowerWeight(Weighting):
-    """w = clip(π^gamma, L, U); gamma > 0 favors likely tokens, < 0 unlikely ones. The form is ours."""
+    """w = π^gamma. The form is ours."""
 
     kind: Literal["power"] = "power"
-    gamma: Real = Field(1.0, description="Exponent of π.")
-    L: NonNegative = Field(0.0, description="Smallest weight.")
-    U: Positive = Field(1.0, description="Largest weight, > L.")
+    gamma: NonNegative = Field(1.0, description="Exponent of π.")
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """[0, 1]."""
+        return 0.0, 1.0
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
-        """clip(π^gamma, L, U)."""
-        return xp.exp(number(self.gamma) * step.logp).clip(number(self.L), number(self.U))
+        """π^gamma."""
+        weight: Tensor = xp.exp(number(self.gamma) * step.logp)
+        return weight
 
 
 class CovarianceGaussianWeight(Weighting):
@@ -248,9 +229,7 @@ class CovarianceGaussianWeight(Weighting):
             count = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1)
             mean = covariance.sum(1, keepdim=True) / count  # c is 0 outside the mask
             std = (xp.where(mask, covariance - mean, 0.0).square().sum(1, keepdim=True) / count).sqrt()
-            varies = std > 1e-12 * covariance.abs().amax(
-                1, keepdim=True
-            )  # equal values differ from their mean by rounding
+            varies = std > 1e-12 * covariance.abs().amax(1, keepdim=True)  # equal values differ by rounding
         else:
             inside = covariance[mask]
             mean, std = inside.mean(), inside.std(correction=0)
@@ -401,11 +380,6 @@ class CustomWeight(Weighting):
         """Bounds that the function declares (`weight_bounds`)."""
         return getattr(self._imported(), "weight_bounds", None)
 
-    @property
-    def title(self) -> str:
-        """Name in messages."""
-        return f"custom weighting {self.function!r}"
-
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
         """What the function returns.
 
@@ -422,79 +396,14 @@ class CustomWeight(Weighting):
         if not isinstance(weight, xp.Tensor) or given != shape or not weight.is_floating_point():
             found = f"{type(weight).__name__} of shape {given} and type {getattr(weight, 'dtype', '?')}"
             raise UserError(f"method.weight: {self.title} returned {found}; it must be a float tensor (N, T) = {shape}")
-        inside = weight[step.mask.bool()]
-        if self.bounds is not None and bool(
-            ((inside < self.bounds[0] - 1e-6) | (inside > self.bounds[1] + 1e-6)).any()
-        ):
+        inside, (low, high) = weight[step.mask.bool()], self.bounds or (-math.inf, math.inf)
+        if bool(((inside < low - 1e-6) | (inside > high + 1e-6)).any()):
             found = f"[{float(inside.min()):.4g}, {float(inside.max()):.4g}]"
-            raise UserError(f"method.weight: {self.title} declares weights in {list(self.bounds)} but returned {found}")
+            raise UserError(f"method.weight: {self.title} declares weights in {[low, high]} but returned {found}")
         return weight.to(device=step.logp.device, dtype=step.logp.dtype)
 
 
 # -- sigmoids ----------------------------------------------------------------------------------------------------------
-
-
-class _Sigmoid(Weighting):
-    """w = clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U), with tau and u0 from the first step where they are empty."""
-
-    @property
-    def needs_calibration(self) -> bool:
-        """Whether one of the six constants is empty."""
-        return any(getattr(self, name) is None for name in PAPER_SIGMOID)
-
-    @property
-    def needs_gradient(self) -> bool:
-        """Whether tau or u0 come from percentiles over the gradient."""
-        return self.percentiles == "gradient" and not {"tau", "u0"} <= set(self.constants())  # type: ignore[attr-defined]
-
-    def constants(self) -> dict[str, float | Schedule]:
-        """alpha, tau, mu, L, U, u0 as far as they are known before a calibration."""
-        return {name: value for name in PAPER_SIGMOID if (value := getattr(self, name)) is not None}
-
-    def statistic(self, step: Any) -> Tensor:
-        """U (N, T), of which the weight is an increasing function."""
-        raise NotImplementedError
-
-    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
-        """clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U)."""
-        known = self.constants()
-        alpha, tau, mu, low, high, u0 = (number(known.get(name)) for name in PAPER_SIGMOID)
-        return (alpha * (xp.sigmoid((self.statistic(step) - u0) / tau) - mu)).clip(low, high)
-
-    def calibrated(self, step: Any, xp: Any) -> Self:
-        """Tau and u0 such that the 10th and 90th percentile of u land on L and U.
-
-        With a = logit(L/alpha + mu) and b = logit(U/alpha + mu): tau = (u90 − u10)/(b − a), u0 = u10 − a·tau.
-
-        Raises:
-            UserError: u90 equals u10, the bounds lie outside the sigmoid's reach, or no token carries a gradient.
-        """
-        known = self.constants()
-        if not {"tau", "u0"} <= set(known):
-            known = self._location(known, step) | known
-        return self.replace(**known)
-
-    def _location(self, known: dict[str, Any], step: Any) -> dict[str, float | Schedule]:
-        mask = step.mask.bool()
-        if not bool(mask.any()):
-            raise UserError("method.weight: the first step has no loss tokens to calibrate on; set tau and u0")
-        u = self.statistic(step)
-        mass = step.mass if self.percentiles == "gradient" else None  # type: ignore[attr-defined]
-        if mass is not None and not bool((mass[mask] > 0).any()):
-            why = "no token of the first step carries a gradient"
-            raise UserError(f"method.weight.percentiles = gradient: {why}; set tau and u0, or percentiles to tokens")
-        u10, u90 = percentile(u, mask, 10, mass), percentile(u, mask, 90, mass)
-        now = {
-            name: value.value(step.progress) if isinstance(value, Schedule) else value for name, value in known.items()
-        }
-        a, b = (_logit(now[name] / now["alpha"] + now["mu"], name, now[name]) for name in ("L", "U"))
-        tau = now.get("tau")
-        if tau is None:
-            if not (math.isfinite(u90 - u10) and u90 > u10):
-                both = f"the first step's 10th and 90th percentile are {u10:.6g} and {u90:.6g}, nothing to calibrate on"
-                raise UserError(f"method.weight: {both}; set tau and u0, or raise rollout.prompts_per_step")
-            tau = (u90 - u10) / (b - a)
-        return {"tau": tau, "u0": u10 - a * tau}
 
 
 def _logit(share: float, name: str, bound: float) -> float:
@@ -513,7 +422,7 @@ def fitted_gain(low: float, high: float) -> tuple[float, float]:
     return alpha, PAPER_SIGMOID["L"] / PAPER_SIGMOID["alpha"] + PAPER_SIGMOID["mu"] - low / alpha
 
 
-class SigmoidWeight(_Sigmoid):
+class SigmoidWeight(Weighting):
     """w = clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U), GRPO-SG's shape (arXiv 2511.00066).
 
     u is the sampled token's undivided logit: with the published constants and any function of its probability alone, w would be
@@ -535,50 +444,99 @@ class SigmoidWeight(_Sigmoid):
     u0: Real | None = Field(None, description="Location of the sigmoid, unit of u; published 0.")
 
     @model_validator(mode="after")
-    def _bounds_have_a_gain(self) -> Self:
+    def _bounds_are_ordered_and_have_a_gain(self) -> Self:
         if self.alpha is None and self.mu is None and (isinstance(self.L, Schedule) or isinstance(self.U, Schedule)):
             raise ValueError("a schedule of L or U needs alpha or mu, which follow fixed bounds only; set alpha")
+        known = PAPER_SIGMOID | {name: value for name in ("L", "U") if (value := getattr(self, name)) is not None}
+        if not any(isinstance(known[name], Schedule) for name in ("L", "U")) and known["L"] >= known["U"]:
+            raise ValueError(f"L = {known['L']} must be below U = {known['U']}")
         return self
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """[L, U]."""
+        known = self.constants()
+        return number(known["L"]), number(known["U"])
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether one of the six constants is empty."""
+        return any(getattr(self, name) is None for name in PAPER_SIGMOID)
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether tau or u0 come from percentiles over the gradient."""
+        return self.percentiles == "gradient" and not {"tau", "u0"} <= set(self.constants())
 
     def constants(self) -> dict[str, float | Schedule]:
         """The given constants, else the preset's; calibrated tau and u0 are missing."""
         known: dict[str, float | Schedule] = dict(PAPER_SIGMOID)
         if self.preset != "paper":
             del known["tau"], known["u0"]
-        known |= super().constants()
+        known |= {name: value for name in PAPER_SIGMOID if (value := getattr(self, name)) is not None}
         if self.alpha is None and self.mu is None:
             known["alpha"], known["mu"] = fitted_gain(number(known["L"]), number(known["U"]))
         return known
 
-    def statistic(self, step: Any) -> Tensor:
-        """The logit."""
-        logit: Tensor = step.logit
-        return logit
+    def statistic(self, step: Any) -> Any:
+        """u (N, T), the logit."""  # noqa: D403 - a symbol
+        return step.logit
+
+    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+        """clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U)."""
+        known = self.constants()
+        alpha, tau, mu, low, high, u0 = (number(known.get(name)) for name in PAPER_SIGMOID)
+        weight: Tensor = (alpha * (xp.sigmoid((self.statistic(step) - u0) / tau) - mu)).clip(low, high)
+        return weight
 
     def calibrated(self, step: Any, xp: Any) -> Self:
-        """See `_Sigmoid`; preset `auto` becomes `calibrated`."""
-        return super(SigmoidWeight, self.with_preset("auto", "calibrated")).calibrated(step, xp)
+        """Tau and u0 such that the 10th and 90th percentile of u land on L and U; preset `auto` becomes `calibrated`.
+
+        With a = logit(L/alpha + mu) and b = logit(U/alpha + mu): tau = (u90 − u10)/(b − a), u0 = u10 − a·tau.
+
+        Raises:
+            UserError: u90 equals u10, the bounds lie outside the sigmoid's reach, or no token carries a gradient.
+        """
+        known, mask, u = self.constants(), step.mask.bool(), self.statistic(step)
+        weight = self.with_preset("auto", "calibrated")
+        if {"tau", "u0"} <= set(known):
+            return weight.replace(**known)
+        if not bool(mask.any()):
+            raise UserError("method.weight: the first step has no loss tokens to calibrate on; set tau and u0")
+        mass = step.mass if self.percentiles == "gradient" else None
+        if mass is not None and not bool((mass[mask] > 0).any()):
+            why = "no token of the first step carries a gradient"
+            raise UserError(f"method.weight.percentiles = gradient: {why}; set tau and u0, or percentiles to tokens")
+        u10, u90 = percentile(u, mask, 10, mass), percentile(u, mask, 90, mass)
+        now: dict[str, Any] = {
+            name: value.value(step.progress) if isinstance(value, Schedule) else value for name, value in known.items()
+        }
+        a, b = (_logit(now[name] / now["alpha"] + now["mu"], name, now[name]) for name in ("L", "U"))
+        tau = now.get("tau")
+        if tau is None:
+            if not (math.isfinite(u90 - u10) and u90 > u10):
+                both = f"the first step's 10th and 90th percentile are {u10:.6g} and {u90:.6g}, nothing to calibrate on"
+                raise UserError(f"method.weight: {both}; set tau and u0, or raise rollout.prompts_per_step")
+            tau = (u90 - u10) / (b - a)
+        return weight.replace(**{"tau": tau, "u0": u10 - a * tau} | known)
 
 
-class EntropyWeight(_Sigmoid):
+class EntropyWeight(SigmoidWeight):
     """The sigmoid of u = −H [nats], H the entropy at the position, instead of the sampled token's logit.
 
     The control that separates the token's probability from the certainty of the policy at that position. The form is ours.
     """
 
-    kind: Literal["entropy"] = "entropy"
-    percentiles: Counted = Field("tokens", description=f"What the calibration's percentiles count. {COUNTED}.")
-    alpha: Positive = Field(2.0, description="Gain.")
-    mu: Offset = Field(0.25, description="Subtracted from the sigmoid.")
-    L: NonNegative = Field(1.0, description="Smallest weight.")
-    U: Positive = Field(1.4, description="Largest weight, > L.")
-    tau: Positive | None = Field(None, description="Width of the sigmoid [nats]; empty: from the first step.")
-    u0: Real | None = Field(None, description="Location of the sigmoid [nats]; empty: from the first step.")
+    kind: Literal["entropy"] = "entropy"  # type: ignore[assignment]
+    preset: ClassVar[str] = "calibrated"  # type: ignore[misc]
+    alpha: Positive | None = Field(2.0, description="Gain.")
+    mu: Offset | None = Field(0.25, description="Subtracted from the sigmoid.")
+    L: NonNegative | None = Field(1.0, description="Smallest weight.")
+    U: Positive | None = Field(1.4, description="Largest weight, > L.")
 
-    def statistic(self, step: Any) -> Tensor:
+    def statistic(self, step: Any) -> Any:
         """−H: low entropy has the largest weight."""
-        negative: Tensor = -step.entropy
-        return negative
+        return -step.entropy
 
 
 # -- controls ----------------------------------------------------------------------------------------------------------

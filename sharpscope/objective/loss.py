@@ -153,13 +153,11 @@ def entropy_bonus(coef: float, plan: Plan, entropy: Tensor, tokens: int, *, pass
 
 
 def clipped_objective(clip: Clip | None, ratio: Tensor, advantage: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
-    """S(x, A) per token, and where a bound acts (−1 low, 1 high, else 0).
+    """S(x, A) per token (equations: the clips' classes; None: x·A), and where a bound acts (−1 low, 1 high, else 0).
 
-    None: x·A. ppo: min(x·A, clip(x, 1 − low, 1 + high)·A); a bound acts where it takes the gradient away: above for A >
-    0, below for A < 0. cispo: sg[clip(x, 1 − low, 1 + high)]·A·ln π; a bound acts where it binds and A ≠ 0. dual:
-    ppo's, but at least bound·A for A < 0; there the upper bound acts where x > bound. sapo: (4/τ)·sigmoid(τ·(x − 1))·A;
-    no bound acts. dppo: sg[min(x, bound)]·A·ln π where the mask keeps the token, else 0; a bound acts on the others. delight:
-    sg[sigmoid(−A·ln π/eta)]·A·ln π; no bound acts. `ratio` is x, the ratio or weight × ratio; all are (n, T).
+    A bound of ppo acts where it takes the gradient away: above for A > 0, below for A < 0; of cispo where it binds and A ≠ 0; of
+    dual also where x > bound and A < 0; of dppo on the tokens that it masks. `ratio` is x, the ratio or weight × ratio; all are
+    (n, T).
     """
     if isinstance(clip, SapoClip):
         tau = _choose(advantage > 0, 1.0, 1.05, ratio)
@@ -250,11 +248,9 @@ def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
 
 
 def importance_ratio(spec: Ratio, log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """r_t, GSPO's s_i or HölderPO's power mean; with gradient through `log_ratio`.
+    """r_t, GSPO's s_i or HölderPO's power mean (equations: the ratios' classes); with gradient through `log_ratio`.
 
-    token: exp(x_t). sequence: exp(mean_t x_t) (arXiv 2507.18071). holder: (mean_t exp(p·x_t))^(1/p) (arXiv 2605.12058),
-    whose limit p → 0 is the sequence ratio. Means run over the loss tokens of the completion. `log_ratio` (n, T) is
-    x_t = ln π − ln π_old [nats], 0 outside the mask. Ratios of sequences repeat along T.
+    `log_ratio` (n, T) is x_t = ln π − ln π_old [nats], 0 outside the mask. Ratios of sequences repeat along T.
     """
     if isinstance(spec, TokenRatio):
         return log_ratio.exp()
@@ -290,12 +286,10 @@ def token_normalizer(
     group: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Coefficient of each token's loss, over all completions of ONE update; loss = Σ coefficient·token loss.
+    """Coefficient of each token's loss, over all completions of ONE update; loss = Σ coefficient·token loss (`Method.aggregate`).
 
-    sequence_mean: 1/(n·length_i); token_mean: 1/Σ length; constant: 1/(n·max_completion_length); sequence_sum: 1/n;
-    kept_mean: 1/Σ keep; kept_sequence_mean: 1/(n·kept_i); kept_groups: 1/(n_g·max_completion_length·K), n_g the completions
-    of the group and K the groups with a kept token, at least 1. Otherwise token selections do not change it, and passes never
-    do: every pass of Lopti divides by the full token count. A row without tokens still counts in n.
+    Only `kept_…` depends on the token selection, and none on the passes: every pass of Lopti divides by the full token count. A
+    row without tokens still counts as a completion.
 
     Args:
         method: its `aggregate` decides.
@@ -308,30 +302,27 @@ def token_normalizer(
     Raises:
         ValueError: `keep` or `group` is needed and missing.
     """
-    mask = mask.bool()
-    rows = mask.shape[0]
-    counts = mask.to(dtype)
-    if method.aggregate == "sequence_mean":
-        return counts / (rows * counts.sum(-1, keepdim=True).clamp(min=1))
-    if method.aggregate == "token_mean":
-        return counts / counts.sum(dtype=torch.float64).clamp(min=1).to(dtype)
-    if method.aggregate.startswith("kept"):
+    mask = counted = mask.bool()
+    how, rows, counts = method.aggregate, mask.shape[0], mask.to(dtype)
+    if how.startswith("kept"):
         if keep is None and method.tokens is not None:
-            raise ValueError(f"aggregate={method.aggregate} needs keep")
-        kept = mask if keep is None else mask & keep
-        if method.aggregate == "kept_mean":
-            return counts / kept.sum(dtype=torch.float64).clamp(min=1).to(dtype)
-        if method.aggregate == "kept_sequence_mean":
-            return counts / (rows * kept.to(dtype).sum(-1, keepdim=True).clamp(min=1))
-        if group is None:
-            raise ValueError("aggregate=kept_groups needs group")
-        labels, member = group.to(mask.device).unique(return_inverse=True)
-        active = member[kept.any(-1)].unique().numel()
-        size = member.bincount(minlength=len(labels))[member].to(dtype)[:, None]  # (n, 1)
-        return counts / (size * max_completion_length * max(active, 1))
-    if method.aggregate == "sequence_sum":
-        return counts / rows
-    return counts / (rows * max_completion_length)
+            raise ValueError(f"aggregate={how} needs keep")
+        counted = mask if keep is None else mask & keep
+    match how.removeprefix("kept_"):
+        case "sequence_mean":
+            return counts / (rows * counted.to(dtype).sum(-1, keepdim=True).clamp(min=1))
+        case "token_mean" | "mean":
+            return counts / counted.sum(dtype=torch.float64).clamp(min=1).to(dtype)
+        case "sequence_sum":
+            return counts / rows
+        case "constant":
+            return counts / (rows * max_completion_length)
+    if group is None:
+        raise ValueError("aggregate=kept_groups needs group")
+    labels, member = group.to(mask.device).unique(return_inverse=True)
+    active = member[counted.any(-1)].unique().numel()
+    size = member.bincount(minlength=len(labels))[member].to(dtype)[:, None]  # (n, 1)
+    return counts / (size * max_completion_length * max(active, 1))
 
 
 def gradient_mass(method: Method, mask: Tensor, advantage: Tensor, logit_grad_norm: Tensor) -> Tensor:

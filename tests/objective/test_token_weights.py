@@ -51,7 +51,6 @@ def test_other_curves():
         [1.0, 0.9, 0.8]
     )
     assert weights_of(PowerWeight(gamma=0.5), step_of(logp=[0.0, math.log(0.25)])) == pytest.approx([1.0, 0.5])
-    assert weights_of(PowerWeight(gamma=-1.0, U=3.0), step_of(logp=[math.log(0.5), -50.0])) == pytest.approx([2.0, 3.0])
     entropy = weights_of(EntropyWeight(tau=1.0, u0=-2.0), step_of(entropy=[0.3]))
     assert entropy == pytest.approx([2 * (1 / (1 + math.exp(-1.7)) - 0.25)])
 
