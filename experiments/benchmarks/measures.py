@@ -29,7 +29,7 @@ from experiments.benchmarks.common import (
     random_rows,
 )
 from sharpscope.probes import Objective, attribute, lm_surface, logp_gradient, score_norms, sharpness
-from sharpscope.probes.objectives import token_batch
+from sharpscope.probes.language_model import token_batch
 
 
 def norms(model_name: str, repeats: int, length: int) -> list[Row]:

@@ -37,7 +37,7 @@ from sharpscope.probes import (
     score_norms,
     sharpness,
 )
-from sharpscope.probes.objectives import TokenBatch
+from sharpscope.probes.language_model import TokenBatch
 
 GIB = 2**30
 PROMPTS, SAMPLES = 2, 4

@@ -13,8 +13,7 @@ from sharpscope.probes.directions import NOISE_BOUND, Rotation, noise_rotation, 
 from sharpscope.probes.estimate import Estimate, columns, frame, labeled, problems, prompt_columns
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.hessian import Curvature, adamw_preconditioner, adamw_threshold, curvature
-from sharpscope.probes.language_model import lm_surface
-from sharpscope.probes.objectives import Objective, rollout_batch
+from sharpscope.probes.language_model import Objective, lm_surface, rollout_batch
 from sharpscope.probes.perturbation import Radius, Sharpness, find_radius, sharpness
 from sharpscope.probes.probe_set import Drawn, ProbeItem, ProbeSet, build_probe_set
 from sharpscope.probes.runner import (
@@ -23,8 +22,9 @@ from sharpscope.probes.runner import (
     choose_radius,
     limited_surface,
     probe_set_batches,
+    read_rows,
     rollout_objective,
     run,
+    text_batches,
 )
-from sharpscope.probes.standalone import read_rows, text_batches
 from sharpscope.probes.token_gradients import ScoreNorms, score_norms

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -36,55 +36,44 @@ ROUNDING = 0.05
 class CriticalSharpness:
     """What `critical_sharpness` found.
 
-    Attributes:
-        value: λ_c = 2/η_c; NaN unless `outcome` is `found`.
-        lr: η_c, interpolated within the bracket [learning rate].
-        lower: largest η seen whose loss is not above L(θ), below the crossing; 0 if there is none.
-        upper: smallest η seen whose loss is above L(θ); infinite if there is none.
-        outcome: `found`; `not descent`: the loss rises before it falls by more than rounding; `no crossing`: no η up to `lower`
-            raises the loss; `flat`: the loss changes by rounding only, as where a clipped surrogate has no gradient; `not finite`:
-            L(θ) is not finite; `unresolved`: the evaluations were used up before the bracket was narrow enough.
-        slope: Δᵀg, the decrease of the loss per unit of η at θ; as given, else of the smallest η seen.
-        loss: L(θ).
-        depth: largest decrease of the loss seen along the direction.
-        evaluations: number of losses computed.
-        rounding: relative error of the step θ − η_c·Δ from rounding to the parameters' dtype; NaN if not found.
-        prompts: number of prompts, if the loss was given by prompt; None otherwise.
-        std_error: standard error of `value` over prompts with Δ fixed, to first order (delta method), which holds where it is much
-            smaller than `value`; NaN if not known.
-        converged: whether `value` is reliable.
-        why: reason for `converged = False`.
-        seconds: wall-clock time.
+    The outcome is `found`; `not descent`: the loss rises before it falls by more than rounding; `no crossing`: no η up to `lower`
+    raises the loss; `flat`: the loss changes by rounding only, as where a clipped surrogate has no gradient; `not finite`: L(θ) is
+    not finite; or `unresolved`: the evaluations were used up before the bracket was narrow enough. The standard error is of first
+    order (delta method) and holds where it is much smaller than the value.
     """
 
-    value: float
-    lr: float
-    lower: float
-    upper: float
+    value: float  # λ_c = 2/η_c; NaN unless `outcome` is `found`
+    lr: float  # η_c, interpolated within the bracket [learning rate]
+    lower: float  # largest η seen whose loss is not above L(θ), below the crossing; 0 if there is none
+    upper: float  # smallest η seen whose loss is above L(θ); infinite if there is none
     outcome: Outcome
-    slope: float
-    loss: float
-    depth: float
-    evaluations: int
-    rounding: float
-    converged: bool
-    why: str
+    slope: float  # Δᵀg, the decrease of the loss per unit of η at θ; as given, else of the smallest η seen
+    loss: float  # L(θ)
+    depth: float  # largest decrease of the loss seen along the direction
+    evaluations: int  # number of losses computed
+    rounding: float  # relative error of the step θ − η_c·Δ from rounding to the parameters' dtype; NaN if not found
+    why: str  # reason why `value` is not reliable; empty if it is
     seconds: float
-    prompts: int | None = None
-    std_error: float = math.nan
+    prompts: int | None = None  # number of prompts, if the loss was given by prompt
+    std_error: float = math.nan  # of `value` over prompts with Δ fixed; NaN if not known
+
+    @property
+    def converged(self) -> bool:
+        """Whether `value` is reliable."""
+        return not self.why
 
     def estimates(self) -> list[Estimate]:
         """Rows `critical_sharpness` (residual: half the width of its bracket), `critical_lr` and `update_slope`."""
-        bracketed = self.lower > 0 and math.isfinite(self.upper) and math.isfinite(self.value)
-        widths = (1 / self.lower - 1 / self.upper, (self.upper - self.lower) / 2) if bracketed else (math.nan, math.nan)
+        found = self.outcome == "found"
+        widths = (1 / self.lower - 1 / self.upper, (self.upper - self.lower) / 2) if found else (math.nan, math.nan)
+        errors: dict[str, Any] = {"residual": widths[0], "prompt_std_error": self.std_error, "seconds": self.seconds}
+        lr_errors: dict[str, Any] = {"residual": widths[1], "prompt_std_error": self.std_error * self.lr**2 / 2}
         common: dict[str, Any] = {"converged": self.converged, "why": self.why, "prompts": self.prompts}
         common |= {"samples": self.evaluations}
         undefined = "" if math.isfinite(self.slope) else self.why or "no loss below the smallest step"
-        sharpness = Estimate("critical", "critical_sharpness", self.value, residual=widths[0], **common)
-        lr = Estimate("critical", "critical_lr", self.lr, residual=widths[1], **common)
         return [
-            replace(sharpness, seconds=self.seconds, prompt_std_error=self.std_error),
-            replace(lr, prompt_std_error=self.std_error * self.lr**2 / 2),
+            Estimate("critical", "critical_sharpness", self.value, **errors, **common),
+            Estimate("critical", "critical_lr", self.lr, **lr_errors, **common),
             Estimate("critical", "update_slope", self.slope, why=undefined),
         ]
 
@@ -164,7 +153,7 @@ def critical_sharpness(
         line.place(0.0)
     why, root = _reason(outcome, loss, search, noise, rounding), search.root
     slope = search.first_slope if slope is None else slope
-    measured = (loss, search.depth, line.evaluations, rounding, not why, why, time.perf_counter() - began)
+    measured = (loss, search.depth, line.evaluations, rounding, why, time.perf_counter() - began)
     return CriticalSharpness(
         2 / root, root, search.lower, search.upper, outcome, slope, *measured, prompts=line.prompts, std_error=std_error
     )

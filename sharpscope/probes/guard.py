@@ -1,19 +1,24 @@
-"""Restore a model bit for bit after a probe, also if the probe raises."""
+"""Restore a model bit for bit after a probe, also if the probe raises; and remember facts about a model until it changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from types import FunctionType, MethodType, NoneType
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sharpscope.errors import UserError
+_OWN = frozenset(vars(nn.Module()))  # attributes of every module, such as the training mode
+_SCALARS = (bool, int, float, str, NoneType, torch.dtype)
+_known: WeakKeyDictionary[Any, tuple[Any, list[ref[Any]], dict[str, Any]]] = WeakKeyDictionary()
 
 
 @contextmanager
-def guarded(model: torch.nn.Module, *, attention: str | None = None) -> Iterator[None]:
+def guarded(model: nn.Module, *, attention: str | None = None) -> Iterator[None]:
     """Context manager in which a model is in eval mode and may be differentiated; its state is restored afterwards.
 
     Restored are `requires_grad`, `.grad` (the same tensors; None inside), module attributes and rotary frequencies (which a
@@ -26,13 +31,9 @@ def guarded(model: torch.nn.Module, *, attention: str | None = None) -> Iterator
         attention: attention implementation inside the block. None keeps the current one; `math` selects one with forward-mode
             and second derivatives (SDPA's MATH kernel, or eager attention if the model uses it or soft-caps its scores);
             other names are those of transformers' `AttentionInterface`.
-
-    Raises:
-        UserError: transformers does not know the attention implementation.
     """
     with (
         random_state(),
-        _attributes(model),
         _eval_mode(model),
         gradients(model.parameters()),
         nullcontext() if attention is None else attention_implementation(model, attention),
@@ -42,17 +43,8 @@ def guarded(model: torch.nn.Module, *, attention: str | None = None) -> Iterator
 
 
 @contextmanager
-def attention_implementation(model: torch.nn.Module, name: str) -> Iterator[None]:
-    """Use another attention implementation within the block; see `guarded` for the names.
-
-    Raises:
-        UserError: transformers does not know the name.
-    """
-    if name not in ("math", "eager"):
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
-            raise UserError(f"attention: '{name}' is not an implementation of transformers; use 'math' or 'eager'")
+def attention_implementation(model: nn.Module, name: str) -> Iterator[None]:
+    """Use another attention implementation within the block; see `guarded` for the names."""
     with (
         sdpa_kernel(SDPBackend.MATH) if name == "math" else nullcontext(),
         _implementation(model, "_attn_implementation_internal", _differentiable if name == "math" else lambda *_: name),
@@ -61,9 +53,7 @@ def attention_implementation(model: torch.nn.Module, name: str) -> Iterator[None
 
 
 @contextmanager
-def _implementation(
-    model: torch.nn.Module, setting: str, chosen: Callable[[Any, str | None], str | None]
-) -> Iterator[None]:
+def _implementation(model: nn.Module, setting: str, chosen: Callable[[Any, str | None], str | None]) -> Iterator[None]:
     """Within the block a setting of the model's configurations is `chosen(configuration, present value)`."""
     before = [(config, getattr(config, setting)) for config in model_configs(model) if hasattr(config, setting)]
     try:
@@ -80,7 +70,7 @@ def _differentiable(config: Any, current: str | None) -> str:
     return "eager" if current == "eager" or getattr(config, "attn_logit_softcapping", None) else "sdpa"
 
 
-def model_configs(model: torch.nn.Module) -> list[Any]:
+def model_configs(model: nn.Module) -> list[Any]:
     """The distinct transformers configurations of a model's modules, including sub-configurations."""
     configs: dict[int, Any] = {}
 
@@ -111,8 +101,8 @@ def random_state() -> Iterator[None]:
 
 
 @contextmanager
-def _attributes(model: torch.nn.Module) -> Iterator[None]:
-    """Restore the attributes and buffers of all modules, and the values of rotary frequencies.
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode within the block; restores attributes (the mode is one) and buffers of all modules, and rotary frequencies.
 
     Rotary embeddings that depend on the sequence length write to their frequencies in each forward pass.
     """
@@ -122,9 +112,10 @@ def _attributes(model: torch.nn.Module) -> Iterator[None]:
         for module, attributes, buffers in before
         if "inv_freq" in buffers or any(name.endswith("_inv_freq") for name in buffers)
         for tensor in (*attributes.values(), *buffers.values())
-        if isinstance(tensor, torch.Tensor)
+        if isinstance(tensor, Tensor)
     ]
     try:
+        model.eval()
         yield
     finally:
         for module, attributes, buffers in before:
@@ -139,18 +130,7 @@ def _attributes(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    before = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode
-
-
-@contextmanager
-def gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+def gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Restore `.grad` and `requires_grad` of leaf tensors after the block; inside, `.grad` is None."""
     before = [(parameter, parameter.grad, parameter.requires_grad) for parameter in parameters]
     try:
@@ -161,3 +141,52 @@ def gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         for parameter, gradient, requires_grad in before:
             parameter.requires_grad_(requires_grad)
             parameter.grad = gradient
+
+
+def remembered(model: nn.Module) -> dict[str, Any]:
+    """A cache of facts about a model: a dictionary that is empty again after the model has changed.
+
+    Values of weights are not compared, since training changes them at every step. Compared are modules, functions and parameters
+    (by identity; parameters also by type, shape, device and `requires_grad`), plain attributes of modules (soft caps, scales,
+    active adapters), the number of hooks, and configurations. Not detected are changed values of buffers and state in other
+    objects.
+    """
+    facts: list[Any] = [_plain(vars(config)) for config in model_configs(model)]
+    objects: list[Any] = []
+    for module in model.modules():
+        held = {name: value for name, value in vars(module).items() if name not in _OWN}
+        functions = [value for value in held.values() if isinstance(value, FunctionType | MethodType)]
+        parameters = {name: p for name, p in module._parameters.items() if p is not None}
+        objects += [module, *functions, *parameters.values()]
+        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
+        facts.append((type(module), hooks, {name: id(child) for name, child in module._modules.items()}, _plain(held)))
+        facts += [(name, p.dtype, p.shape, p.requires_grad, p.device) for name, p in parameters.items()]
+    return _cache(model, facts, objects)
+
+
+def remembered_closure(loss_fn: Callable[[], Tensor], parameters: Sequence[Tensor]) -> dict[str, Any]:
+    """The cache of a closure over `parameters`; always empty if the closure has no weak references."""
+    try:
+        return _cache(loss_fn, None, parameters)
+    except TypeError:
+        return {}
+
+
+def _cache(key: Any, facts: Any, objects: Sequence[Any]) -> dict[str, Any]:
+    """The dictionary of `key`, a new one unless facts and objects are the same as before and the objects still live."""
+    facts = (facts, [id(one) for one in objects])
+    known = _known.get(key)
+    if known is None or known[0] != facts or any(held() is None for held in known[1]):
+        known = _known[key] = facts, [ref(one) for one in objects], {}
+    return known[2]
+
+
+def _plain(value: Any, depth: int = 3) -> Any:
+    """A value as something that can be compared; of other objects the type alone."""
+    if isinstance(value, _SCALARS):
+        return type(value), value
+    if depth and isinstance(value, list | tuple | set | frozenset):
+        return type(value), [_plain(part, depth - 1) for part in value]
+    if depth and isinstance(value, dict):
+        return type(value), {str(name): _plain(part, depth - 1) for name, part in value.items()}
+    return type(value)

@@ -6,67 +6,52 @@ import hashlib
 import math
 import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sharpscope.config.probes import Backend, Check
 from sharpscope.errors import UserError, first_line
 from sharpscope.memory import require_memory
 from sharpscope.probes.estimate import Estimate, with_prompts
-from sharpscope.probes.lanczos import Eigenpairs, NotFiniteError, Operator, eigenpairs, hutchpp
-from sharpscope.probes.pyhessian import curvature_by_pyhessian
-from sharpscope.probes.surface import LossFn, Surface, flatten, length, opened
+from sharpscope.probes.lanczos import Krylov, eigenpairs, hutchpp
+from sharpscope.probes.surface import LossFn, Operator, Surface, check_once, flatten, length, opened
 
 
 @dataclass(frozen=True)
 class Curvature:
-    """Curvature of a loss at one point.
+    """Curvature of a loss at one point; numbers that are not available are NaN.
 
-    Attributes:
-        loss: L(θ).
-        gradient_norm: ‖∇L(θ)‖₂.
-        top: (k,) largest eigenvalues in descending order; (1,) NaN if not available.
-        residuals: (k,) measured ‖Hv − λv‖₂ of `top`.
-        smallest: smallest (signed) eigenvalue; NaN if not available or not requested.
-        smallest_residual: measured residual of `smallest`.
-        vectors: (k, P) unit eigenvectors of `top`.
-        trace: trace of the Hessian; NaN if not available.
-        trace_std_error: standard error of the trace, with `trace_probes` − 1 degrees of freedom.
-        trace_probes: number of random probes of the trace; 0 if not requested.
-        converged: whether all eigenpairs met the tolerance and all numbers are finite. An eigenpair that met it need not be the
-            extreme one, see `eigenpairs`.
-        why: what did not converge.
-        products: total number of Hessian-vector products.
-        seed: seed of the random vectors.
-        seconds: wall-clock time.
-        checked: relative error found by `check_products`; None if not checked, NaN if inconclusive.
-        by_prompt: vᵀH_i v of each prompt's Hessian, (k,) each, for `top` and then `smallest`; empty if not known. Their standard
-            error is that of an eigenvalue to first order, with the eigenvector fixed; it is too large where it is not small
-            compared with the distance to the next eigenvalue.
+    An eigenpair that has converged need not be the extreme one. The standard error over prompts of an eigenvalue is of first
+    order, with the eigenvector fixed; it is too large where it is not small compared with the distance to the next eigenvalue.
     """
 
-    loss: float
-    gradient_norm: float
-    top: np.ndarray
-    residuals: np.ndarray
-    vectors: Tensor
-    smallest: float = math.nan
+    loss: float  # L(θ)
+    gradient_norm: float  # ‖∇L(θ)‖₂
+    top: np.ndarray = field(default_factory=lambda: np.full(1, np.nan))  # (k,) largest eigenvalues, in descending order
+    residuals: np.ndarray = field(default_factory=lambda: np.full(1, np.nan))  # (k,) measured ‖Hv − λv‖₂ of `top`
+    vectors: Tensor = field(default_factory=lambda: torch.zeros(0))  # (k, P) unit eigenvectors of `top`
+    smallest: float = math.nan  # smallest (signed) eigenvalue
     smallest_residual: float = math.nan
     trace: float = math.nan
-    trace_std_error: float = math.nan
-    trace_probes: int = 0
-    converged: bool = False
-    why: str = ""
-    products: int = 0
+    trace_std_error: float = math.nan  # with `trace_probes` − 1 degrees of freedom
+    trace_probes: int = 0  # number of random probes of the trace
+    why: str = ""  # what did not converge or is not finite
+    products: int = 0  # number of Hessian-vector products
     seed: int = 0
     seconds: float = 0.0
-    checked: float | None = None
-    by_prompt: tuple[Tensor, ...] = ()
+    checked: float | None = None  # relative error found by `check_products`; None if not checked, NaN if inconclusive
+    by_prompt: tuple[Tensor, ...] = ()  # vᵀH_i v of prompt i, (k,), for `top` and then `smallest`; empty if not known
+
+    @property
+    def converged(self) -> bool:
+        """Whether all eigenpairs met the tolerance and all numbers are finite."""
+        return not self.why
 
     @property
     def largest(self) -> float:
@@ -81,25 +66,21 @@ class Curvature:
         return self.trace - half, self.trace + half
 
     def estimates(self, prefix: str = "") -> list[Estimate]:
-        """Rows of the `probes` table: `gradient_norm`, `largest` (with all the seconds), `eigenvalue_i`, `smallest`, `trace`."""
-
-        def row(quantity: str, value: float, **rest: Any) -> Estimate:
-            """A row; a value that is missing has the reason."""
-            rest = {"why": "" if math.isfinite(value) else self.why} | rest
-            return Estimate("curvature", prefix + quantity, value, seed=self.seed, **rest)
-
+        """Rows of the `probes` table: `largest` (with all the seconds), `eigenvalue_i`, `smallest`, `trace`."""
         names = ["largest", *(f"eigenvalue_{index}" for index in range(2, len(self.top) + 1))]
         pairs = list(zip(names, map(float, self.top), map(float, self.residuals), strict=True))
         pairs += [("smallest", self.smallest, self.smallest_residual)] * math.isfinite(self.smallest)
-        rows = [row("gradient_norm", self.gradient_norm)]
-        common = {"converged": self.converged, "why": self.why}
+        common: dict[str, Any] = {"seed": self.seed, "why": self.why}
+        rows = []
         for index, (name, value, residual) in enumerate(pairs):
-            one = row(name, value, residual=residual, seconds=0.0 if index else self.seconds, **common)
+            common |= {"converged": self.converged, "seconds": 0.0 if index else self.seconds}
+            one = Estimate("curvature", prefix + name, value, residual=residual, **common)
             rows.append(with_prompts(one, self.by_prompt[index] if index < len(self.by_prompt) else None))
         if self.trace_probes:
-            converged = None if math.isfinite(self.trace) else False
-            error = {"std_error": self.trace_std_error, "samples": self.trace_probes}
-            rows.append(row("trace", self.trace, converged=converged, **error))
+            known = math.isfinite(self.trace)
+            common |= {"converged": None, "why": ""} if known else {"converged": False}
+            error = {"std_error": self.trace_std_error, "samples": self.trace_probes, "seconds": 0.0}
+            rows.append(Estimate("curvature", f"{prefix}trace", self.trace, **common | error))
         return rows
 
 
@@ -164,95 +145,71 @@ def curvature(
         >>> round(found.largest, 6), round(found.trace, 6), found.converged
         (4.0, 5.0, True)
     """
-    _check_arguments(backend, preconditioner, top, trace_probes, tolerance)
-    with opened(loss_fn, parameters, check) as (surface, known):
-        began = time.perf_counter()
-        loss, gradient = surface.gradient() if at is None else at
-        norm, missing = length(gradient), np.full(1, np.nan)
-        start = Curvature(loss, norm, missing, missing, torch.zeros(0), seed=seed, trace_probes=trace_probes)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            return replace(start, why=f"the loss is {loss}, or its gradient is not finite (norm {norm})")
-        wanted = top + int(smallest)
-        capacity = max(2 * wanted + 3, int(memory_mb * 2**20 / gradient.nbytes))
-        _check_memory(gradient, min(capacity, max_products), wanted)
-        hessian, checked = _checked_hessian(surface, known, check)
-        scale = None if preconditioner is None else flatten(preconditioner, surface.parameters).rsqrt()
-        hessian = hessian if scale is None else hessian.scaled(scale)
-        if backend == "pyhessian":
-            found = curvature_by_pyhessian(surface, hessian, start, wanted, tolerance, max_products, trace_probes > 0)
-        else:
-            found = _by_lanczos(hessian, start, top, smallest, tolerance, max_products, capacity)
-            if by_prompt and len(found.vectors):
-                found = replace(found, by_prompt=_by_prompt(surface, found, scale))
-        found = replace(found, vectors=found.vectors[: len(found.top)])
-        return replace(found, checked=checked, seconds=time.perf_counter() - began)
-
-
-def _check_arguments(
-    backend: str, preconditioner: Sequence[Tensor] | None, top: int, trace_probes: int, tolerance: float
-) -> None:
     if backend not in ("lanczos", "pyhessian") or (backend == "pyhessian" and preconditioner is not None):
         raise UserError(f"backend, '{backend}': use 'lanczos', or 'pyhessian' for the plain Hessian")
     if top < 1 or trace_probes == 1 or not 0 < tolerance < 1:
         raise UserError("curvature: top must be at least 1, trace_probes 0 or at least 2, tolerance between 0 and 1")
     if preconditioner is not None and not all(bool((part > 0).all()) for part in preconditioner):
         raise UserError("preconditioner: must be positive")
-
-
-def _checked_hessian(surface: Surface, known: dict[str, Any], check: Check) -> tuple[Operator, float | None]:
-    """The Hessian, and the error of one of its products: what is known, else measured unless the check is off."""
-    hessian = surface.hessian()
-    if check == "off" or known.get("hessian") is not None:
-        return hessian, None if check == "off" else known["hessian"]
-    checked = surface.check(hessian)
-    if not math.isnan(checked):
-        known["hessian"] = checked
-    return hessian, checked
+    with opened(loss_fn, parameters, check) as (surface, known):
+        began = time.perf_counter()
+        loss, gradient = surface.gradient() if at is None else at
+        start = Curvature(loss, length(gradient), seed=seed, trace_probes=trace_probes)
+        if not (math.isfinite(loss) and math.isfinite(start.gradient_norm)):
+            return replace(start, why=f"the loss is {loss}, or its gradient is not finite (norm {start.gradient_norm})")
+        wanted, size = top + int(smallest), len(gradient)
+        capacity = max(2 * wanted + 3, int(memory_mb * 2**20 / gradient.nbytes))
+        # Lanczos vectors, eigenvectors with an orthonormal copy, and eight more for products.
+        vectors = min(capacity, max_products, size) + 2 * wanted + 8
+        what = f"curvature of {size / 1e6:.3g} million parameters"
+        require_memory(vectors * gradient.nbytes, gradient.device, what, "lower top, or probe a smaller model")
+        hessian = surface.hessian()
+        checked = check_once(known, "hessian", check, lambda: surface.check(hessian))
+        scale = None if preconditioner is None else flatten(preconditioner, surface.parameters).rsqrt()
+        if scale is not None:
+            plain = hessian
+            hessian = Operator(surface.parameters, lambda v: (plain @ (v * scale)).mul_(scale))
+        limits: dict[str, Any] = {"tolerance": tolerance, "max_products": max_products}
+        if backend == "pyhessian":
+            found = _by_pyhessian(surface, hessian, start, wanted, **limits)
+        else:
+            found = _by_lanczos(hessian, start, top, int(smallest), capacity=capacity, **limits)
+            if by_prompt and len(found.vectors):
+                found = replace(found, by_prompt=_by_prompt(surface, found, scale))
+        found = replace(found, vectors=found.vectors[: len(found.top)], products=hessian.products)
+        return replace(found, checked=checked, seconds=time.perf_counter() - began)
 
 
 def _by_lanczos(
-    hessian: Operator, start: Curvature, top: int, smallest: bool, tolerance: float, max_products: int, capacity: int
+    hessian: Operator, start: Curvature, top: int, lower: int, capacity: int, tolerance: float, max_products: int
 ) -> Curvature:
     """`start` with eigenvalues, whose residuals take one product each, and the trace; `vectors` include that of `smallest`."""
     found, why = start, ""
+    limits: dict[str, Any] = {"tolerance": tolerance, "max_products": max_products, "capacity": capacity}
     try:
-        limits: dict[str, Any] = {"tolerance": tolerance, "max_products": max_products, "capacity": capacity}
-        pairs = eigenpairs(hessian, top, int(smallest), generator=sub_generator(start.seed, "eigenvalues"), **limits)
-        found, why = _measured(found, hessian, pairs, smallest, tolerance)
+        pairs = eigenpairs(hessian, top, lower, generator=sub_generator(start.seed, "eigenvalues"), **limits)
+        both = zip(pairs.values, pairs.vectors, strict=True)
+        residuals = np.array([length((hessian @ vector).sub_(vector, alpha=float(value))) for value, vector in both])
+        bound, why, upper = tolerance * float(np.abs(pairs.values).max()), pairs.why, pairs.upper
+        if not why and residuals.max() > max(2 * bound, 1e-300):
+            why = (
+                f"the measured residual {residuals.max():.1e} exceeds {bound:.1e}: rounding of {hessian.dtype}, or a loss "
+                "that changes from call to call"
+            )
+        found = replace(start, top=pairs.values[:upper], residuals=residuals[:upper], vectors=pairs.vectors)
+        if lower:  # a 1 × 1 Hessian has one eigenvalue, both the largest and the smallest
+            found = replace(found, smallest=float(pairs.values[-1]), smallest_residual=float(residuals[-1]))
         if start.trace_probes:
-            limits = {"probes": start.trace_probes, "sketch": min(start.trace_probes, capacity)}
-            draws = sub_generator(start.seed, "trace")
-            trace, error = hutchpp(hessian, generator=draws, subspace=pairs.krylov, **limits)
+            draws, space = sub_generator(start.seed, "trace"), pairs.krylov
+            if space is None:
+                space = Krylov(hessian, min(start.trace_probes, capacity), draws)
+                for _ in range(space.capacity):
+                    space.extend()
+            trace, error = hutchpp(hessian, space, start.trace_probes, draws)
             found = replace(found, trace=trace, trace_std_error=error)
-    except NotFiniteError as problem:
+    except FloatingPointError as problem:
         why = "; ".join(filter(None, (why, str(problem))))
-    return replace(found, converged=not why, why=why, products=hessian.products)
-
-
-def _check_memory(gradient: Tensor, capacity: int, pairs: int) -> None:
-    """Check that Lanczos vectors fit: the basis, eigenvectors with an orthonormal copy, and eight more for products."""
-    needed = (min(capacity, len(gradient)) + 2 * pairs + 8) * len(gradient) * gradient.element_size()
-    what = f"curvature of {len(gradient) / 1e6:.3g} million parameters"
-    require_memory(needed, gradient.device, what, "lower top, or probe a smaller model")
-
-
-def _measured(
-    start: Curvature, hessian: Operator, pairs: Eigenpairs, smallest: bool, tolerance: float
-) -> tuple[Curvature, str]:
-    """`start` with the eigenpairs and their measured residuals, and why these are not reliable."""
-    both = zip(pairs.values, pairs.vectors, strict=True)
-    residuals = np.array([length((hessian @ vector).sub_(vector, alpha=float(value))) for value, vector in both])
-    bound, why = tolerance * float(np.abs(pairs.values).max()), pairs.why
-    if pairs.converged and residuals.max() > max(2 * bound, 1e-300):
-        why = (
-            f"the measured residual {residuals.max():.1e} exceeds {bound:.1e}: rounding of {hessian.dtype}, or a loss "
-            "that changes from call to call"
-        )
-    upper = pairs.upper
-    found = replace(start, top=pairs.values[:upper], residuals=residuals[:upper], vectors=pairs.vectors)
-    if smallest:  # a 1 × 1 Hessian has one eigenvalue, both the largest and the smallest
-        found = replace(found, smallest=float(pairs.values[-1]), smallest_residual=float(residuals[-1]))
-    return found, why
+    return replace(found, why=why)
 
 
 def _by_prompt(surface: Surface, found: Curvature, scale: Tensor | None) -> tuple[Tensor, ...]:
@@ -268,6 +225,59 @@ def _by_prompt(surface: Surface, found: Curvature, scale: Tensor | None) -> tupl
             return ()
         rows.append(each - each.mean() + float(value))
     return tuple(rows)
+
+
+class _PyHessianModel(nn.Module):
+    """A surface as a model."""
+
+    def __init__(self, surface: Surface) -> None:
+        super().__init__()
+        self.surface = surface
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        """The surface's parameters."""
+        return iter(self.surface.parameters)
+
+    def forward(self, _: Any) -> Tensor:
+        """The loss, with a second derivative of 0 for parameters that have none, which PyHessian cannot do without."""
+        return self.surface.loss() + sum(0 * parameter.square().sum() for parameter in self.surface.parameters)
+
+
+def _by_pyhessian(
+    surface: Surface, hessian: Operator, start: Curvature, top: int, tolerance: float, max_products: int
+) -> Curvature:
+    """`start` with PyHessian's `top` eigenvalues by magnitude, residuals by our products, and its trace: a second opinion.
+
+    `top` holds the positive eigenvalues among them, `smallest` the most negative one; `products` are those of the residuals.
+    """
+    library: Any = import_module("pyhessian.hessian")  # `pyhessian.hessian` the attribute is the class of that name
+    model, parameters = _PyHessianModel(surface), surface.parameters
+    torch.manual_seed(start.seed)
+    nothing = {"data": (torch.zeros(0), torch.zeros(0)), "cuda": parameters[0].is_cuda}  # the closure has the data
+    problem = library.hessian(model, lambda loss, _: loss, **nothing)
+    values, vectors = problem.eigenvalues(maxIter=max_products, tol=tolerance, top_n=top)
+    samples = np.full(1, np.nan)
+    if start.trace_probes:
+        samples = np.array(problem.trace(maxIter=max_products, tol=tolerance))
+    model.zero_grad()
+    found: list[tuple[float, float, Tensor]] = []
+    for value, parts in zip(values, vectors, strict=True):
+        flat = flatten(parts, parameters)
+        flat = flat / length(flat)
+        found.append((float(value), length((hessian @ flat).sub_(flat, alpha=float(value))), flat))
+    upper = sorted((one for one in found if one[0] > 0), key=lambda one: -one[0])
+    lower = [(value, residual) for value, residual, _ in found if value < 0]
+    worst = max(one[1] for one in found) / max(abs(one[0]) for one in found)
+    why = f"PyHessian stopped at a residual of {worst:.1e} of its largest |eigenvalue|" if worst > tolerance else ""
+    result = replace(start, trace=float(samples.mean()), why=why)
+    if len(samples) > 1:
+        result = replace(result, trace_std_error=float(samples.std(ddof=1)) / len(samples) ** 0.5)
+    if upper:
+        tops, residuals = (np.array([one[i] for one in upper]) for i in (0, 1))
+        result = replace(result, top=tops, residuals=residuals, vectors=torch.stack([one[2] for one in upper]))
+    if lower:
+        result = replace(result, smallest=min(lower)[0], smallest_residual=min(lower)[1])
+    return replace(result, trace_probes=len(samples) if start.trace_probes else 0)
 
 
 def adamw_preconditioner(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Symmetric operators, Lanczos with full reorthogonalization (extreme eigenpairs with residuals), and the trace by Hutch++.
+"""Lanczos with full reorthogonalization (extreme eigenpairs with residuals), and the trace by Hutch++.
 
 SciPy's `eigsh` (ARPACK) tests convergence only when its basis is full, so it needs at least `ncv` products for any tolerance;
 this implementation tests after each product.
@@ -7,14 +7,13 @@ this implementation tests after each product.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sharpscope.probes.surface import common_dtype, flatten, inner, length, size_of, unflatten
+from sharpscope.probes.surface import Operator, length
 
 STEADY = 3
 """Number of consecutive products at which the Ritz pairs must meet the tolerance."""
@@ -22,69 +21,20 @@ COLUMNS = 2**20
 """Columns of a basis that a restart replaces at once."""
 
 
-class NotFiniteError(ArithmeticError):
-    """A product is NaN or infinite; the message gives its number."""
-
-
-class Operator:
-    """A symmetric linear map (P,) → (P,) of vectors of one dtype on one device, which counts its `products`."""
-
-    def __init__(
-        self, product: Callable[[Tensor], Tensor], size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.size, self.dtype, self.device = size, dtype, device
-        self.products = 0
-        self._product = product
-
-    @classmethod
-    def on(cls, parameters: Sequence[Tensor], product: Callable[[Tensor], Tensor]) -> Operator:
-        """A map of flat vectors like the parameters."""
-        return cls(product, size_of(parameters), common_dtype(parameters), parameters[0].device)
-
-    def __matmul__(self, vector: Tensor) -> Tensor:
-        self.products += 1
-        return self._product(vector)
-
-    def scaled(self, scale: Tensor) -> Operator:
-        """S H S for a diagonal S (P,): the Hessian in the coordinates S⁻¹θ, such as S = D^(−1/2) for AdamW's D."""
-        scale = scale.to(device=self.device, dtype=self.dtype)
-        return Operator(lambda v: (self @ (v * scale)).mul_(scale), self.size, self.dtype, self.device)
-
-
-def graph_product(loss: Tensor, parameters: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-    """Hessian products v ↦ H v of a scalar loss, by a second reverse pass through the kept graph of its gradient.
-
-    H v is 0 for parameters that are unused or enter linearly. A product costs about four forward passes.
-    """
-    gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
-    active = [i for i, g in enumerate(gradients) if g is not None and g.requires_grad]
-    outputs = [gradients[i] for i in active]
-
-    def product(vector: Tensor) -> Tensor:
-        if not active:
-            return flatten([None] * len(parameters), parameters)
-        parts = unflatten(vector, parameters)
-        second = torch.autograd.grad(
-            outputs, parameters, [parts[i] for i in active], retain_graph=True, allow_unused=True
-        )
-        return flatten(second, parameters)
-
-    return product
+def inner(rows: Tensor, vector: Tensor) -> Tensor:
+    """Inner products (k,) of rows (k, P) with a vector (P,) in float64, accumulated from blocks of columns."""
+    blocks = zip(rows.split(2**16, dim=1), vector.split(2**16), strict=True)
+    return torch.stack([(a @ b).double() for a, b in blocks]).sum(0)
 
 
 @dataclass(frozen=True)
 class Eigenpairs:
-    """Extreme eigenpairs.
-
-    They have converged if over STEADY products, or the whole space, all residuals were ≤ tolerance · the largest |λ| and the
-    values did not change. Converged values are eigenvalues but need not be the extreme ones.
-    """
+    """Extreme eigenpairs, which need not be the extreme ones also if they have converged."""
 
     values: np.ndarray  # (k,) float64 signed eigenvalues in descending order
     vectors: Tensor  # (k, P) unit eigenvectors in the same order
     upper: int  # number of eigenpairs at the upper end; the others are at the lower end
-    converged: bool
-    why: str  # reason for `converged = False`
+    why: str  # reason why they have not converged; empty if they have
     krylov: Krylov | None  # the subspace, for deflation; None if a restart has shortened it
 
 
@@ -104,6 +54,7 @@ class Krylov:
         self.size = 0
         self.beta = 0.0  # norm of the residual of the last product; 0 if the subspace is invariant
         self._scale = 0.0
+        self.start()
 
     @property
     def basis(self) -> Tensor:
@@ -125,13 +76,13 @@ class Krylov:
         """Add the next direction to the basis, with one product.
 
         Raises:
-            NotFiniteError: the product is not finite.
+            FloatingPointError: the product is not finite.
         """
         vector = self._basis[self.size]
         image = self.operator @ vector
         norm = length(image)
         if not np.isfinite(norm):
-            raise NotFiniteError(f"Hessian product {self.operator.products} is not finite")
+            raise FloatingPointError(f"Hessian product {self.operator.products} is not finite")
         self.size += 1
         rest, coefficients = self._orthogonal(image)
         j = self.size - 1
@@ -190,12 +141,12 @@ class Krylov:
 
 def eigenpairs(
     operator: Operator,
-    upper: int = 1,
-    lower: int = 1,
+    upper: int,
+    lower: int,
     *,
-    tolerance: float = 1e-3,
-    max_products: int = 200,
-    capacity: int = 100,
+    tolerance: float,
+    max_products: int,
+    capacity: int,
     generator: torch.Generator,
 ) -> Eigenpairs:
     """The `upper` largest and `lower` smallest (signed) eigenvalues of a symmetric operator, by Lanczos from a random start.
@@ -208,17 +159,16 @@ def eigenpairs(
         tolerance: bound of the residuals ‖Hv − λv‖ relative to the largest |λ|. The error of an eigenvalue is at most the
             residual, and about residual²/gap. Values must also change by less over STEADY products.
         max_products: maximum number of products.
-        capacity: number of vectors (P,) in memory; beyond it Lanczos restarts.
+        capacity: number of vectors (P,) in memory, at least 2·(upper + lower) + 3; beyond it Lanczos restarts.
         generator: of the random starting vector.
 
     Raises:
-        NotFiniteError: a product is NaN or infinite.
+        FloatingPointError: a product is NaN or infinite.
     """
     wanted = min(upper + lower, operator.size)
     upper = min(upper, wanted)
     lower = wanted - upper
-    space = Krylov(operator, min(max(capacity, 2 * wanted + 3), max(max_products, wanted)), generator)
-    space.start()
+    space = Krylov(operator, min(capacity, max(max_products, wanted)), generator)
     spent, restarted, met, last = 0, False, 0, np.full(wanted, np.inf)
     scale = float(np.finfo(np.float64).tiny)
     while True:
@@ -250,17 +200,10 @@ def eigenpairs(
         state = "the values still move, and " if small else ""
         why = f"after {spent} products {state}the residual is {residuals[ends].max() / scale:.1e} of the largest |eigenvalue|"
     vectors = space.vectors(coefficients[:, order])
-    return Eigenpairs(values[order], vectors, upper, done, why, None if restarted else space)
+    return Eigenpairs(values[order], vectors, upper, why, None if restarted else space)
 
 
-def hutchpp(
-    operator: Operator,
-    *,
-    probes: int = 16,
-    sketch: int = 16,
-    generator: torch.Generator,
-    subspace: Krylov | None = None,
-) -> tuple[float, float]:
+def hutchpp(operator: Operator, subspace: Krylov, probes: int, generator: torch.Generator) -> tuple[float, float]:
     """Unbiased trace and its standard error over the probes: exact on a Krylov subspace Q, Hutchinson with Rademacher probes on its complement.
 
     tr H = tr(Q H Qᵀ) + E gᵀ(I − QᵀQ) H (I − QᵀQ) g. A Krylov subspace of j products captures outlying eigenvectors better than
@@ -269,34 +212,24 @@ def hutchpp(
 
     Args:
         operator: on (P,).
+        subspace: Q, of any dimension.
         probes: number of random probes, at least 2; one product each.
-        sketch: dimension of the Krylov subspace, one product each; 0 for plain Hutchinson.
-        generator: of all random vectors.
-        subspace: one of `eigenpairs` in place of a new one.
+        generator: of the probes.
 
     Raises:
-        ValueError: fewer than 2 probes.
-        NotFiniteError: a product is NaN or infinite.
+        FloatingPointError: a product is NaN or infinite.
     """
-    if probes < 2:
-        raise ValueError(f"probes, {probes}: at least 2, or there is no standard error")
-    if subspace is None and sketch > 0:
-        subspace = Krylov(operator, sketch, generator)
-        subspace.start()
-        for _ in range(subspace.capacity):
-            subspace.extend()
-    exact = 0.0 if subspace is None else float(np.trace(subspace.projection[: subspace.size, : subspace.size]))
-    if subspace is not None and subspace.size == operator.size:
+    exact = float(np.trace(subspace.projection[: subspace.size, : subspace.size]))
+    if subspace.size == operator.size:
         return exact, 0.0
     samples = []
     for _ in range(probes):
         signs = torch.randint(0, 2, (operator.size,), generator=generator, dtype=torch.int8)
         probe = (2 * signs - 1).to(device=operator.device, dtype=operator.dtype)
-        if subspace is not None:
-            for _ in range(2):
-                probe = torch.addmv(probe, subspace.basis.T, inner(subspace.basis, probe).to(probe), alpha=-1)
+        for _ in range(2):
+            probe = torch.addmv(probe, subspace.basis.T, inner(subspace.basis, probe).to(probe), alpha=-1)
         sample = float(inner((operator @ probe)[None], probe))
         if not math.isfinite(sample):
-            raise NotFiniteError(f"Hessian product {operator.products} is not finite")
+            raise FloatingPointError(f"Hessian product {operator.products} is not finite")
         samples.append(sample)
     return exact + float(np.mean(samples)), float(np.std(samples, ddof=1)) / math.sqrt(probes)

@@ -1,27 +1,206 @@
-"""The loss surface of a causal language model, computed in microbatches within a memory limit."""
+"""The loss surface of a causal language model: losses over fixed rows of tokens, computed in microbatches within a memory limit.
+
+Each loss is a sum over rows whose coefficients are fixed for the whole batch, so that values, gradients and Hessians do not
+depend on the microbatches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sharpscope.config.probes import Check
+from sharpscope.config.probes import Check, ObjectiveName
 from sharpscope.errors import CheckError, UserError
-from sharpscope.policy import backbone, bare, check_head, length_buckets, output_head
+from sharpscope.policy import Rollouts, backbone, bare, check_head, completions_of, length_buckets, output_head
 from sharpscope.policy.token_stats import flat_logp
-from sharpscope.probes.check import check_products
-from sharpscope.probes.fingerprint import remembered
-from sharpscope.probes.guard import guarded
-from sharpscope.probes.lanczos import Operator, graph_product
-from sharpscope.probes.objectives import Objective, token_batch
-from sharpscope.probes.surface import Surface, checked_parameters, common_dtype, flatten, size_of, working_precision
+from sharpscope.probes.guard import guarded, remembered
+from sharpscope.probes.surface import (
+    Operator,
+    Surface,
+    check_products,
+    checked_parameters,
+    common_dtype,
+    flatten,
+    graph_product,
+    working_precision,
+)
 
 CHECKED_TOKENS = 32  # tokens of the first row whose logits are compared with the model's own
 FEW_TOKENS = 24  # tokens of each of the two rows on which Hessian products are checked
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Rows of tokens with padding on the right, which a causal model does not see."""
+
+    input_ids: Tensor  # (N, S) long
+    lengths: Tensor  # (N,) tokens without padding
+    scored: Tensor  # (N, S) bool, tokens whose log-probability enters the loss; never the first token of a row
+    anchor_logp: Tensor  # (N, S) [nats], log-probability of the scored tokens under the policy that drew them
+    reward: Tensor  # (N,); a success in [0, 1] for `expected_failure`
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def rows(self, index: Tensor) -> TokenBatch:
+        """The rows `index`, truncated to the longest of them."""
+        width = int(self.lengths[index].max())
+        grids = (grid[index, :width] for grid in (self.input_ids, self.scored, self.anchor_logp))
+        ids, scored, anchors = grids
+        return TokenBatch(ids, self.lengths[index], scored, anchors, self.reward[index])
+
+    @cached_property
+    def prompts(self) -> list[int]:
+        """Prompt index of each row, from 0; rows with equal tokens before the first scored token share a prompt."""
+        known: dict[tuple[int, ...], int] = {}
+        width = self.scored.shape[1]
+        ends = torch.where(self.scored.any(1), self.scored.long().argmax(1), width).tolist()
+        texts = [tuple(ids[:end]) for ids, end in zip(self.input_ids.tolist(), ends, strict=True)]
+        return [known.setdefault(text, len(known)) for text in texts]
+
+    def to(self, device: torch.device | str) -> TokenBatch:
+        """The batch on another device."""
+        return TokenBatch(**{part.name: getattr(self, part.name).to(device) for part in fields(self)})
+
+
+def token_batch(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    scored: Tensor,
+    *,
+    anchor_logp: Tensor | None = None,
+    reward: Tensor | None = None,
+) -> TokenBatch:
+    """A `TokenBatch` from rows with padding anywhere.
+
+    Args:
+        input_ids: (N, S) tokens.
+        attention_mask: (N, S), 0 on padding.
+        scored: (N, S), 1 on the tokens whose log-probability enters the loss.
+        anchor_logp: (N, S) [nats]; None for zeros, which `Objective.anchored` replaces.
+        reward: (N,); None for ones.
+
+    Raises:
+        UserError: no token is scored, or a scored token has no prefix.
+    """
+    present = attention_mask.bool()
+    order = torch.argsort(~present, dim=1, stable=True)  # real tokens first, in their order
+    lengths = present.sum(1)
+    width = int(lengths.max()) if len(lengths) else 0
+    order = order[:, :width]
+
+    keep = torch.arange(width, device=input_ids.device) < lengths[:, None]
+    marked = scored.bool().gather(1, order) & keep
+    if not bool(marked.any()):
+        raise UserError("probe data: no token is scored; completions must not be empty")
+    if bool(marked[:, 0].any()):
+        raise UserError("probe data: a scored token has no prefix; every row needs a prompt of at least one token")
+    anchors = torch.zeros(marked.shape, device=marked.device) if anchor_logp is None else anchor_logp.gather(1, order)
+    worth = torch.ones(len(marked), device=marked.device) if reward is None else reward
+    ids = input_ids.gather(1, order).long()
+    # Fill the padding with the row's first token; pad tokens would make transformers warn.
+    return TokenBatch(torch.where(keep, ids, ids[:, :1]), lengths, marked, anchors.masked_fill(~marked, 0.0), worth)
+
+
+def completion_batch(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, reward: Tensor | None = None
+) -> TokenBatch:
+    """A `TokenBatch` from token ids of prompts and completions, neither of them empty, with the completion tokens scored."""
+    rows = completions_of([prompt for prompt, _ in pairs], [completion for _, completion in pairs])
+    scored = torch.nn.functional.pad(rows.completion_mask, (rows.prompt_width, 0))
+    return token_batch(rows.input_ids, rows.attention_mask, scored, reward=reward)
+
+
+def rollout_batch(rollouts: Rollouts, *, reward: Tensor | None = None) -> TokenBatch:
+    """A `TokenBatch` with the loss tokens scored and `behavior_logp` as anchors; `reward` (N,) replaces the rollouts' own."""
+    left = (rollouts.input_ids.shape[1] - rollouts.completion_mask.shape[1], 0)
+    return token_batch(
+        rollouts.input_ids,
+        rollouts.attention_mask,
+        torch.nn.functional.pad(rollouts.completion_mask, left),
+        anchor_logp=torch.nn.functional.pad(rollouts.behavior_logp, left),
+        reward=rollouts.reward if reward is None else reward,
+    )
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A scalar loss over one batch.
+
+    With ℓ_it = log π_θ(token t of row i | prefix) and r_it = exp(ℓ_it − anchor_it):
+
+    - `nll`: −Σ_it ℓ_it / number of scored tokens.
+    - `expected_failure`: mean_i [1 − R_i exp(Σ_t log r_it)]. If the rows were drawn from the policy at the anchors, its value,
+      gradient and Hessian are unbiased estimates of those of 1 − E_y R(y). (The Hessian of −mean R·Σ log π is biased.)
+
+    Probes replace the anchors by the probed policy's log-probabilities, so that r = 1, unless the objective is stale.
+    """
+
+    name: ObjectiveName
+    batch: TokenBatch
+    temperature: float = 1.0  # softmax temperature of the log-probabilities
+    stale: bool = False  # whether the rows were drawn by another policy and keep their recorded anchors
+
+    def __post_init__(self) -> None:
+        worth = self.batch.reward
+        if self.name == "expected_failure" and not bool(((worth >= 0) & (worth <= 1)).all()):
+            raise UserError(
+                f"reward, {float(worth.min()):g} to {float(worth.max()):g}: expected_failure needs a success in [0, 1]"
+            )
+
+    @cached_property
+    def prompt_weight(self) -> Tensor:
+        """(k,) share of each prompt in the mean over the batch, of scored tokens for `nll`, of rows for the others; sums to 1."""
+        batch = self.batch
+        each = batch.scored.sum(1).double() if self.name == "nll" else torch.ones(len(batch)).double()
+        prompt = torch.tensor(batch.prompts)
+        total = torch.zeros(int(prompt.max()) + 1, dtype=torch.float64).index_add_(0, prompt, each.cpu())
+        return total / total.sum()
+
+    def by_prompt(self, shares: Tensor) -> Tensor:
+        """One value for each prompt, whose mean is L and whose standard error of the mean is that of L over prompts, (k,).
+
+        The values are L + k·(s_i − w_i·L), s_i the prompt's part of L and w_i its `prompt_weight`: those of the linearized
+        ratio estimator Σ s_i/Σ w_i, so that prompts with more tokens or rows weigh more. They are linear in the shares.
+
+        Args:
+            shares: (N,) parts of L (see `row_shares`), or of a derivative of L, by row.
+        """
+        weight = self.prompt_weight
+        prompt = torch.tensor(self.batch.prompts)
+        parts = torch.zeros_like(weight).index_add_(0, prompt, shares.detach().double().cpu())
+        return parts.sum() + len(weight) * (parts - weight * parts.sum())
+
+    def ceiling(self, loss: float) -> float:
+        """See `Surface.ceiling`; 1 − loss for `expected_failure`, at its anchors the share of correct completions."""
+        return 1 - loss if self.name == "expected_failure" else math.nan
+
+    def row_shares(self, index: Tensor, logp: Tensor) -> Tensor:
+        """The part of L that each of the rows `index` (n,) contributes, (n,); the parts of all rows sum to L.
+
+        Args:
+            index: (n,) rows.
+            logp: (n, width) log-probabilities with their graph, used on scored tokens only.
+        """
+        batch, width = self.batch, logp.shape[1]
+        scored = batch.scored[index, :width]
+        logp = torch.where(scored, logp, 0.0)
+        if self.name == "nll":
+            return -logp.sum(1) / float(batch.scored.sum())
+        log_ratio = logp - batch.anchor_logp[index, :width].to(logp.dtype)  # both 0 off the scored tokens
+        success = batch.reward[index].to(logp.dtype) * log_ratio.sum(1).exp()  # (n,)
+        return (1 - success) / len(batch)
+
+    def rows(self, index: Tensor) -> Objective:
+        """The objective over some of the rows, normalized over these."""
+        return replace(self, batch=self.batch.rows(index))
 
 
 class LmSurface(Surface):
@@ -56,37 +235,38 @@ class LmSurface(Surface):
     def value(self) -> float:
         """L(θ), summed in float64."""
         with torch.no_grad():
-            return sum(float(self._share(index)) for index in self._microbatches)
+            return sum(float(self._shares(index).sum()) for index in self._microbatches)
 
     def by_prompt(self) -> Tensor:
         """One value for each prompt, (k,) float64, with mean L(θ); see `Objective.by_prompt`."""
-        shares = torch.zeros(len(self.objective.batch), dtype=torch.float64)
         with torch.no_grad():
-            for index in self._microbatches:
-                shares[index.cpu()] = self._shares(index).double().cpu()
-        return self.objective.by_prompt(shares)
+            return self._each_prompt(self._shares(index) for index in self._microbatches)
+
+    def _each_prompt(self, shares: Iterable[Tensor]) -> Tensor:
+        """`Objective.by_prompt` of the rows' parts, microbatch by microbatch."""
+        rows = torch.zeros(len(self.objective.batch), dtype=torch.float64)
+        for index, share in zip(self._microbatches, shares, strict=True):
+            rows[index.cpu()] = share.detach().double().cpu()
+        return self.objective.by_prompt(rows)
 
     def loss(self) -> Tensor:
         """L(θ) with one graph over all rows, for PyHessian; memory is not bounded."""
-        return torch.stack([self._share(index, twice=True) for index in self._microbatches]).sum()
+        return torch.stack([self._shares(index, twice=True).sum() for index in self._microbatches]).sum()
 
     def gradient(self) -> tuple[float, Tensor]:
         """L(θ) and ∇L(θ) (P,)."""
-        value, total, _ = self.gradient_by_prompt()
-        return value, total
+        return self.gradient_by_prompt()[:2]
 
     def gradient_by_prompt(self) -> tuple[float, Tensor, Tensor]:
         """L(θ), ∇L(θ) (P,) and `by_prompt` (k,), from one pass."""
-        total, value = self._zeros(), 0.0
-        shares = torch.zeros(len(self.objective.batch), dtype=torch.float64)
+        total, value, shares = self._zeros(), 0.0, []
         for index in self._microbatches:
             rows = self._shares(index)
-            shares[index.cpu()] = rows.detach().double().cpu()
-            share = rows.sum()
-            value += float(share.detach())
-            if share.requires_grad:
-                total += flatten(torch.autograd.grad(share, self.parameters, allow_unused=True), self.parameters)
-        return value, total, self.objective.by_prompt(shares)
+            shares.append(rows.detach())
+            value += float(rows.detach().sum())
+            if rows.requires_grad:
+                total += flatten(torch.autograd.grad(rows.sum(), self.parameters, allow_unused=True), self.parameters)
+        return value, total, self._each_prompt(shares)
 
     def hessian(self) -> Operator:
         """∇²L(θ): a second reverse pass through the graph of the gradient.
@@ -96,12 +276,13 @@ class LmSurface(Surface):
         """
         budget, per_token = self._memory_mb * 2**20, self._graph_bytes_per_token()
         tokens = self._tokens if per_token == 0 else max(1, min(self._tokens, int(budget / per_token)))
-        gradient = size_of(self.parameters) * self.parameters[0].element_size()  # each graph holds its gradient
-        kept, rebuilt, used = [], [], 0.0
+        gradient = sum(p.nbytes for p in self.parameters)  # each graph holds one
+        kept: list[Callable[[Tensor], Tensor]] = []
+        rebuilt, used = [], 0.0
         for index in self._cut(tokens=tokens):
             used += gradient + per_token * len(index) * int(self.objective.batch.lengths[index].max())
             if used <= budget:
-                kept.append(graph_product(self._share(index, twice=True), self.parameters))
+                kept.append(self._product(index))
             else:
                 rebuilt.append(index)
 
@@ -110,10 +291,14 @@ class LmSurface(Surface):
             for graph in kept:
                 total += graph(vector)
             for index in rebuilt:
-                total += graph_product(self._share(index, twice=True), self.parameters)(vector)
+                total += self._product(index)(vector)
             return total
 
-        return Operator.on(self.parameters, product)
+        return Operator(self.parameters, product)
+
+    def _product(self, index: Tensor) -> Callable[[Tensor], Tensor]:
+        """Hessian products of the rows' part of L."""
+        return graph_product(self._shares(index, twice=True).sum(), self.parameters)
 
     def curvature_by_prompt(self, vector: Tensor) -> Tensor:
         """vᵀH_i v of each prompt's Hessian H_i, (k,) float64 with mean vᵀHv, by Hessian products of single prompts."""
@@ -122,8 +307,7 @@ class LmSurface(Surface):
         for prompt in range(int(prompts.max()) + 1):
             rows = (prompts == prompt).nonzero()[:, 0]
             for index in self._cut(rows):
-                image = graph_product(self._share(index, twice=True), self.parameters)(vector)
-                shares[int(rows[0])] += float(vector.double() @ image.double())
+                shares[int(rows[0])] += float(vector.double() @ self._product(index)(vector).double())
         return self.objective.by_prompt(shares)
 
     def ceiling(self, loss: float) -> float:
@@ -142,15 +326,14 @@ class LmSurface(Surface):
             scored[:, 0] = False
             few = token_batch(batch.input_ids[rows, : present.shape[1]], present, scored)
             surface = self.over(Objective("nll", few, self.objective.temperature))
-            self.known["hessian"] = check_products(surface, name=f"model, {type(bare(self.model)).__name__}")
+            self.known["hessian"] = check_products(
+                surface, surface.hessian(), f"model, {type(bare(self.model)).__name__}"
+            )
         return float(self.known["hessian"])
 
     def _zeros(self) -> Tensor:
         like = self.parameters
-        return torch.zeros(size_of(like), dtype=common_dtype(like), device=like[0].device)
-
-    def _share(self, index: Tensor, *, twice: bool = False) -> Tensor:
-        return self._shares(index, twice=twice).sum()
+        return torch.zeros(sum(p.numel() for p in like), dtype=common_dtype(like), device=like[0].device)
 
     def _shares(self, index: Tensor, *, twice: bool = False) -> Tensor:
         """The rows' parts of L, (n,)."""
@@ -170,8 +353,6 @@ class LmSurface(Surface):
     def _cut(self, rows: Tensor | None = None, tokens: int | None = None) -> list[Tensor]:
         """Microbatches of rows of similar length with rows × longest ≤ tokens (at least one row), shortest rows first."""
         lengths, tokens = self.objective.batch.lengths, tokens or self._tokens
-        if tokens < 1:
-            raise UserError(f"microbatch_tokens, {tokens}: at least 1")
         rows = torch.arange(len(lengths), device=lengths.device) if rows is None else rows
         batches: list[Tensor] = []
         for bucket in reversed(length_buckets(lengths[rows].cpu().numpy(), lengths.device)):
@@ -190,7 +371,7 @@ class LmSurface(Surface):
             return tensor.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            share = self._share(index, twice=True)
+            share = self._shares(index, twice=True).sum()
             if not share.requires_grad:
                 return 0.0
             gradients = torch.autograd.grad(share, self.parameters, create_graph=True, allow_unused=True)
@@ -231,19 +412,16 @@ def lm_surface(
     if check != "off" and "surface" not in known:
         with guarded(model), torch.no_grad():
             expected = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-            coarsest = max((torch.float32, *(t.dtype for t in tensors if t.is_floating_point())), key=_epsilon)
+            dtypes = {torch.float32, *(t.dtype for t in tensors if t.is_floating_point())}
+            tolerance = 2 * max(float(torch.finfo(dtype).eps) for dtype in dtypes) ** 0.5
     with guarded(model, attention="math"), working_precision(tensors), torch.enable_grad():
         check_head(model, output_head(model))
         surface = LmSurface(model, objective, microbatch_tokens, memory_mb, known)
         if expected is not None and bool(expected.isfinite().all()):  # nothing to compare for diverged weights
-            known["surface"] = _check_logits(model, ids, expected, 2 * _epsilon(coarsest) ** 0.5)
+            known["surface"] = _check_logits(model, ids, expected, tolerance)
         if objective.name != "nll" and not objective.stale:
-            surface.objective = objective.anchored(surface.logp())
+            surface.objective = replace(objective, batch=replace(objective.batch, anchor_logp=surface.logp()))
         yield surface
-
-
-def _epsilon(dtype: torch.dtype) -> float:
-    return float(torch.finfo(dtype).eps)
 
 
 def _check_logits(model: nn.Module, ids: Tensor, expected: Tensor, tolerance: float) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -17,9 +17,18 @@ from torch import Tensor
 
 from sharpscope.config.probes import Check, SharpnessKind
 from sharpscope.errors import UserError, nearest
-from sharpscope.probes.check import check_gradient
 from sharpscope.probes.estimate import Estimate, with_prompts
-from sharpscope.probes.surface import LossFn, Surface, common_dtype, flatten, length, moved, opened
+from sharpscope.probes.surface import (
+    LossFn,
+    Surface,
+    check_gradient,
+    check_once,
+    common_dtype,
+    flatten,
+    length,
+    moved,
+    opened,
+)
 from sharpscope.traces.schema import MAX_SATURATION
 
 KINDS: tuple[SharpnessKind, ...] = get_args(SharpnessKind)
@@ -29,34 +38,19 @@ EVALUATIONS = 16  # largest number of losses of the search for a radius
 
 @dataclass(frozen=True)
 class Sharpness:
-    """The rise of the loss at one radius.
+    """The rise of the loss at one radius. Its standard error over prompts neglects terms of second order in the radius."""
 
-    Attributes:
-        value: L(θ+ε) − L(θ) [unit of the loss].
-        first_order: rho·‖T∘∇L‖, the largest linearized rise in the ball.
-        gradient_norm: ‖∇L‖₂.
-        loss: L(θ).
-        ceiling: the largest rise that the loss allows, 1 − L(θ) for `expected_failure`; NaN if it has no bound.
-        rho: radius.
-        kind: `sam` or `asam`.
-        why: reason why the value is not reliable; empty if it is.
-        seconds: wall-clock time.
-        checked: relative error of the gradient found by `check_gradient`; None if not checked, NaN if inconclusive.
-        by_prompt: (k,) one value for each prompt, with mean `value` (see `Objective.by_prompt`); None if prompts are not known. Their
-            standard error treats the perturbation as fixed, which neglects terms of second order in rho.
-    """
-
-    value: float
-    first_order: float
-    gradient_norm: float
-    loss: float
-    ceiling: float
-    rho: float
+    value: float  # L(θ+ε) − L(θ) [unit of the loss]
+    first_order: float  # rho·‖T∘∇L‖, the largest linearized rise in the ball
+    gradient_norm: float  # ‖∇L‖₂
+    loss: float  # L(θ)
+    ceiling: float  # the largest rise that the loss allows, 1 − L(θ) for `expected_failure`; NaN if it has no bound
+    rho: float  # radius
     kind: SharpnessKind
-    why: str
+    why: str  # reason why the value is not reliable; empty if it is
     seconds: float
-    checked: float | None = None
-    by_prompt: Tensor | None = None
+    checked: float | None = None  # relative error found by `check_gradient`; None if not checked, NaN if inconclusive
+    by_prompt: Tensor | None = None  # (k,) one value for each prompt, with mean `value`; None if not known
 
     @property
     def saturation(self) -> float:
@@ -65,9 +59,9 @@ class Sharpness:
 
     def estimates(self) -> list[Estimate]:
         """Rows of the `probes` table: the value, named after its kind, and `<kind>_first_order`."""
-        whole = Estimate("perturbation", self.kind, self.value, samples=1, rho=self.rho, seconds=self.seconds)
-        whole = replace(whole, ceiling=self.ceiling, saturation=self.saturation)
-        whole = replace(whole, converged=False if self.why else None, why=self.why)
+        more: dict[str, Any] = {"ceiling": self.ceiling, "saturation": self.saturation, "seconds": self.seconds}
+        more |= {"converged": False if self.why else None, "why": self.why, "samples": 1, "rho": self.rho}
+        whole = Estimate("perturbation", self.kind, self.value, **more)
         why = self.why if math.isnan(self.first_order) else ""
         first = Estimate("perturbation", f"{self.kind}_first_order", self.first_order, rho=self.rho, why=why)
         return [with_prompts(whole, self.by_prompt), first]
@@ -121,11 +115,8 @@ def sharpness(
     if not (rho > 0 and math.isfinite(rho)):
         raise UserError(f"rho, {rho}: must be positive and finite")
     with opened(loss_fn, parameters, check) as (surface, known):
-        error = known.get("gradient")
-        if parameters is not None and check != "off" and error is None:
-            error = check_gradient(surface)
-            if not math.isnan(error):
-                known["gradient"] = error
+        closure = parameters is not None
+        error = check_once(known, "gradient", check, lambda: check_gradient(surface)) if closure else None
         began = time.perf_counter()
         loss, gradient = surface.gradient() if at is None else at
         scale = flatten([p.detach().abs() for p in surface.parameters], surface.parameters) if kind == "asam" else None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sharpscope.errors import UserError, nearest
-from sharpscope.probes.objectives import TokenBatch, completion_batch
+from sharpscope.probes.language_model import TokenBatch, completion_batch
 from sharpscope.tasks import Example, Task
 from sharpscope.traces.files import publish
 

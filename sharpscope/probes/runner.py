@@ -1,30 +1,37 @@
-"""Run the loss-surface probes that a `ProbesSpec` asks for.
+"""Run the loss-surface probes that a `ProbesSpec` asks for, on the batches of a probe set or on given texts.
 
-`run` is the one implementation behind `sharpscope probe` and the probes of a training run. Callers choose the batches
-(`probe_set_batches` makes those of a probe set) and decide what to do with the rows.
+`run` is the one implementation behind `sharpscope probe` and the probes of a training run. Callers choose the batches and
+decide what to do with the rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from sharpscope.config.probes import Backend, ObjectiveName, ProbesSpec
-from sharpscope.errors import first_line
+from sharpscope.config.probes import Backend, ObjectiveName, ProbesSpec, SharpnessKind
+from sharpscope.errors import UserError, first_line
+from sharpscope.policy import render_prompts
 from sharpscope.probes.estimate import Estimate, attempted, labeled, with_prompts
 from sharpscope.probes.hessian import adamw_preconditioner, adamw_threshold, curvature
-from sharpscope.probes.language_model import LmSurface, lm_surface
-from sharpscope.probes.objectives import Objective, rollout_batch
+from sharpscope.probes.language_model import LmSurface, Objective, completion_batch, lm_surface, rollout_batch
 from sharpscope.probes.perturbation import Radius, find_radius, sharpness
 from sharpscope.probes.probe_set import Draw, Drawn, ProbeSet
 from sharpscope.probes.surface import length
+from sharpscope.tasks import Example
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from sharpscope.policy import Policy
 
 TOLERANCE = 1e-2  # relative residual of eigenpairs
 
@@ -42,7 +49,6 @@ class ProbeBatch:
 class Measured:
     """Results of some probes of one loss of one batch."""
 
-    batch: ProbeBatch
     estimates: tuple[Estimate, ...]
     radius: Radius | None = None  # of the perturbations; None before it is known
 
@@ -54,8 +60,6 @@ def run(
     *,
     radius: Radius | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    curvature: bool = True,
-    perturbation: bool = True,
     backend: Backend = "lanczos",
 ) -> Iterator[Measured]:
     """Probe a model's loss surface on each batch.
@@ -69,8 +73,6 @@ def run(
         spec: probes to run and their memory limits.
         radius: of the perturbations, such as that of an earlier probe; None: by `choose_radius` on the first batch.
         optimizer: AdamW for the preconditioned Hessian; None leaves that out.
-        curvature: run the curvature probes on the spec's `curvature_prompts`.
-        perturbation: run the perturbation probes.
         backend: `lanczos`, or `pyhessian` for its eigenvalues and trace.
 
     Raises:
@@ -78,19 +80,20 @@ def run(
         UserError: the model or a batch cannot be probed.
     """
     for batch in batches:
-        if batch.objectives and radius is None and perturbation:
+        labels = {"probe_set": batch.name}
+        if batch.objectives and radius is None and spec.kinds:
             radius = choose_radius(model, batch, spec)
             if radius.evaluations or radius.why:
-                yield Measured(batch, _named(batch, "expected_failure", [radius.estimate()]), radius)
+                row = radius.estimate()
+                yield Measured(tuple(labeled([row], functional="expected_failure", **labels)), radius)
         for objective in batch.objectives:
             with limited_surface(model, objective, spec) as surface:
                 loss, gradient, base = surface.gradient_by_prompt()
                 rho = math.nan if radius is None else radius.rho
                 point = Point(surface, spec, batch.seed, (loss, gradient), base, rho, optimizer, backend)
-                for name, probe in PROBES.items():
-                    if (name != "perturbation" or perturbation) and (name != "curvature" or curvature):
-                        for rows in probe(point):
-                            yield Measured(batch, _named(batch, objective.name, rows), radius)
+                for probe in PROBES.values():
+                    for rows in probe(point):
+                        yield Measured(tuple(labeled(rows, functional=objective.name, **labels)), radius)
 
 
 def choose_radius(model: nn.Module, batch: ProbeBatch, spec: ProbesSpec) -> Radius:
@@ -109,10 +112,6 @@ def choose_radius(model: nn.Module, batch: ProbeBatch, spec: ProbesSpec) -> Radi
             return find_radius(surface)
     except torch.OutOfMemoryError as problem:
         return Radius(math.nan, why=f"no radius: {first_line(problem)}; lower probes.microbatch_tokens")
-
-
-def _named(batch: ProbeBatch, functional: str, rows: list[Estimate]) -> tuple[Estimate, ...]:
-    return tuple(labeled(rows, probe_set=batch.name, functional=functional))
 
 
 @dataclass(frozen=True)
@@ -140,10 +139,12 @@ def _losses(point: Point) -> Iterator[list[Estimate]]:
 
 def _perturbations(point: Point) -> Iterator[list[Estimate]]:
     """The sharpness measures of the spec at the radius."""
+
+    def measure(kind: SharpnessKind) -> list[Estimate]:
+        return sharpness(point.surface, None, point.rho, kind, at=point.at, base=point.base).estimates()
+
     for kind in point.spec.kinds if math.isfinite(point.rho) else ():
-        measure = partial(sharpness, point.surface, None, point.rho, kind, at=point.at, base=point.base)
-        rows = attempted("perturbation", kind, lambda measure=measure: measure().estimates())  # type: ignore[misc]
-        yield labeled(rows, seed=point.seed)
+        yield labeled(attempted("perturbation", kind, partial(measure, kind)), seed=point.seed)
 
 
 def _curvatures(point: Point) -> Iterator[list[Estimate]]:
@@ -151,29 +152,30 @@ def _curvatures(point: Point) -> Iterator[list[Estimate]]:
     spec, optimizer = point.spec, point.optimizer
     if not spec.curvature_prompts:
         return
-    surface = _first_prompts(point.surface, spec.curvature_prompts)
-    at = point.at if surface is point.surface else surface.gradient()
+    objective = point.surface.objective
+    rows = [row for row, prompt in enumerate(objective.batch.prompts) if prompt < spec.curvature_prompts]
+    objective = objective.rows(torch.tensor(rows, device=objective.batch.lengths.device))
+    surface = point.surface.over(objective)
     limits: dict[str, Any] = {"tolerance": TOLERANCE, "max_products": spec.max_products, "memory_mb": spec.memory_mb}
-    limits |= {"check": spec.check, "at": at, "by_prompt": True}
+    limits |= {"check": spec.check, "at": surface.gradient(), "by_prompt": True}
 
     def plain() -> list[Estimate]:
         options: dict[str, Any] = {"top": spec.top, "trace_probes": spec.trace_probes, "backend": point.backend}
-        return curvature(surface, None, point.seed, **options, **limits).estimates()[1:]
+        return curvature(surface, None, point.seed, **options, **limits).estimates()
 
     def preconditioned() -> list[Estimate]:
         assert optimizer is not None
         diagonal = adamw_preconditioner(optimizer, surface.parameters)
         options: dict[str, Any] = {"preconditioner": diagonal, "smallest": False, "trace_probes": 0}
-        rows = curvature(surface, None, point.seed, **options, **limits).estimates("preconditioned_")[1:]
+        rows = curvature(surface, None, point.seed, **options, **limits).estimates("preconditioned_")
         group = optimizer.param_groups[0]
         if group["lr"] > 0:
             limit = adamw_threshold(float(group["lr"]), float(group["betas"][0]))
             rows.append(Estimate("curvature", "preconditioned_threshold", limit))
         return rows
 
-    prompts = len(surface.objective.prompt_weight)
-    rows = attempted("curvature", "largest", plain)
-    yield labeled(rows, prompts=prompts)
+    prompts = len(objective.prompt_weight)
+    yield labeled(attempted("curvature", "largest", plain), prompts=prompts)
     if optimizer is not None:
         yield labeled(attempted("curvature", "preconditioned_largest", preconditioned), prompts=prompts)
 
@@ -184,15 +186,6 @@ PROBES: dict[str, Callable[[Point], Iterator[list[Estimate]]]] = {
     "curvature": _curvatures,
 }
 """What is measured of each loss, the cheap measures first: name → function that yields rows of the `probes` table."""
-
-
-def _first_prompts(surface: LmSurface, count: int) -> LmSurface:
-    """The surface over the rows of the first `count` prompts; the surface itself if there are no more."""
-    objective = surface.objective
-    if count >= len(objective.prompt_weight):
-        return surface
-    rows = [row for row, prompt in enumerate(objective.batch.prompts) if prompt < count]
-    return surface.over(objective.rows(torch.tensor(rows, device=objective.batch.lengths.device)))
 
 
 def limited_surface(model: nn.Module, objective: Objective, spec: ProbesSpec) -> AbstractContextManager[LmSurface]:
@@ -234,3 +227,86 @@ def probe_set_batches(
 def rollout_objective(name: ObjectiveName, drawn: Drawn, *, temperature: float = 1.0) -> Objective:
     """A loss over drawn completions, with the success as reward."""
     return Objective(name, rollout_batch(drawn.rollouts, reward=drawn.correct.double()), temperature)
+
+
+def read_rows(path: Path | str) -> pd.DataFrame:
+    """Rows of a JSONL or Parquet file with the texts `prompt` and `completion`.
+
+    Optional are `reward`, a success in [0, 1]; `truncated`, whether the completion was cut at a length limit, so that no end-of-text
+    token is added; and `meta`, a dictionary with `messages`, `prefill` and `templated` (see `sharpscope.tasks.Example`). Where a row
+    does not have them they are NaN, False and {}.
+
+    Raises:
+        UserError: a missing file, an unknown file extension, a file that is not what its extension says, or a row without both
+            texts.
+    """
+    import pandas as pd
+
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"data, {path}: no such file")
+    if path.suffix not in (".parquet", ".jsonl", ".json"):
+        raise UserError(f"data, {path}: ends in '{path.suffix}'; give a .jsonl or .parquet file")
+    try:
+        if path.suffix == ".parquet":
+            found = pd.read_parquet(path)
+        else:
+            found = pd.read_json(path, lines=True, dtype=False, convert_dates=False)
+    except (OSError, ValueError) as problem:
+        raise UserError(f"data, {path}: cannot be read as {path.suffix[1:]} ({problem})") from problem
+    if found.empty:
+        raise UserError(f"data, {path}: holds no rows")
+    found = found.reindex(columns=["prompt", "completion", "reward", "truncated", "meta"])
+    texts = found[["prompt", "completion"]].map(lambda value: isinstance(value, str)).all(axis=1)
+    if not texts.all():
+        raise UserError(f"data, {path} row {int(texts.argmin()) + 1}: needs the texts 'prompt' and 'completion'")
+    meta = found["meta"].map(lambda value: value if isinstance(value, dict) else {})
+    reward = pd.to_numeric(found["reward"], errors="coerce").astype(float)
+    return found.assign(reward=reward, truncated=found["truncated"] == 1, meta=meta)
+
+
+def text_batches(
+    policy: Policy,
+    rows: pd.DataFrame,
+    functionals: Sequence[ObjectiveName] = ("nll",),
+    *,
+    seed: int = 0,
+    label: str = "data",
+) -> list[ProbeBatch]:
+    """The batch of given texts for `run`.
+
+    `nll` needs only texts. `expected_failure` needs rewards and assumes that the policy wrote the completions: the anchors
+    are its own log-probabilities.
+
+    Args:
+        policy: from `sharpscope.policy.load_policy`.
+        rows: see `read_rows`.
+        functionals: names of the objectives.
+        seed: of every random vector.
+        label: value of the `probe_set` column.
+
+    Raises:
+        UserError: missing rewards, or rows that are empty or too long.
+    """
+    missing = int(rows["reward"].isna().sum())
+    if missing and any(name != "nll" for name in functionals):
+        raise UserError(
+            f"data: {missing} of {len(rows)} rows have no reward, which {', '.join(functionals)} needs; use nll alone"
+        )
+    examples = [Example.from_row(prompt, "", meta) for prompt, meta in zip(rows["prompt"], rows["meta"], strict=True)]
+    prompts = render_prompts(examples, policy)
+    pairs: list[tuple[Sequence[int], Sequence[int]]] = []
+    texts = zip(prompts, rows["completion"], rows["truncated"], strict=True)
+    for number, (prompt, completion, truncated) in enumerate(texts, 1):
+        ids = list(policy.tokenizer(completion, add_special_tokens=False)["input_ids"])
+        if not truncated and (not ids or ids[-1] not in policy.eos_ids) and policy.eos_ids:
+            ids.append(policy.eos_ids[0])
+        if not prompt or not ids:
+            raise UserError(f"data, row {number}: the {'completion' if prompt else 'prompt'} is empty")
+        length = len(prompt) + len(ids)
+        if policy.context is not None and length > policy.context:
+            raise UserError(f"data, row {number}: {length} tokens, the context is {policy.context}; leave it out")
+        pairs.append((prompt, ids))
+    reward = torch.tensor(rows["reward"].fillna(1.0).to_numpy(dtype=float))
+    batch = completion_batch(pairs, reward=reward).to(policy.device)
+    return [ProbeBatch(label, tuple(Objective(name, batch) for name in functionals), seed)]

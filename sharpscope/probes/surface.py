@@ -1,9 +1,11 @@
-"""Loss surfaces: a loss with its parameters, gradient and Hessian; here of any closure, in `language_model` of a causal model."""
+"""Loss surfaces: a loss with its parameters, gradient and Hessian; here of any closure, in `language_model` of a causal model.
+
+Gradients and Hessian products are checked by finite differences.
+"""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -13,39 +15,96 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sharpscope.errors import UserError
-from sharpscope.probes.fingerprint import remembered_closure
-from sharpscope.probes.guard import gradients, random_state
+from sharpscope.errors import CheckError, UserError
+from sharpscope.probes.guard import gradients, random_state, remembered_closure
 
 if TYPE_CHECKING:
     from sharpscope.config.probes import Check
-    from sharpscope.probes.lanczos import Operator
 
 LossFn = Callable[[], Tensor]
-CALLS = 4
-"""Number of evaluations of a closure that must agree before a probe starts."""
+TOLERANCE = 0.01
+"""Largest relative error of a product that passes the check.
+
+At the best step, central differences have an error of about u^(2/3) with u the rounding of a gradient: 3e-5 in float32 for one
+rounding, 3e-3 for a thousand. A missing term makes an error of some tenths.
+"""
+STEPS = (1.0, 10.0, 100.0, 1000.0, 0.1, 0.01)
+"""Factors of the check's first step; larger steps avoid rounding, smaller ones third derivatives and kinks."""
 
 
-class Surface(ABC):
-    """L(θ) over a fixed batch. Vectors are flat, (P,): the parameters concatenated in order."""
+class Operator:
+    """A symmetric linear map (P,) → (P,) of flat vectors like some parameters, which counts its `products`."""
+
+    def __init__(self, parameters: Sequence[Tensor], product: Callable[[Tensor], Tensor]) -> None:
+        self.size, self.device = sum(p.numel() for p in parameters), parameters[0].device
+        self.dtype = common_dtype(parameters)
+        self.products = 0
+        self._product = product
+
+    def __matmul__(self, vector: Tensor) -> Tensor:
+        self.products += 1
+        return self._product(vector)
+
+
+def graph_product(loss: Tensor, parameters: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+    """Hessian products v ↦ H v of a scalar loss, by a second reverse pass through the kept graph of its gradient.
+
+    H v is 0 for parameters that are unused or enter linearly. A product costs about four forward passes.
+    """
+    gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+    active = [i for i, g in enumerate(gradients) if g is not None and g.requires_grad]
+    outputs = [gradients[i] for i in active]
+
+    def product(vector: Tensor) -> Tensor:
+        if not active:
+            return flatten([None] * len(parameters), parameters)
+        parts = unflatten(vector, parameters)
+        chosen = [parts[i] for i in active]
+        second = torch.autograd.grad(outputs, parameters, chosen, retain_graph=True, allow_unused=True)
+        return flatten(second, parameters)
+
+    return product
+
+
+class Surface:
+    """L(θ) of a zero-argument closure over a fixed batch. Vectors are flat, (P,): the parameters concatenated in order."""
 
     parameters: tuple[Tensor, ...]
 
-    @abstractmethod
-    def loss(self) -> Tensor:
-        """L(θ) as a scalar with its graph; memory is not bounded."""
+    def __init__(self, loss_fn: LossFn, parameters: Sequence[Tensor]) -> None:
+        self.loss_fn = loss_fn
+        self.parameters = checked_parameters(parameters)
 
-    @abstractmethod
+    def loss(self) -> Tensor:
+        """L(θ) as a scalar with its graph; memory is not bounded.
+
+        Raises:
+            UserError: the closure does not return one real number.
+        """
+        loss = self.loss_fn()
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise UserError(f"loss_fn, {shape}: must return one floating-point number, with its graph")
+        return loss.reshape(())
+
     def value(self) -> float:
         """L(θ) at the parameters' present values."""
+        with torch.no_grad():
+            return float(self.loss().double())
 
-    @abstractmethod
     def gradient(self) -> tuple[float, Tensor]:
-        """L(θ) and ∇L(θ) (P,)."""
+        """L(θ) and ∇L(θ) (P,); parameters that the loss does not use have gradient 0."""
+        loss = self.loss()
+        if not loss.requires_grad:
+            raise UserError(
+                "loss_fn: its value does not depend on the parameters; does it run under no_grad or detach?"
+            )
+        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        return float(loss.detach().double()), flatten(gradients, self.parameters)
 
-    @abstractmethod
     def hessian(self) -> Operator:
-        """∇²L(θ) at the parameters' present values, as an operator on (P,)."""
+        """∇²L(θ) at the parameters' present values; the operator keeps the graph of the gradient."""
+        return Operator(self.parameters, graph_product(self.loss(), self.parameters))
 
     def by_prompt(self) -> Tensor | None:
         """One value for each prompt, (k,) float64, with mean L(θ) (see `Objective.by_prompt`); None if prompts are not known."""
@@ -61,9 +120,52 @@ class Surface(ABC):
 
     def check(self, operator: Operator) -> float:
         """Relative error of a product of the Hessian `operator`; see `check_products`."""
-        from sharpscope.probes.check import check_products
-
         return check_products(self, operator)
+
+
+@contextmanager
+def opened(
+    loss_fn: LossFn | Surface, parameters: Sequence[Tensor] | None, check: Check
+) -> Iterator[tuple[Surface, dict[str, Any]]]:
+    """The surface of a closure, with the cache of its checks; a surface as it is.
+
+    The data of the parameters, `.grad` and random state are restored after the block. Attention uses SDPA's MATH kernel inside,
+    which has second derivatives. Four evaluations before the block and two after it must agree to rounding.
+
+    Raises:
+        UserError: a closure without parameters, or two evaluations that differ, because of dropout, sampling or another batch.
+    """
+    if parameters is None:
+        if callable(loss_fn):
+            raise UserError("parameters, none: a closure needs the tensors that its loss is computed from")
+        yield loss_fn, {}
+        return
+    if not callable(loss_fn):
+        raise UserError(
+            f"loss_fn, {type(loss_fn).__name__}: give a function that returns the loss, not the loss itself"
+        )
+    surface = Surface(loss_fn, parameters)
+    known = remembered_closure(loss_fn, surface.parameters) if check == "first" else {}
+    with (
+        random_state(),
+        gradients(parameters),
+        working_precision(parameters),
+        sdpa_kernel(SDPBackend.MATH),
+        torch.enable_grad(),
+    ):
+        first, rounding = surface.value(), 64 * torch.finfo(common_dtype(surface.parameters)).eps
+
+        def compare(calls: int) -> None:
+            for again in [surface.value() for _ in range(calls)]:
+                if not (math.isclose(first, again, rel_tol=rounding) or (math.isnan(first) and math.isnan(again))):
+                    raise UserError(
+                        f"loss_fn, {first!r} then {again!r} at the same parameters: not deterministic; switch dropout off "
+                        "(model.eval()), fix every seed inside the closure, and use the same batch in every call"
+                    )
+
+        compare(3)
+        yield surface, known
+        compare(2)
 
 
 def length(vector: Tensor) -> float:
@@ -72,12 +174,6 @@ def length(vector: Tensor) -> float:
         return float(torch.linalg.vector_norm(vector, dtype=torch.float64))
     blocks = vector.detach().reshape(-1).split(2**17)  # a whole copy in float64 takes ten times as long on a CPU
     return math.sqrt(sum(float(block @ block) for block in map(Tensor.double, blocks)))
-
-
-def inner(rows: Tensor, vector: Tensor) -> Tensor:
-    """Inner products (k,) of rows (k, P) with a vector (P,) in float64, accumulated from blocks of columns."""
-    blocks = zip(rows.split(2**16, dim=1), vector.split(2**16), strict=True)
-    return torch.stack([(a @ b).double() for a, b in blocks]).sum(0)
 
 
 def flatten(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
@@ -94,16 +190,8 @@ def flatten(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """A vector (P,) split into the shapes of `like`; views where dtype and device agree."""
-    parts = vector.split([tensor.numel() for tensor in like])
-    return [
-        part.view(tensor.shape).to(device=tensor.device, dtype=tensor.dtype)
-        for part, tensor in zip(parts, like, strict=True)
-    ]
-
-
-def size_of(tensors: Sequence[Tensor]) -> int:
-    """P, the number of elements of all tensors."""
-    return sum(tensor.numel() for tensor in tensors)
+    parts = zip(vector.split([tensor.numel() for tensor in like]), like, strict=True)
+    return [part.view(tensor.shape).to(tensor) for part, tensor in parts]
 
 
 def common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
@@ -148,22 +236,6 @@ def working_precision(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def untouched(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Restore the data, `.grad` and random state of tensors after the block; see `guarded` for modules.
-
-    The block must assign `.data`, not write in place. Attention uses SDPA's MATH kernel inside, which has second derivatives.
-    """
-    with (
-        random_state(),
-        gradients(parameters),
-        working_precision(parameters),
-        sdpa_kernel(SDPBackend.MATH),
-        torch.enable_grad(),
-    ):
-        yield
-
-
-@contextmanager
 def moved(parameters: Sequence[Tensor], step: Tensor, *, relative_error: float = 0.05) -> Iterator[None]:
     """Context in which the parameters are θ + step, (P,); afterwards they are θ in the original storage.
 
@@ -189,87 +261,121 @@ def moved(parameters: Sequence[Tensor], step: Tensor, *, relative_error: float =
             tensor.data = data
 
 
-class ClosureSurface(Surface):
-    """Surface of a zero-argument closure that returns a scalar loss of `parameters`."""
-
-    def __init__(self, loss_fn: LossFn, parameters: Sequence[Tensor]) -> None:
-        self.loss_fn = loss_fn
-        self.parameters = checked_parameters(parameters)
-
-    def loss(self) -> Tensor:
-        """The scalar loss with its graph.
-
-        Raises:
-            UserError: the closure does not return one real number.
-        """
-        loss = self.loss_fn()
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise UserError(f"loss_fn, {shape}: must return one floating-point number, with its graph")
-        return loss.reshape(())
-
-    def value(self) -> float:
-        """L(θ)."""
-        with torch.no_grad():
-            return float(self.loss().double())
-
-    def gradient(self) -> tuple[float, Tensor]:
-        """L(θ) and ∇L(θ) (P,); parameters that the loss does not use have gradient 0."""
-        loss = self.loss()
-        if not loss.requires_grad:
-            raise UserError(
-                "loss_fn: its value does not depend on the parameters; does it run under no_grad or detach?"
-            )
-        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-        return float(loss.detach().double()), flatten(gradients, self.parameters)
-
-    def hessian(self) -> Operator:
-        """∇²L(θ); the operator keeps the graph of the gradient."""
-        from sharpscope.probes.lanczos import Operator, graph_product
-
-        return Operator.on(self.parameters, graph_product(self.loss(), self.parameters))
-
-    @contextmanager
-    def deterministic(self) -> Iterator[None]:
-        """Check that the closure is deterministic: `CALLS` evaluations before the block and two after it agree to rounding.
-
-        Raises:
-            UserError: two evaluations differ, for example because of dropout, sampling or a changing batch.
-        """
-        first, rounding = self.value(), 64 * torch.finfo(common_dtype(self.parameters)).eps
-
-        def compare(calls: int) -> None:
-            for again in [self.value() for _ in range(calls)]:
-                if not (math.isclose(first, again, rel_tol=rounding) or (math.isnan(first) and math.isnan(again))):
-                    raise UserError(
-                        f"loss_fn, {first!r} then {again!r} at the same parameters: not deterministic; switch dropout off "
-                        "(model.eval()), fix every seed inside the closure, and use the same batch in every call"
-                    )
-
-        compare(CALLS - 1)
-        yield
-        compare(2)
+def check_once(known: dict[str, Any], name: str, check: Check, measure: Callable[[], float]) -> float | None:
+    """The error that a check has found or finds now, in the cache `known` unless it is inconclusive; None if the check is off."""
+    if check == "off":
+        return None
+    error = known.get(name)
+    if error is None and not math.isnan(error := measure()):
+        known[name] = error
+    return error
 
 
-@contextmanager
-def opened(
-    loss_fn: LossFn | Surface, parameters: Sequence[Tensor] | None, check: Check
-) -> Iterator[tuple[Surface, dict[str, Any]]]:
-    """The surface of a closure, guarded, with the cache of its checks; a surface as it is.
+def check_products(surface: Surface, operator: Operator, name: str = "loss_fn") -> float:
+    """Relative error of one Hessian product of a surface, by finite differences.
+
+    Let v be the normalized gradient plus a random unit vector. H v is compared with the central difference
+    (∇L(θ + εv) − ∇L(θ − εv))/2ε of gradients, and ⟨∇L, v⟩ with that of losses. It takes tens of gradients.
+
+    Args:
+        surface: already guarded.
+        operator: its Hessian.
+        name: what is checked, for the message.
+
+    Returns:
+        The largest ‖difference‖/‖product‖. NaN if the check is inconclusive: a product is not finite, or finite differences at
+        different steps disagree, as in float32 for a loss with many kinks (ReLU, maxima, routing).
 
     Raises:
-        UserError: a closure without parameters, or one that is not deterministic.
+        CheckError: the error exceeds `TOLERANCE` at every step, and at some step 4 times the difference from the step before.
     """
-    if parameters is None:
-        if callable(loss_fn):
-            raise UserError("parameters, none: a closure needs the tensors that its loss is computed from")
-        yield loss_fn, {}
-        return
-    if not callable(loss_fn):
-        raise UserError(
-            f"loss_fn, {type(loss_fn).__name__}: give a function that returns the loss, not the loss itself"
-        )
-    surface = ClosureSurface(loss_fn, parameters)
-    known = remembered_closure(loss_fn, surface.parameters) if check == "first" else {}
-    with untouched(list(parameters)), surface.deterministic():
-        yield surface, known
+    first = check_gradient(surface, name)
+    gradient = surface.gradient()[1]
+    vector = _direction(gradient)
+    error = _error(surface, lambda: surface.gradient()[1], operator @ vector, vector, gradient)
+    _require(
+        error,
+        "hessian",
+        f"{name}: a Hessian product and the finite difference of gradients",
+        "an operation has no second derivative (such as an autograd.Function), or a part of the loss is detached; use "
+        "PyTorch operations or another attention or experts implementation, hold detached parts fixed outside of the "
+        "closure, or use the perturbation probes, which need no second derivatives",
+    )
+    return max(error, first) if error >= 0 and first >= 0 else error
+
+
+def check_gradient(surface: Surface, name: str = "loss_fn") -> float:
+    """Relative error of ⟨∇L, v⟩ with v as in `check_products`, against a central difference of losses; NaN if inconclusive.
+
+    Raises:
+        CheckError: as for `check_products`.
+    """
+    loss, gradient = surface.gradient()
+    vector = _direction(gradient)
+    slope, start = (torch.tensor([x], dtype=torch.float64) for x in (float(gradient.double() @ vector.double()), loss))
+    error = _error(surface, lambda: torch.tensor([surface.value()], dtype=torch.float64), slope, vector, start)
+    _require(
+        error,
+        "gradient",
+        f"{name}: its gradient and the finite difference of losses",
+        "an autograd.Function with a wrong backward pass, or a detached part of the loss; compose it of PyTorch operations, "
+        "and hold detached parts fixed outside of the closure; check='off' skips this check",
+    )
+    return error
+
+
+def _require(error: float, probe: str, what: str, advice: str) -> None:
+    if error > TOLERANCE:
+        text = f"{what} differ by {error:.0%} (tolerance {TOLERANCE:.0%}): {advice}"
+        raise CheckError(text, probe, error, TOLERANCE)
+
+
+def _direction(gradient: Tensor) -> Tensor:
+    """The normalized gradient plus a random unit vector, (P,), so that all directions enter."""
+    random = torch.randn(len(gradient), generator=torch.Generator().manual_seed(0), dtype=gradient.dtype)
+    vector = random.to(gradient.device)
+    vector /= vector.norm()
+    size = float(gradient.norm())
+    if not (math.isfinite(size) and size > 0):
+        return vector
+    unit = gradient / size
+    return vector + unit if float(vector @ unit) >= 0 else vector - unit  # never near 0
+
+
+def _error(surface: Surface, function: Callable[[], Tensor], derivative: Tensor, vector: Tensor, base: Tensor) -> float:
+    """Relative error of `derivative`, that of `function` (`base` at θ) along `vector`; NaN if inconclusive.
+
+    The first step is u^(1/3)·ℓ/‖v‖ with ℓ = ‖base‖·‖v‖/‖derivative‖, the length over which `function` changes by
+    its own size, but at most ‖θ‖. Steps that change it by less than 100 roundings are ignored.
+    """
+    size, along = float(derivative.norm()), float(vector.norm())
+    if not (math.isfinite(size) and bool(base.isfinite().all())):
+        return math.nan
+    rounding = torch.finfo(common_dtype(surface.parameters)).eps
+    lengths = [math.sqrt(sum(float(p.detach().double().square().sum()) for p in surface.parameters))]
+    lengths += [float(base.norm()) * along / size] if size > 0 else []
+    scale = min((value for value in lengths if value > 0), default=1.0)
+    last: Tensor | None = None
+    wrong = math.nan
+
+    def at(step: float) -> Tensor:
+        with moved(surface.parameters, vector * step, relative_error=math.inf):
+            return function()
+
+    for factor in STEPS:
+        step = factor * rounding ** (1 / 3) * scale / along
+        difference = at(step).sub_(at(-step)).div_(2 * step)
+        error = _relative(difference, derivative)
+        if error <= TOLERANCE:
+            return error
+        seen = max(size, float(difference.norm())) * step > 100 * rounding * float(base.norm())
+        if last is not None and seen and error > max(TOLERANCE, 4 * _relative(difference, last)):
+            wrong = error if math.isnan(wrong) else min(wrong, error)
+        last = difference
+    return wrong
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    """‖a − b‖/max(‖a‖, ‖b‖); 0 if both are 0."""
+    largest = max(float(a.norm()), float(b.norm()))
+    return 0.0 if largest == 0 else float((a - b).norm()) / largest

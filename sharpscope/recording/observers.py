@@ -42,11 +42,10 @@ from sharpscope.probes import (
 )
 from sharpscope.probes.token_gradients import ShardedProbes
 from sharpscope.recording.health import refusal
-from sharpscope.recording.probe_sets import Drawer, needs_probe_set, run_probe_set
+from sharpscope.recording.probe_sets import Drawer, SurfaceProbes, needs_probe_set, run_probe_set
 from sharpscope.recording.rows import written_groups
 from sharpscope.recording.schedule import CRITICAL, MeasurementSchedule
 from sharpscope.recording.step import PendingUpdate
-from sharpscope.recording.surface import SurfaceProbes
 from sharpscope.rules.judging import Event
 from sharpscope.seeds import derive, generator
 from sharpscope.tasks import Task

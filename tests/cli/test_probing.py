@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import sharpscope
 from sharpscope.analysis.frames import critical_sentence
-from sharpscope.cli import app, probe_output, probing
+from sharpscope.cli import app, probing
 from sharpscope.errors import UserError
 from tests.cli.invoking import GRPO, invoke
 
@@ -101,19 +101,19 @@ def test_the_sentences_say_what_the_numbers_mean():
         row("sam", 0.2, prompt_std_error=0.01, saturation=0.5),
         row("asam", 0.05, saturation=0.125),
     ]
-    found = probe_output.sentences(pd.DataFrame(rows))
+    found = probing.sentences(pd.DataFrame(rows))
     assert "eigenvalue 100 ± 5 over 12 prompts" in found[0] and "below lr = 0.02" in found[0]
     assert "within its stable range by a factor of 2" in found[1]
     assert "SATURATED: 50%" in found[2] and "12.5% of the largest possible rise" in found[3]
     both = [*rows, *(other | {"checkpoint": "n", "value": 3 * other["value"]} for other in rows)]
-    compared = probe_output.sentences(pd.DataFrame(both))  # the saturated SAM sharpness is not compared
+    compared = probing.sentences(pd.DataFrame(both))  # the saturated SAM sharpness is not compared
     assert compared[0] == "expected_failure, sharpest direction: n 300 ± 5, 3 times that of m 100 ± 5" != compared[1]
     rows[1]["value"] = 4000.0
-    assert "BEYOND its stable range by a factor of 4" in probe_output.sentences(pd.DataFrame(rows))[1]
+    assert "BEYOND its stable range by a factor of 4" in probing.sentences(pd.DataFrame(rows))[1]
     recorded = pd.DataFrame(
         {"step": [2, 2], "quantity": ["critical_sharpness", "critical_threshold"], "value": [10.0, 140.0]}
     )
-    assert "could be 14 times longer" in probe_output.sentences(pd.DataFrame(rows), recorded)[-1]
+    assert "could be 14 times longer" in probing.sentences(pd.DataFrame(rows), recorded)[-1]
     assert "was 2 times too long" in critical_sentence(280.0, 140.0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sharpscope.probes.objectives import Objective, token_batch
+from sharpscope.probes.language_model import Objective, token_batch
 from tests.models import tiny_model
 
 SMALL = {
@@ -15,6 +15,7 @@ SMALL = {
     "num_key_value_heads": 1,
 }
 VOCAB, TEMPERATURE = 13, 0.8
+OBJECTIVES = ("nll", "expected_failure")
 
 
 def small_model(**overrides):

@@ -10,8 +10,7 @@ from torch import nn
 
 import sharpscope
 from sharpscope.errors import CheckError, UserError
-from sharpscope.probes.check import check_products
-from sharpscope.probes.surface import ClosureSurface
+from sharpscope.probes.surface import Surface, check_products
 from tests.probes.spectra import with_spectrum
 
 
@@ -108,11 +107,11 @@ def test_a_loss_with_many_kinks_is_not_refused():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
     x, y = torch.randn(200, 10), torch.randint(0, 4, (200,))
-    surface = ClosureSurface(lambda: nn.functional.cross_entropy(net(x.to(net[0].weight)), y), list(net.parameters()))
-    error = check_products(surface)
+    surface = Surface(lambda: nn.functional.cross_entropy(net(x.to(net[0].weight)), y), list(net.parameters()))
+    error = check_products(surface, surface.hessian())
     assert error < 0.01 or math.isnan(error)
     net.double()
-    assert check_products(surface) < 1e-6
+    assert check_products(surface, surface.hessian()) < 1e-6
     undecided = torch.tensor([1.0], dtype=torch.float64, requires_grad=True)
     found = sharpscope.curvature(lambda: (undecided - 1).clamp(min=0).pow(1.5).sum(), [undecided])
     assert math.isnan(found.checked)

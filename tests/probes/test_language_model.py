@@ -10,11 +10,10 @@ import torch
 
 from sharpscope.errors import UserError
 from sharpscope.probes import curvature
-from sharpscope.probes.language_model import lm_surface
-from sharpscope.probes.objectives import OBJECTIVES, Objective, token_batch
+from sharpscope.probes.language_model import Objective, lm_surface, token_batch
 from tests.models import random_batch, tiny_model
 from tests.oracles.curvature import all_completions, dense_hessian, flat, functional_value, logp_of
-from tests.probes.small_lm import SMALL, TEMPERATURE, VOCAB, all_scored, objective, rewards, small_model
+from tests.probes.small_lm import OBJECTIVES, SMALL, TEMPERATURE, VOCAB, all_scored, objective, rewards, small_model
 
 
 @functools.cache

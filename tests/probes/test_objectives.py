@@ -14,11 +14,12 @@ from pydantic import ValidationError
 from sharpscope.errors import UserError
 from sharpscope.policy import completions_of
 from sharpscope.probes import ProbesSpec, build_probe_set, columns, probe_set_batches, run
-from sharpscope.probes.objectives import OBJECTIVES, Objective, rollout_batch, token_batch
+from sharpscope.probes.language_model import Objective, rollout_batch, token_batch
 from sharpscope.probes.probe_set import Drawn, ProbeSet
 from sharpscope.tasks.base import Example
 from tests.models import random_batch, tiny_model
 from tests.oracles.curvature import functional_value
+from tests.probes.small_lm import OBJECTIVES
 
 
 def made(name: str, **rest):
@@ -63,15 +64,6 @@ def test_shares_of_any_partition_sum_to_the_functional_written_token_by_token(na
             width = int(objective.batch.lengths[index].max())
             total += float(objective.row_shares(torch.tensor(index), rows[index, :width]).sum())
         assert total == pytest.approx(expected, abs=1e-12)
-
-
-def test_anchoring_makes_every_ratio_one_unless_stale():
-    _, reward, _, objective = made("expected_failure")
-    logp = -torch.rand(objective.batch.scored.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    fresh = objective.anchored(logp)
-    assert float(fresh.row_shares(torch.arange(4), logp).sum()) == pytest.approx(1 - float(reward.mean()))
-    stale = made("expected_failure", stale=True)[-1]
-    assert stale.anchored(logp) is stale
 
 
 def test_rollouts_become_rows_with_their_loss_tokens():

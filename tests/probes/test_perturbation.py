@@ -11,7 +11,7 @@ import torch
 import sharpscope
 from sharpscope.errors import UserError
 from sharpscope.probes import Objective, lm_surface, problems
-from sharpscope.probes.objectives import token_batch
+from sharpscope.probes.language_model import token_batch
 from sharpscope.probes.perturbation import find_radius
 from sharpscope.probes.surface import moved
 from tests.probes.small_lm import small_model
@@ -217,9 +217,7 @@ def test_values_by_prompt_of_eigenvalues_are_quadratic_forms():
 def test_standard_errors_of_eigenvalues_cover_over_redraws():
     """100 draws of 24 of 200 prompts; the errors are those of a sample of a finite pool."""
     pool, generator = prompt_quadratics(200, seed=1), torch.Generator().manual_seed(2)
-    rows = [
-        quadratic_curvature(pool[torch.randperm(200, generator=generator)[:24]]).estimates()[1:] for _ in range(100)
-    ]
+    rows = [quadratic_curvature(pool[torch.randperm(200, generator=generator)[:24]]).estimates() for _ in range(100)]
     for quantity in zip(*rows, strict=True):
         value, error = np.array([(row.value, row.prompt_std_error) for row in quantity]).T
         error = error * math.sqrt(1 - 24 / 200)

@@ -20,7 +20,7 @@ from sharpscope.probes import (
     runner,
 )
 from sharpscope.probes import language_model as language
-from sharpscope.probes.objectives import Objective, completion_batch, token_batch
+from sharpscope.probes.language_model import Objective, completion_batch, token_batch
 from tests.models import random_batch, tiny_model
 from tests.probes.test_guard import assert_same, disturbed, snapshot
 
@@ -105,9 +105,9 @@ def test_what_was_measured_before_an_interruption_is_there(monkeypatch):
 @pytest.mark.parametrize("name", ["expected_failure", "nll"])
 def test_the_radius_is_chosen_once_on_the_model_at_hand(name):
     model, batch = tiny_model("qwen2", dtype=torch.float32), random_batch()
-    spec = SPEC.model_copy(update={"rho": "auto", "kinds": ("sam",)})
+    spec = SPEC.model_copy(update={"rho": "auto", "kinds": ("sam",), "curvature_prompts": 0})
     given = objective(batch, name)
-    results = probed(model, given, spec, curvature=False)
+    results = probed(model, given, spec)
     rows, radius = rows_of(results), results[-1].radius
     assert 0.05 <= radius.saturation <= 0.3 and radius.evaluations >= 1
     assert rows["radius"].value == radius.rho == rows["sam"].rho
@@ -115,7 +115,7 @@ def test_the_radius_is_chosen_once_on_the_model_at_hand(name):
         assert rows["sam"].saturation == pytest.approx(radius.saturation, rel=1e-3)
     else:  # texts count as successes
         assert math.isnan(rows["sam"].saturation)
-    again = probed(model, given, spec, curvature=False, radius=radius)
+    again = probed(model, given, spec, radius=radius)
     assert "radius" not in rows_of(again) and rows_of(again)["sam"].value == rows["sam"].value
     assert choose_radius(model, ProbeBatch("x", (given,)), SPEC).rho == 0.05
 
@@ -123,7 +123,7 @@ def test_the_radius_is_chosen_once_on_the_model_at_hand(name):
 def test_without_a_correct_completion_there_is_no_radius_and_the_rest_is_measured():
     texts = [([5, 6], [7, 8]), ([5, 6], [9])]
     given = Objective("expected_failure", completion_batch(texts, reward=torch.zeros(2)))
-    rows = rows_of(probed(tiny_model("qwen2"), given, SPEC.model_copy(update={"rho": "auto"}), curvature=False))
+    rows = rows_of(probed(tiny_model("qwen2"), given, SPEC.model_copy(update={"rho": "auto", "curvature_prompts": 0})))
     assert "no completion is correct" in rows["radius"].why and "sam" not in rows and rows["loss"].value == 1
 
 

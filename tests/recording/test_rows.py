@@ -12,12 +12,11 @@ import torch
 import sharpscope
 from sharpscope.policy import draw_scored, load_policy
 from sharpscope.policy.sharding import ModelView
-from sharpscope.recording.probe_sets import Drawer, run_probe_set
+from sharpscope.recording.probe_sets import Drawer, SurfaceProbes, run_probe_set
 from sharpscope.recording.rows import steps_row, unweighted_gradient
 from sharpscope.recording.run_folder import wind_back
 from sharpscope.recording.schedule import MeasurementSchedule
 from sharpscope.recording.step import StepTokens
-from sharpscope.recording.surface import SurfaceProbes
 from sharpscope.tasks import make_task
 from sharpscope.traces import TraceWriter
 from sharpscope.training import train

@@ -10,7 +10,7 @@ import torch
 
 from sharpscope.errors import CheckError, UserError
 from sharpscope.probes import attribute, score_norms
-from sharpscope.probes.fingerprint import remembered
+from sharpscope.probes.guard import remembered
 from sharpscope.probes.token_gradients import exact, forward_mode, local
 from sharpscope.probes.token_gradients.structure import structure_of
 from tests.models import random_batch, tiny_model, without_experts
