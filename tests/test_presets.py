@@ -9,7 +9,6 @@ import yaml
 
 from sharpscope.config import build_config
 from sharpscope.config.token_weights import SigmoidWeight
-from sharpscope.tasks import make_task
 from sharpscope.traces import load_run
 from sharpscope.training import train
 
@@ -55,20 +54,10 @@ def test_the_logic_preset_has_the_published_setting():
     assert config.rollout.prompts_per_step * config.rollout.group_size // config.update.mini_batches == 256
     assert (config.optimizer.lr, config.steps, config.method.kl.coef) == (1e-6, 350, 0.001)
     assert (config.method.clip.low, config.method.clip.high) == (0.2, 0.24)
-    small = config.task.model_copy(update={"people": 3, "train_size": 1, "heldout_size": 1})
-    task = make_task(small)
-    example = task.splits()["train"][0]
-    roles = example.answer
-    assert task.score(example, f"because </think> <answer>{roles}</answer>").total in (3.0, -0.5)
-    assert task.score(example, "no answer").total == -3.0
 
 
-def test_the_tool_preset_has_search_r1s_protocol():
-    task = preset("search_r1").task
+def test_the_other_presets_have_search_r1s_protocol_and_avg_at_16():
+    task, config = preset("search_r1").task, preset("deepscaler")
     assert (task.style, task.turns, task.top) == ("search_r1", 4, 3)
-
-
-def test_the_mathematics_preset_measures_avg_at_16():
-    config = preset("deepscaler")
     assert config.evaluation.samples == 16 and config.task.scorer == "math"
     assert "{prompt}" in config.task.template and "\\boxed{}" in config.task.template

@@ -1,13 +1,29 @@
-"""Named methods, their controls and labels, a user's own token weights, and what a method refuses."""
+"""Named methods, their controls and labels, token weights of a user's own, and what a method is compared with."""
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from sharpscope.config import build_config, constants, control_names, describe, method_label, parse_methods
-from sharpscope.config.method import SequenceRatio
+from sharpscope.config import (
+    build_config,
+    constants,
+    control_names,
+    describe,
+    method_label,
+    method_rotation_bound,
+    parse_methods,
+    reference_method,
+    rotation_bound,
+    weight_rotation_bound,
+)
+from sharpscope.config.method import Kl, SequenceRatio
 from sharpscope.config.token_weights import (
     ConstantWeight,
     EntropyWeight,
@@ -16,7 +32,6 @@ from sharpscope.config.token_weights import (
     ReverseWeight,
     ShuffledWeight,
     SigmoidWeight,
-    UniformWeight,
 )
 from sharpscope.errors import UserError
 from sharpscope.objective import Method, calibrate, method_names, named_method, token_weights
@@ -27,46 +42,39 @@ OWN = "tests.toy_task:by_probability"
 
 
 @pytest.mark.parametrize("name", [*method_names(), *control_names()])
-def test_methods_survive_json_have_their_name_as_label_and_are_described(name: str):
-    method = named_method(name)
-    assert Method.model_validate_json(method.model_dump_json()) == method
+def test_every_method_and_control_is_described_and_has_a_reference(name: str):
+    method, note = named_method(name), describe(name)
+    assert Method.model_validate_json(method.model_dump_json()) == method == note.method
     assert method.name == method_label(method) == name
-    note = describe(name)
-    assert note.method == method and "arXiv" in note.source
-    assert min(len(text) for text in (note.title, note.loss, note.differs)) > 4
+    assert "arXiv" in note.source and min(len(text) for text in (note.title, note.loss, note.differs)) > 4
+    reference = reference_method(method)
+    removed = ("tokens", "passes", "sharpness", "penalty", "correction", "entropy")
+    assert not reference.weighted and not any(getattr(reference, part) for part in removed)
+    assert not reference.kl.weighted and Method.model_validate(reference.model_dump()) == reference
+    if method.weighted:  # the weights alone are compared
+        kept = ("advantage", "ratio", "clip", "aggregate")
+        assert all(getattr(reference, field) == getattr(method, field) for field in kept)
 
 
 def test_published_constants():
+    """Those that the comparison with the equations replaces."""
     texts = {
-        "ar": "weight.alpha 0.2, clip.low 0.2, clip.high 0.24, clip.bound 10",
-        "lopti": "clip.low 0.2, clip.high 0.24, clip.bound 10, passes 0.4",
         "ar-lopti": "weight.alpha 0.3, clip.low 0.2, clip.high 0.24, clip.bound 10, passes 0.5",
         "clip-cov": "clip.low 1, clip.high 1, tokens.share 0.0002, tokens.low 1, tokens.high 5",
         "kl-cov": "penalty.share 0.0002",
-        "gspo": "clip.low 0.0003, clip.high 0.0004",
-        "cispo": "clip.low 1, clip.high 4",
         "dual-clip": "clip.low 0.2, clip.high 0.2, clip.bound 3",
-        "gmpo": "clip.low 0.4, clip.high 0.4",
-        "dppo": "clip.low 0.15, clip.high 0.15, clip.bound 20",
-        "dppo-kl": "clip.low 0.05, clip.high 0.05, clip.bound 20",
-        "luspo": "clip.low 0.002, clip.high 0.0025",
-        "high-entropy": "tokens.share 0.2",
-        "stapo": "clip.low 0.2, clip.high 0.28",
         "lp-reg": "clip.low 1, clip.high 9, penalty.share 0.01",
+        "dapo": "clip.low 0.2, clip.high 0.28, sampling.overlong 0.2",
     }
     assert {name: constants(named_method(name)) for name in texts} == texts
-    assert [named_method("holder").at(p).ratio.p for p in (0.0, 0.25, 1.0)] == [2.0, 1.0, -2.0]
-    assert named_method("dapo").sampling.overlong == pytest.approx(4096 / 20480)
+    stapo = named_method("stapo").tokens
+    assert (stapo.probability, stapo.quantile, named_method("stare").weight.share) == (0.002, 0.75, 0.1)
     assert named_method("tr-grpo").weight == named_method("grpo-sg").weight == SG
-    assert [n for n in method_names() if named_method(n).weight.needs_calibration] == ["grpo-sg", "tr-grpo", "papo"]
 
 
 CONTROLS = {
     "grpo-sg-shuffled": ShuffledWeight(of=SG, matched="gradient"),
-    "grpo-sg-reverse": ReverseWeight(of=SG),
     "grpo-sg-constant": ConstantWeight(of=SG, matched="gradient"),
-    "grpo-sg-mean-one": MeanOneWeight(of=SG, matched="gradient"),
-    "grpo-sg-entropy": EntropyWeight(percentiles="gradient"),
     "ar-shuffled": ShuffledWeight(of=LinearWeight(alpha=0.2), matched="gradient"),
     "grpo-sg-reverse-shuffled": ShuffledWeight(of=ReverseWeight(of=SG), matched="gradient"),
     "grpo-sg-entropy-mean-one": MeanOneWeight(of=EntropyWeight(percentiles="gradient"), matched="gradient"),
@@ -86,7 +94,6 @@ def test_a_label_names_what_was_changed():
     wrapped = method.model_copy(update={"weight": ShuffledWeight(of=ReverseWeight(of=SigmoidWeight()))})
     assert method_label(wrapped) == "grpo-sg+weight=shuffled(reverse(sigmoid))"
     assert method_label(method.model_copy(update={"clip": None})) == "grpo-sg+clip=none"
-    assert method_label(method.model_copy(update={"name": "mine"})) == "mine"
     assert method_label(tau.model_copy(update={"label": "sharp"})) == "sharp"
 
 
@@ -95,7 +102,6 @@ def test_a_label_names_what_was_changed():
     [
         ({"ratio": SequenceRatio(), "passes": 0.4}, r"passes needs ratio\.kind=token"),
         ({"clip": {"kind": "gmpo"}}, r"clip\.kind=gmpo needs ratio\.kind=sequence, not token"),
-        ({"clip": {"kind": "dppo"}, "ratio": {"kind": "holder"}}, r"clip\.kind=dppo needs ratio\.kind=token"),
         ({"clip": {"kind": "sapo"}, "weight_on": "ratio"}, "weight_on=ratio needs clip null, ppo or cispo"),
         ({"clip": {"kind": "dual", "high": 0.5, "bound": 1.4}}, "bound = 1.4 must be above"),
         ({"correction": {"kind": "mask", "low": 2.0, "high": 1.0}}, "must be below high"),
@@ -124,7 +130,6 @@ def test_own_weights_are_a_method_wherever_methods_are_named():
     methods = parse_methods(["grpo", OWN, f"flat={OWN}+clip.high=0.3"])
     assert list(methods) == ["grpo", OWN, "flat"] and methods[OWN] == own
     assert method_label(methods["flat"]) == "flat" and methods["flat"].clip.high == 0.3
-    assert build_config(values={"method": OWN}).method == own
     labeled = build_config(values={"method": f"flat={OWN}"})
     assert labeled.method == own.model_copy(update={"label": "flat"})
     assert labeled.run_dir.name == "flat-knights_knaves-s0"
@@ -134,34 +139,18 @@ def test_own_weights_are_a_method_wherever_methods_are_named():
 
 def test_token_weights_replace_those_of_a_method_and_of_its_controls():
     plain = weights(named_method(OWN))[0]
-    for text in (f"grpo-sg {OWN}", f"grpo {OWN}"):
-        method = parse_methods([text.split()[0]], text.split()[1]).popitem()[1]
-        assert torch.equal(weights(method)[0], plain)
-    controls = parse_methods(["grpo", *(f"grpo-sg-{name}" for name in ("reverse", "constant", "mean-one"))], OWN)
-    assert isinstance(controls["grpo"].weight, UniformWeight)  # of several methods, those with weights get the new ones
+    for name in ("grpo-sg", "grpo"):
+        assert torch.equal(weights(parse_methods([name], OWN)[name])[0], plain)
+    controls = parse_methods(["grpo", *(f"grpo-sg-{name}" for name in ("reverse", "constant"))], OWN)
+    assert not controls["grpo"].weighted  # of several methods, those with weights get the new ones
     reverse, mask, mass = weights(controls["grpo-sg-reverse"])
     torch.testing.assert_close(reverse[mask], 2.0 - plain[mask])  # bounds 0.5 and 1.5
     mean = (mass * plain)[mask].sum() / mass[mask].sum()
     torch.testing.assert_close(weights(controls["grpo-sg-constant"])[0][mask], mean.expand(int(mask.sum())))
-    torch.testing.assert_close(weights(controls["grpo-sg-mean-one"])[0][mask], plain[mask] / mean)
-    shuffled = parse_methods(["grpo-sg-shuffled+weight.matched=tokens"], OWN).popitem()[1]
-    moved = weights(shuffled)[0]
-    assert not torch.equal(moved, plain)
-    for row, (one, other) in enumerate(zip(plain, moved, strict=True)):
-        assert torch.equal(one[mask[row]].sort().values, other[mask[row]].sort().values)
     paper = parse_methods(["grpo-sg-shuffled", "grpo-sg+weight.tau=4"], "paper")
     assert paper["grpo-sg-shuffled"].weight.of.preset == paper["grpo-sg+weight.tau=4"].weight.preset == "paper"
-    assert paper["grpo-sg+weight.tau=4"].weight.tau == 4.0
-
-
-def test_token_weights_in_a_configuration(tmp_path):
     assert build_config(None, ["method.weight.tau=4"], {"method": "grpo-sg"}, "paper").method.weight.tau == 4.0
-    for place in ("method=grpo-sg-shuffled", "method.name=grpo-sg-shuffled"):
-        assert build_config(None, [place], {"method": "grpo"}, OWN).method.weight.of.function == OWN
-    file = tmp_path / "run.yaml"
-    file.write_text("method: {name: grpo-sg, weight: {kind: shuffled, of: {kind: sigmoid, tau: 3.0}}}")
-    assert build_config(file, (), None, OWN).method.weight.of.function == OWN
-    assert build_config(None, (), None, OWN).method.weight.function == OWN
+    assert build_config(None, ["method.name=grpo-sg-shuffled"], {}, OWN).method.weight.of.function == OWN
 
 
 MISTAKES = [
@@ -169,15 +158,12 @@ MISTAKES = [
     ("grpo-shuffled", None, "whose weights are all 1"),
     ("cov-grpo-reverse", None, "whose weights have no bounds"),
     ("", None, "must have the form [label=]name"),
-    ("no_such_module:f", None, "importing 'no_such_module' failed with ModuleNotFoundError"),
     ("math:no_such", None, "module 'math' has no function 'no_such'"),
     ("grpo-sg+weight.taw=3", None, "method.weight.taw: unknown field; did you mean 'tau'"),
-    ("grpo-sg+weight.tau=-1", None, "weight.tau = -1"),
     ("grpo+clip.kind=none", None, "or set method.clip to null"),
     ("grpo-sg-entropy", OWN, "method grpo-sg-entropy, whose weights depend on the entropy"),
     ("ar-shuffled", "paper", "those of method ar-shuffled are linear"),
     ("grpo-sg-reverse", "math:sqrt", "reverse needs a weighting with bounds"),
-    ("grpo-sg", "papr", "--token-weights papr: must be paper, calibrated, or module:function"),
 ]
 
 
@@ -186,3 +172,44 @@ def test_a_mistake_in_a_method_is_one_line(text: str, token_weights: str | None,
     with pytest.raises(UserError) as error:
         parse_methods([text], token_weights)
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+# -- what a method is compared with, and the largest rotation that bounded weights allow -------------------------------
+
+
+@pytest.mark.parametrize("name", ["gspo", "dapo", "rloo", "grpo"])
+def test_methods_without_weights_are_compared_with_plain_grpo(name):
+    kl = Kl(coef=0.02, estimator="k1")
+    reference = reference_method(named_method(name).model_copy(update={"kl": kl}))
+    assert reference == named_method("grpo").model_copy(update={"kl": kl})
+
+
+def rotated(weight: np.ndarray, mass: np.ndarray) -> float:
+    """Angle [degrees] between Σ g_t and Σ w_t·g_t for orthogonal g_t with squared norms `mass`."""
+    cosine = (weight * mass).sum() / math.sqrt((weight**2 * mass).sum() * mass.sum())
+    return math.degrees(math.acos(min(cosine, 1.0)))
+
+
+@given(st.floats(0.01, 5.0), st.floats(1.0, 50.0), st.integers(0, 10_000))
+def test_no_weights_turn_orthogonal_gradients_beyond_the_bound_which_is_reached(low, factor, seed):
+    high = low * factor
+    generator = np.random.default_rng(seed)
+    bound = rotation_bound(low, high)
+    for _ in range(20):
+        weight = generator.choice([low, high, generator.uniform(low, high)], size=6)
+        assert rotated(weight, generator.exponential(size=6) ** 4) <= bound + 1e-5
+    assert rotated(np.array([low, high]), np.array([high, low])) == pytest.approx(bound, abs=1e-5)
+
+
+def test_bounds_of_the_methods():
+    assert rotation_bound(0.0, 1.0) == rotation_bound(1.0, math.inf) == 90.0 and rotation_bound(2.0, 2.0) == 0.0
+    sg, ar = math.degrees(math.atan(0.4 / (2 * math.sqrt(1.4)))), math.degrees(math.atan(0.2 / (2 * math.sqrt(0.8))))
+    same = ("grpo-sg", "grpo-sg-reverse", "grpo-sg-shuffled", "grpo-sg-mean-one")
+    bounds = dict.fromkeys(same, sg) | {"grpo": 0.0, "grpo-sg-constant": 0.0, "ar": ar, "papo": 30.0}
+    for name, degrees in (bounds | {"cov-grpo": None, "cov-grpo-shuffled": None}).items():
+        for found in (weight_rotation_bound(named_method(name).weight), method_rotation_bound(named_method(name))):
+            assert found == (None if degrees is None else pytest.approx(degrees)) or (name, found) == ("grpo", None)
+    assert method_rotation_bound(named_method("tr-grpo")) is method_rotation_bound(named_method("ar-lopti")) is None
+    for low, high in ((-0.1, 1.0), (2.0, 1.0), (math.inf, math.inf)):
+        with pytest.raises(ValueError, match="L ≤ U"):
+            rotation_bound(low, high)

@@ -9,23 +9,16 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharpscope.config import RunConfig, build_config, merge, parse_override, read_recorded, settings_of, to_yaml
+from sharpscope.config import RunConfig, build_config, read_recorded, settings_of, to_yaml
 from sharpscope.errors import UserError
 from tests.pair import pair
-
-
-def test_defaults_are_valid_and_survive_yaml(tmp_path: Path):
-    config = build_config()
-    file = tmp_path / "config.yaml"
-    file.write_text(to_yaml(config))
-    assert build_config(file) == config
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
+        [],
         ["method=grpo-sg", "method.weight.tau=4", "method.weight_on=ratio"],
-        ["method=grpo-sg-shuffled"],
         ["method=holder", "method.ratio.p={start: 1.0, end: 0.0}"],
         ["method.weight.kind=shuffled", "method.weight.of.kind=sigmoid"],
         ["task.people=[2,3]", "task.unseen_people=[4]"],
@@ -47,12 +40,6 @@ def test_file_values_and_overrides_are_laid_over_each_other(tmp_path: Path):
     assert build_config(file, [], {"method": "grpo"}).method.weight.kind == "uniform"
 
 
-def test_a_part_that_changes_its_kind_starts_afresh():
-    config = build_config(None, ["method=grpo-sg", "method.weight.kind=power"])
-    assert config.method.weight.kind == "power" and not hasattr(config.method.weight, "tau")
-    assert merge({"a": {"kind": "x", "b": 1}}, {"a": {"kind": "x", "c": 2}}) == {"a": {"kind": "x", "b": 1, "c": 2}}
-
-
 def test_settings_given_before_their_kind_or_name_are_kept(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text("task: {people: [4]}\nmethod: {weight_on: ratio}\n")
@@ -61,24 +48,13 @@ def test_settings_given_before_their_kind_or_name_are_kept(tmp_path: Path):
     assert (config.method.weight.kind, config.method.weight_on) == ("sigmoid", "ratio")
     first = build_config(None, ["method.kl.coef=0.1", "method.name=grpo"])
     assert first.method == build_config(None, ["method=grpo", "method.kl.coef=0.1"]).method
-    assert first.method.kl.coef == 0.1
-    # one name by another starts afresh
-    assert (
-        build_config(None, ["method=tr-grpo", "method.weight_on=ratio", "method=grpo"]).method.weight_on == "surrogate"
-    )
-
-
-@pytest.mark.parametrize(
-    ("values", "overrides", "says"),
-    [
-        ({"task.people": [4], "task": {"kind": "math"}}, [], "task.people: unknown field"),
-        ({}, ["method.weight.tau=4", "method.weight.kind=power"], "method.weight.tau: unknown field"),
-        ({}, ["method.tokens.share=0.1", "method=grpo"], "method.tokens.kind: missing"),
-    ],
-)
-def test_kept_settings_that_do_not_fit_are_named(values, overrides, says):
-    with pytest.raises(UserError, match=says):
-        build_config(None, overrides, values)
+    # another name or kind starts afresh
+    fresh = build_config(None, ["method=tr-grpo", "method.weight_on=ratio", "method=grpo"])
+    assert fresh.method.weight_on == "surrogate"
+    assert build_config(None, ["method=grpo-sg", "method.weight.kind=power"]).method.weight.model_dump() == {
+        "kind": "power",
+        "gamma": 1.0,
+    }
 
 
 def test_ablations_get_names_of_their_own():
@@ -99,11 +75,10 @@ def test_ablations_get_names_of_their_own():
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["rollout.temprature=1"], "rollout.temprature: unknown field; did you mean 'temperature'"),
+        (["task={people: [4], kind: math}"], "task.people: unknown field"),
+        (["method.weight.tau=4", "method.weight.kind=power"], "method.weight.tau: unknown field"),
         (["optimiser.lr=1"], "optimiser: unknown field; did you mean 'optimizer'"),
         (["rollout.temperature=-1"], "rollout.temperature = -1"),
-        (["steps=many"], "steps = 'many'"),
-        (["method=grpo_sg"], "did you mean 'grpo-sg'"),
         (["method.weight.kind=sigmod"], "method.weight.kind = 'sigmod': unknown; did you mean 'sigmoid'"),
         (["method=grpo-sg", "method.weight.tau=-1"], "method.weight.tau = -1: input should be greater than 0"),
         (["method.sharpness.rho=0.1"], "method.sharpness.kind: missing; valid: gradient_norm_penalty, sam"),
@@ -146,11 +121,6 @@ def test_a_broken_file_is_named(tmp_path: Path, content, says):
         build_config(tmp_path / "absent.yaml")
 
 
-def test_numbers_in_scientific_notation_are_numbers():
-    assert parse_override("optimizer.lr=1e-4") == {"optimizer": {"lr": 1e-4}}
-    assert parse_override("out=run-1") == {"out": "run-1"}
-
-
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12)
 values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
@@ -179,7 +149,7 @@ def test_every_setting_is_listed_once_for_each_kind_and_described():
     found = {(row.path, row.kind): row for row in rows}
     assert found["task.people", "knights_knaves"].values == "int, >= 2, <= 7 | list of (int, >= 2, <= 7), length >= 1"
     assert found["method.weight.function", "custom"].default == "required"
-    assert found["method.sharpness.rho", "sam"].default == "0.05"
+    assert len({row.path for row in rows}) <= 160
     assert "a schedule {start, end, until}" in found["method.ratio.p", "holder"].values
     assert found["method.clip", ""].values.startswith("ppo | cispo") and found["method.clip", ""].values.endswith(
         "null"
@@ -203,17 +173,19 @@ def test_the_learning_rate_depends_on_the_policy_unless_it_is_given():
 
 
 def test_the_configuration_of_a_run_of_version_0_2_is_read(tmp_path: Path):
-    """Parts that were called none, all, behavior or single are null; settings that are gone are ignored."""
+    """Parts that were called none or all are null, some are numbers now; settings that are gone must have their constant."""
     old = {
         "name": "x",
         "out": "elsewhere",
         "policy": {"trust_remote_code": False},
-        "rollout": {"backend": {"kind": "local"}},
+        "rollout": {"backend": {"kind": "local"}, "top_k": 0},
+        "optimizer": {"beta1": 0.9, "beta2": 0.9},
         "method": {
             "name": "kl-cov",
             "clip": {"kind": "none"},
             "tokens": {"kind": "all"},
-            "proximal": {"kind": "behavior"},
+            "passes": {"kind": "lopti", "eta": 0.4},
+            "module_clip": {"kind": "linear", "start": 2.0, "end": 3.0},
             "advantage": {"kind": "group", "scale": "none", "ddof": 1, "epsilon": 1e-4},
         },
     }
@@ -221,9 +193,13 @@ def test_the_configuration_of_a_run_of_version_0_2_is_read(tmp_path: Path):
     found = read_recorded(tmp_path, {"steps": 3}, ["seed=4"])
     assert found.run_dir == tmp_path and (found.steps, found.seed) == (3, 4)
     assert found.method.clip is None and found.method.tokens is None and found.method.advantage.scale == "none"
+    assert (found.method.passes, found.method.module_clip.end, found.optimizer.beta2) == (0.4, 3.0, 0.9)
     for run in pair().glob("*/config.yaml"):
         recorded = read_recorded(run.parent)
         assert recorded.method.tokens is None and recorded.rollout.prompts_per_step == 6
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old | {"rollout": {"top_k": 5}}))
+    with pytest.raises(UserError, match="top_k = 5: recorded by an earlier version; this version has 0 always"):
+        read_recorded(tmp_path)
     with pytest.raises(UserError, match="give the folder of a run"):
         read_recorded(tmp_path.parent)
     (tmp_path / "config.yaml").rename(tmp_path / "run.json")

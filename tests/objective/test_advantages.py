@@ -24,15 +24,11 @@ from sharpscope.config.method import (
 )
 from sharpscope.errors import UserError
 from sharpscope.objective import (
-    Method,
     advantages,
     estimate_advantages,
     informative_groups,
-    named_method,
     overlong_penalty,
-    prepare,
 )
-from tests.objective.data import plain_step
 from tests.oracles import objective as oracle
 
 laws = settings(max_examples=12, deadline=None, derandomize=True)
@@ -159,32 +155,6 @@ def exact(case: Outcomes, spec: Advantage, reward: Tensor | None = None) -> Tens
     return found
 
 
-def by_group(values: Tensor) -> Tensor:
-    return torch.stack([values[label == GROUP].sum(0) for label in GROUP.unique()])
-
-
-@laws
-@given(seeds)
-def test_weighted_sums_within_a_group_are_zero(seed: int):
-    """Plain sums, sums over tokens for OPO, and sums weighted by V at each place for the optimal token baseline."""
-    case = Outcomes(seed)
-    zero = torch.zeros(4, dtype=torch.float64)
-    for spec in (
-        GroupAdvantage(scale="batch"),
-        LeaveOneOutAdvantage(),
-        MeanScaledAdvantage(),
-        DecoupledAdvantage(),
-    ):
-        torch.testing.assert_close(by_group(case.estimate(spec)), zero, rtol=0, atol=1e-12)
-    opo = case.estimate(LengthBaselineAdvantage()) * case.mask.sum(1)
-    torch.testing.assert_close(by_group(opo), zero, rtol=0, atol=1e-12)
-    case.mask[0, 1] = True
-    case.logp[0, 1], case.collision[0, 1] = -1.0, 0.4
-    energy = torch.where(case.mask, 1 - 2 * case.logp.exp() + case.collision, 0.0).cumsum(1)
-    token = exact(case, TokenBaselineAdvantage()) * energy
-    torch.testing.assert_close(by_group(token), zero[:, None].expand(4, 6), rtol=0, atol=1e-12)
-
-
 @laws
 @given(seeds, st.floats(-3, 3), st.floats(0.1, 10))
 def test_shifts_cancel_and_scales_cancel_or_carry_over(seed: int, shift: float, scale: float):
@@ -200,23 +170,6 @@ def test_shifts_cancel_and_scales_cancel_or_carry_over(seed: int, shift: float, 
         (DecoupledAdvantage(), 1.0),
     ):
         torch.testing.assert_close(exact(case, spec, other), factor * exact(case, spec), rtol=1e-9, atol=1e-9)
-
-
-def test_one_advantage_a_completion_and_one_a_token_agree():
-    """Every use of the advantages of a step: plan, covariance and polarity."""
-    case = Outcomes(2)
-    logp = torch.where(case.mask, case.logp, 0.0)
-    plans = []
-    for method in (named_method("cov-grpo"), Method(name="x", weight={"kind": "polarity", "target": 1.0})):
-        advantage = case.estimate(method.advantage)
-        for given_as in (advantage, torch.where(case.mask, advantage[:, None], torch.nan)):
-            step = plain_step(case.mask, GROUP, given_as, logp, entropy=-logp, polarity=logp + 1)
-            plans.append(prepare(method, step))
-    for one, two in (plans[:2], plans[2:]):
-        assert torch.equal(one.advantage, two.advantage) and torch.equal(one.weight, two.weight)
-        assert one.weight[case.mask].unique().numel() > 1
-    with pytest.raises(ValueError, match=r"advantage must be \(10, 6\)"):
-        plain_step(case.mask, GROUP, logp[:, :2], logp)
 
 
 def test_mistakes():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from sharpscope.config import method_names, same_at_one_update
 from sharpscope.config.method import (
+    BinTokens,
     CispoClip,
     DppoMask,
     HolderRatio,
@@ -22,11 +22,22 @@ from sharpscope.config.method import (
     SequenceRatio,
     VespoGate,
 )
-from sharpscope.config.token_weights import ConstantWeight, LinearWeight, PowerWeight, ShuffledWeight, UniformWeight
+from sharpscope.config.token_weights import (
+    ConstantWeight,
+    LinearWeight,
+    PepoWeight,
+    PowerWeight,
+    ShuffledWeight,
+    StareWeight,
+    UniformWeight,
+)
 from sharpscope.objective import (
     Method,
+    MethodState,
     Plan,
+    StepTensors,
     calibrate,
+    clipped_norm,
     named_method,
     policy_loss,
     prepare,
@@ -34,6 +45,7 @@ from sharpscope.objective import (
     token_weights,
 )
 from sharpscope.objective.loss import importance_ratio
+from sharpscope.objective.plan import token_bins
 from tests.objective.data import LIMIT, Case, make_case
 from tests.objective.test_objective import ORACLES, TOY
 
@@ -232,61 +244,6 @@ def pad(case: Case, extra: int) -> Case:
     return Case(case.reward, step, widen(case.now), widen(case.reference))
 
 
-def bigram(case: Case, table: Tensor) -> Tensor:
-    """ln π (N, T) of a policy whose logits at (i, t) are row (7·i + t) mod 11 of `table` (11, V)."""
-    rows, places = case.mask.shape
-    index = (7 * torch.arange(rows)[:, None] + torch.arange(places)) % len(table)
-    logits = table[index].log_softmax(-1)  # (N, T, V)
-    chosen = ((3 * torch.arange(rows)[:, None] + 5 * torch.arange(places)) % table.shape[1])[..., None]
-    return logits.gather(-1, chosen)[..., 0]
-
-
-def train(method: Method, case: Case, optimizer: Callable[[list[Tensor]], torch.optim.Optimizer], steps: int) -> Tensor:
-    table = torch.randn(11, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
-    stepper = optimizer([table])
-    plan = prepare(method, case.step)
-    normalizer = normalizer_of(method, case, plan)
-    for _ in range(steps):
-        stepper.zero_grad()
-        policy_loss(method, plan, bigram(case, table), normalizer).loss.backward()
-        stepper.step()
-    return table.detach()
-
-
-def test_adamw_is_unmoved_by_constant_weights_and_sgd_is_not():
-    """KL off, no clip, no gradient clipping, epsilon far below the gradients: AdamW divides the scale out."""
-    case = make_case(named_method("grpo"), 7)
-    plain = named_method("grpo").model_copy(update={"clip": None})
-    weight = ready("grpo-sg-constant", case).weight
-    scaled = plain.model_copy(update={"weight": weight})
-    assert 1.05 < float(token_weights(weight, case.step)[case.mask].mean()) < 1.4
-
-    def adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=1e-30)
-
-    def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=1e-2)
-
-    torch.testing.assert_close(train(plain, case, adamw, 8), train(scaled, case, adamw, 8), rtol=0, atol=1e-10)
-    assert (train(plain, case, sgd, 8) - train(scaled, case, sgd, 8)).abs().max() > 1e-4
-
-
-def test_shuffling_moves_every_weight_everywhere_equally_often():
-    case = make_case(named_method("ar"), 0)
-    row = 0
-    places = case.mask[row].nonzero().flatten()
-    counts = torch.zeros(len(places))
-    generator = torch.Generator().manual_seed(1)
-    shaping = ShuffledWeight(of=LinearWeight(alpha=0.2))  # five different weights: the largest can be followed
-    draws = 2000
-    for _ in range(draws):
-        counts[token_weights(shaping, case.step, generator)[row][places].argmax()] += 1
-    expected = draws / len(places)
-    chi2 = float(((counts - expected) ** 2 / expected).sum())
-    assert len(places) == 5
-    assert chi2 < 18.5  # 0.1 % quantile of chi-square with 4 degrees of freedom
-
-
 # -- one update per step -----------------------------------------------------------------------------------------------
 
 
@@ -347,3 +304,76 @@ def test_what_one_update_leaves_of_a_method_is_compared():
     ):
         assert same_at_one_update(gspo.model_copy(update=changes)) is None
     assert same_at_one_update(named_method("tr-grpo").model_copy(update={"clip": CispoClip()})) is None
+
+
+laws = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+def one_row(**columns: list[float]) -> StepTensors:
+    """One completion of all tokens given."""
+    values = {name: torch.tensor([value], dtype=torch.float64) for name, value in columns.items()}
+    like = next(iter(values.values()))
+    advantage = values.pop("advantage", torch.ones_like(like))
+    zero = {
+        name: torch.zeros_like(like) for name in ("behavior_logp", "logp", "logit", "entropy", "collision", "polarity")
+    }
+    return StepTensors(mask=torch.ones_like(like), group=torch.zeros(1), advantage=advantage, **(zero | values))
+
+
+def test_the_adaptive_form_of_stare_moves_within_its_bounds_and_is_remembered():
+    state, weight = MethodState(), StareWeight(M=0.9, step=0.1)
+    low, high = torch.tensor([0.1]), torch.tensor([0.9])
+    seen = [state.moved(weight, entropy) for entropy in (low, low, low, low, low, low, high, high)]
+    assert [round(w.W, 9) for w in seen] == [1.2, 1.3, 1.4, 1.5, 1.5, 1.5, 1.4, 1.3]
+    assert [round(w.M, 9) for w in seen] == [0.8, 0.7, 0.6, 0.5, 0.5, 0.5, 0.6, 0.7]
+    resumed = MethodState(**vars(state))
+    assert pytest.approx(1.4) == resumed.moved(weight, low).W
+    assert MethodState().moved(StareWeight(), low) == StareWeight()  # off by default
+
+
+@laws
+@given(st.integers(0, 10_000), st.floats(-3.0, 3.0), st.integers(1, 9))
+def test_pepo_has_mean_one_and_ignores_a_shift_of_all_entropies(seed: int, shift: float, window: int):
+    step = make_case(named_method("grpo"), seed, garbage=False).step
+    weight = token_weights(PepoWeight(window=window), step)
+    shifted = token_weights(PepoWeight(window=window), replace(step, entropy=step.entropy + shift))
+    torch.testing.assert_close(weight, shifted, rtol=1e-12, atol=0)
+    count = step.mask.sum(1)
+    torch.testing.assert_close(weight.sum(1)[count > 0], count[count > 0].double(), rtol=1e-12, atol=0)
+
+
+def test_bins_and_what_they_do_to_the_entropy():
+    """Peak and valley by Σ π²; raising the logit of a peak lowers −ln Σ π², of a valley raises it."""
+    logits = torch.randn(300, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
+    p = logits.softmax(-1)
+    chosen = torch.arange(300) % 12
+    logp, collision = p.log()[torch.arange(300), chosen], (p**2).sum(-1)
+    step = replace(one_row(logp=logp.tolist(), advantage=[1.0] * 300), collision=collision[None])
+    bins = token_bins(step)
+    raised = logits.clone()
+    raised[torch.arange(300), chosen] += 1e-6
+    rises = -(raised.softmax(-1) ** 2).sum(-1).log() > -collision.log()
+    assert torch.equal(bins["pos_valley"][0], rises) and torch.equal(bins["pos_peak"][0], ~rises)
+    assert 30 < int(rises.sum()) < 270
+    signs = replace(step, advantage=torch.tensor([[1.0, -1.0, 0.0] * 100], dtype=torch.float64))
+    for spec in (BinTokens(include=("pos_peak", "neg_valley")), BinTokens(exclude=("pos_valley", "neg_peak"))):
+        keep = prepare(Method(name="bins", tokens=spec), signs).keep[0]
+        peak, sign = ~rises, signs.advantage[0]
+        wanted = (peak & (sign > 0)) | (~peak & (sign < 0))
+        assert torch.equal(keep[sign != 0], wanted[sign != 0])
+    with pytest.raises(ValueError, match="needs include or exclude"):
+        BinTokens()
+
+
+@laws
+@given(st.lists(st.floats(0.1, 10.0), min_size=2, max_size=12), st.floats(1.1, 4.0))
+def test_the_clip_by_module_bounds_a_norm_by_its_own_history(norms: list[float], high: float):
+    average = None
+    for norm in norms:
+        factor, after = clipped_norm(high, norm, average)
+        if average is not None:
+            assert norm * factor == pytest.approx(min(norm, high * average))
+            assert after == pytest.approx(0.95 * average + 0.05 * min(norm, high * average))
+        average = after
+    same = clipped_norm(high, norms[0], norms[0])
+    assert same == (1.0, pytest.approx(norms[0]))  # a norm that does not change is not clipped

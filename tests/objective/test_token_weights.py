@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
-from typing import get_args
+from pathlib import Path
 
 import pytest
 import torch
 from pydantic import ValidationError
 
+from sharpscope import weight_bounds
 from sharpscope.config import Schedule
 from sharpscope.config.token_weights import (
     ConstantWeight,
-    CovarianceGaussianWeight,
     CustomWeight,
-    EntropyAdvantageWeight,
     EntropyWeight,
     LinearWeight,
-    MeanOneWeight,
-    PepoWeight,
     PolarityWeight,
     PowerWeight,
     ReverseWeight,
     ShuffledWeight,
     SigmoidWeight,
-    StareWeight,
-    UniformWeight,
     drawn,
 )
 from sharpscope.errors import UserError
 from sharpscope.objective import (
+    Method,
     StepTensors,
     TokenWeight,
     calibrate,
@@ -55,19 +52,6 @@ def test_other_curves():
     assert entropy == pytest.approx([2 * (1 / (1 + math.exp(-1.7)) - 0.25)])
 
 
-@pytest.mark.parametrize(("mean_entropy", "phase"), [(1.0, 0.5), (2.0, 0.0), (3.0, -0.5), (9.0, -1.0)])
-def test_polarity_weighs_what_moves_the_entropy_to_the_target(mean_entropy: float, phase: float):
-    step = step_of(entropy=[mean_entropy] * 3, polarity=[0.7, -0.2, 0.0])  # A = 1: ΔH = −0.7, +0.2, 0
-    shaping = PolarityWeight(alpha=0.4, target=2.0)
-    assert weights_of(shaping, step) == pytest.approx([1 - 0.4 * phase, 1 + 0.4 * phase, 1.0])
-
-
-def test_a_schedule_of_a_bound_needs_alpha():
-    with pytest.raises(ValidationError, match="set alpha"):
-        SigmoidWeight(U=Schedule(start=1.4, end=4.0))
-    assert SigmoidWeight(U=Schedule(start=1.4, end=4.0), alpha=8.0).constants()["mu"] == 0.25
-
-
 @pytest.mark.parametrize("inner", [LinearWeight(alpha=0.9), ReverseWeight(of=LinearWeight(alpha=0.9))])
 def test_shuffled_weights_keep_the_mean_over_the_gradient(inner: TokenWeight):
     for seed in range(3):
@@ -79,13 +63,6 @@ def test_shuffled_weights_keep_the_mean_over_the_gradient(inner: TokenWeight):
             total = sum(float(case.step.gradient_mass[i, t]) for i, t in cells)
             means.append(sum(float(case.step.gradient_mass[i, t]) * float(weight[i, t]) for i, t in cells) / total)
         assert means[1] == pytest.approx(means[0], rel=1e-12)
-
-
-def test_without_a_gradient_all_tokens_count_alike():
-    case = make_case(named_method("grpo"), 0)
-    flat, inner = replace(case.step, gradient_mass=torch.zeros_like(case.step.gradient_mass)), LinearWeight(alpha=0.9)
-    constant = token_weights(ConstantWeight(of=inner, matched="gradient"), flat)[case.mask]
-    assert constant.tolist() == pytest.approx([float(token_weights(inner, flat)[case.mask].mean())] * len(constant))
 
 
 def test_drawn_weights_have_the_distribution_that_the_gradient_has():
@@ -133,28 +110,6 @@ def test_a_schedule_anneals_a_constant():
     )
 
 
-def test_bounds_are_known_of_every_kind():
-    inner = LinearWeight()
-    expected = {
-        UniformWeight(): None,
-        SigmoidWeight(): (1.0, 1.4),
-        EntropyWeight(): (1.0, 1.4),
-        inner: (0.8, 1.0),
-        PowerWeight(): (0.0, 1.0),
-        CovarianceGaussianWeight(): None,
-        PolarityWeight(): None,
-        StareWeight(): (1.0, 1.1),
-        PepoWeight(): None,
-        EntropyAdvantageWeight(): None,
-        ReverseWeight(of=inner): (0.8, 1.0),
-        ShuffledWeight(of=inner): (0.8, 1.0),
-        ConstantWeight(of=inner): None,
-        MeanOneWeight(of=inner): None,
-    }
-    assert {type(weight) for weight in expected} | {CustomWeight} == set(get_args(get_args(TokenWeight)[0]))
-    assert {weight: weight.bounds for weight in expected} == expected
-
-
 # -- Constants of a weighting: published, or measured on the first step
 
 PAPER = SigmoidWeight(preset="paper")
@@ -194,14 +149,6 @@ def test_alpha_and_mu_follow_the_range(percentiles: str, low: float, high: float
     mass = None if percentiles == "tokens" else case.step.gradient_mass
     summary = summarize_weights(found, weight, case.mask, mass=mass)
     assert (summary.saturation_low, summary.saturation_high) == pytest.approx((0.1, 0.1), abs=0.1)
-
-
-def test_the_published_location_takes_another_range_too():
-    wide = calibrate(SigmoidWeight(preset="paper", U=4.0), make_case(named_method("grpo-sg"), 2).step)
-    assert (wide.tau, wide.u0, wide.alpha, wide.mu) == (9.0, 0.0, pytest.approx(15.0), pytest.approx(0.75 - 1 / 15))
-    ends = step_of(logit=[9 * math.log(3), 9 * math.log(19)])  # sigmoid 0.75 and 0.95
-    assert weights_of(wide, ends) == pytest.approx([1.0, 4.0])
-    assert weights_of(ReverseWeight(of=wide), ends) == pytest.approx([4.0, 1.0])
 
 
 def test_calibration_over_the_gradient_needs_one():
@@ -264,3 +211,70 @@ def test_an_uncalibrated_shaping_is_refused():
         token_weights(PolarityWeight(), step_of(entropy=[1.0], polarity=[1.0]))
     with pytest.raises(ValueError, match="generator"):
         token_weights(ShuffledWeight(of=LinearWeight()), step_of(logp=[-1.0]))
+
+
+@weight_bounds(0.5, 1.0)
+def gentle(step: StepTensors, power: float = 0.5) -> torch.Tensor:
+    """0.5 + π^power/2."""
+    return 0.5 + (power * step.logp).exp() / 2
+
+
+def test_a_function_works_and_keeps_what_it_declares():
+    weight = CustomWeight(function=f"{__name__}:gentle", arguments={"power": 1.0})
+    assert weights_of(weight, step_of(logp=[0.0, math.log(0.5)])) == pytest.approx([1.0, 0.75])
+    assert weight.bounds == (0.5, 1.0)
+    assert weights_of(ReverseWeight(of=weight), step_of(logp=[0.0])) == pytest.approx([0.5])
+    with pytest.raises(UserError, match="0 <= low < high"):
+        weight_bounds(2.0, 1.0)
+    logp = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
+    step = step_of(logp=[-1.0])
+    assert not token_weights(weight, type(step)(**(vars(step) | {"logp": logp}))).requires_grad
+
+
+def test_a_function_by_import_path_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "my_weights.py").write_text("def steep(step):\n    return step.logp.exp() ** 2\n")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    weight = CustomWeight(function="my_weights:steep")
+    assert sys.path == before
+    assert weights_of(weight, step_of(logp=[math.log(0.5)])) == pytest.approx([0.25])
+    assert weight.bounds is None
+    del sys.modules["my_weights"]
+
+
+BAD = {
+    "shape": (
+        lambda step: step.logp[:, 0],
+        r"of shape \(2,\) and type torch.float64; it must be a float tensor \(N, T\) = \(2, 1\)",
+    ),
+    "sign": (lambda step: step.logp, "negative weights"),
+    "nan": (lambda step: step.logp * torch.nan, "not finite"),
+    "integer": (lambda step: torch.ones(2, 1, dtype=torch.long), "torch.int64; it must be a float tensor"),
+    "type": (lambda step: 1.0, "returned float of shape"),
+    "raise": (lambda step: 1 / 0, "raised ZeroDivisionError"),
+    "bounds": (lambda step: step.logp * 0 + 7.0, r"declares weights in \[0.0, 1.0\] but returned \[7, 7\]"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_function_that_is_wrong_is_named_with_the_reason(what: str, monkeypatch: pytest.MonkeyPatch):
+    function, message = BAD[what]
+    function = weight_bounds(0.0, 1.0)(function) if what == "bounds" else function
+    monkeypatch.setattr(sys.modules[__name__], "bad", function, raising=False)
+    with pytest.raises(UserError, match=message) as error:
+        token_weights(CustomWeight(function=f"{__name__}:bad"), step_of(logp=[-1.0, -2.0]))
+    assert "\n" not in str(error.value) and f"{__name__}:bad" in str(error.value)
+
+
+def test_schedules_are_resolved_everywhere_and_checked_at_both_ends():
+    assert named_method("grpo").at(0.5) is named_method("grpo")
+    deep = Method(name="x", weight=ShuffledWeight(of=LinearWeight(alpha=Schedule(start=0.0, end=1.0))))
+    assert deep.at(0.5).weight.of.alpha == 0.5
+    for ends in ((0.0, 1.5), (-0.5, 1.0)):
+        with pytest.raises(ValidationError):
+            Method(name="x", weight=LinearWeight(alpha=Schedule(start=ends[0], end=ends[1])))
+    with pytest.raises(ValidationError, match="set alpha"):
+        SigmoidWeight(U=Schedule(start=1.4, end=4.0))
+    assert SigmoidWeight(U=Schedule(start=1.4, end=4.0), alpha=8.0).constants()["mu"] == 0.25
+    with pytest.raises(ValidationError, match="below"):
+        Method(name="x", weight=SigmoidWeight(alpha=2.0, L=Schedule(start=0.5, end=2.0)))

@@ -159,9 +159,19 @@ def ratio(b: Batch, i: int, t: int) -> Tensor:
     return (b.now[i][t] - b.behavior[i][t]).exp()
 
 
-def weighted_grpo(b: Batch, weight: dict, only=None) -> Tensor:
-    adv = advantages(b)
-    return total(b, lambda i, t: weight[i, t] * ppo(ratio(b, i, t), adv[i]), only=only)
+def clipped(
+    b: Batch, how: str = "sequence", *, adv=None, weight=None, only=None, low=0.2, high=0.2, bound=math.inf
+) -> Tensor:
+    """[w·]min(r·A, clip(r)·A), at least bound·A where A < 0, with one advantage for each completion (list) or token (dict)."""
+    adv = advantages(b) if adv is None else adv
+
+    def objective(i, t):
+        a = adv[i, t] if isinstance(adv, dict) else adv[i]
+        plain = ppo(ratio(b, i, t), a, low, high)
+        value = plain if a >= 0 or plain.item() > bound * a else number(bound * a)
+        return value if weight is None else weight[i, t] * value
+
+    return total(b, objective, how, only)
 
 
 def ar_weight(b: Batch, alpha: float) -> dict:
@@ -173,8 +183,7 @@ def lopti_tokens(b: Batch, eta: float, second: bool) -> set:
 
 
 def grpo(b: Batch) -> Tensor:
-    adv = advantages(b)
-    return total(b, lambda i, t: ppo(ratio(b, i, t), adv[i]))
+    return clipped(b)
 
 
 def sg_weights(b: Batch, preset: str) -> dict:
@@ -185,35 +194,9 @@ def sg_weights(b: Batch, preset: str) -> dict:
     return {(i, t): sg_weight(b.logit[i][t], tau, u0) for i, t in b.tokens()}
 
 
-def grpo_sg(b: Batch, preset: str = "calibrated") -> Tensor:
-    return weighted_grpo(b, sg_weights(b, preset))
-
-
 def tr_grpo(b: Batch, preset: str = "calibrated") -> Tensor:
     w, adv = sg_weights(b, preset), advantages(b)
     return total(b, lambda i, t: ppo(w[i, t] * ratio(b, i, t), adv[i]), kl_weight=w)
-
-
-def dual_ppo(r: Tensor, a: float, low: float, high: float, bound: float) -> Tensor:
-    plain = ppo(r, a, low, high)
-    return plain if a >= 0 or plain.item() > bound * a else number(bound * a)
-
-
-def ar(b: Batch, bound: float) -> Tensor:
-    adv = advantages(b)
-    w = ar_weight(b, 0.2)
-    return total(b, lambda i, t: dual_ppo(ratio(b, i, t), w[i, t] * adv[i], 0.2, 0.24, bound), how="token")
-
-
-def lopti(b: Batch, second: bool, bound: float) -> Tensor:
-    adv, only = advantages(b), lopti_tokens(b, 0.4, second)
-    return total(b, lambda i, t: dual_ppo(ratio(b, i, t), adv[i], 0.2, 0.24, bound), how="token", only=only)
-
-
-def ar_lopti(b: Batch, second: bool, bound: float) -> Tensor:
-    adv, only = advantages(b), lopti_tokens(b, 0.5, second)
-    w = ar_weight(b, 0.3)
-    return total(b, lambda i, t: dual_ppo(ratio(b, i, t), w[i, t] * adv[i], 0.2, 0.24, bound), how="token", only=only)
 
 
 def gaussian(values: dict) -> dict:
@@ -222,16 +205,12 @@ def gaussian(values: dict) -> dict:
     return {k: math.exp(-((x - mean) ** 2) / (2 * variance)) if variance else 1.0 for k, x in values.items()}
 
 
-def cov_grpo(b: Batch) -> Tensor:
-    return weighted_grpo(b, gaussian(covariances(b)))
-
-
 def cov_grpo_completion(b: Batch) -> Tensor:
     """Standardized ln π of the completion: c is that, times and plus what is the same for all tokens of a completion."""
     weight: dict = {}
     for i in range(len(b.mask)):
         weight |= gaussian({(i, t): b.old[i][t] for t in b.row(i)}) if b.row(i) else {}
-    return weighted_grpo(b, weight)
+    return clipped(b, weight=weight)
 
 
 def stapo(b: Batch, probability: float, quantile: float) -> Tensor:
@@ -310,24 +289,9 @@ def holder(b: Batch) -> Tensor:
     return by_completion(b, lambda i, a: ppo(holder_ratio(b, i, 2.0 - 4.0 * b.progress), a))
 
 
-def dapo(b: Batch) -> Tensor:
-    adv = advantages(b)
-    return total(b, lambda i, t: ppo(ratio(b, i, t), adv[i], 0.2, 0.28), how="token")
-
-
-def dr_grpo(b: Batch) -> Tensor:
-    adv = advantages(b, divide=False)
-    return total(b, lambda i, t: ppo(ratio(b, i, t), adv[i]), how="constant")
-
-
 def cispo(b: Batch) -> Tensor:
     adv = advantages(b)
     return total(b, lambda i, t: min(ratio(b, i, t).item(), 5.0) * adv[i] * b.now[i][t], how="token")
-
-
-def dual_clip(b: Batch, bound: float) -> Tensor:
-    adv = advantages(b)
-    return total(b, lambda i, t: dual_ppo(ratio(b, i, t), adv[i], 0.2, 0.2, bound))
 
 
 def sapo(b: Batch) -> Tensor:
@@ -384,11 +348,6 @@ def vespo(b: Batch, factor: Callable[[int, int], float] = lambda i, t: 1.0) -> T
     return total(b, lambda i, t: phi[i] * adv[i] * b.now[i][t], how="token")
 
 
-def bnpo(b: Batch) -> Tensor:
-    adv = advantages(b)
-    return total(b, lambda i, t: ppo(ratio(b, i, t), adv[i]), how="token")
-
-
 def papo(b: Batch, target: float) -> Tensor:
     adv = advantages(b)
     mean = sum(b.entropy[i][t] for i, t in b.tokens()) / len(b.tokens())
@@ -397,7 +356,7 @@ def papo(b: Batch, target: float) -> Tensor:
     for i, t in b.tokens():
         change = -adv[i] * b.polarity[i][t]
         weight[i, t] = 1 + 0.5 * phase * ((change > 0) - (change < 0))
-    return weighted_grpo(b, weight)
+    return clipped(b, weight=weight)
 
 
 def high_entropy(b: Batch) -> Tensor:
@@ -491,39 +450,10 @@ def mean_scaled(b: Batch, values: list[float] | None = None) -> list[float]:
     return out
 
 
-def with_advantages(b: Batch, adv, how: str) -> Tensor:
-    """GRPO's clipped objective with one advantage for each completion (list) or for each token (dict)."""
-    return total(b, lambda i, t: ppo(ratio(b, i, t), adv[i, t] if isinstance(adv, dict) else adv[i]), how=how)
-
-
-def lite_ppo(b: Batch) -> Tensor:
-    return with_advantages(b, batch_scaled(b), "token")
-
-
-def rloo(b: Batch) -> Tensor:
-    return with_advantages(b, leave_one_out(b), "sequence_sum")
-
-
-def reinforce_pp(b: Batch, baseline: bool = False) -> Tensor:
-    return with_advantages(b, whitened(b, baseline), "token")
-
-
-def opo(b: Batch) -> Tensor:
-    return with_advantages(b, length_baseline(b), "token")
-
-
-def otb(b: Batch) -> Tensor:
-    return with_advantages(b, token_baseline(b), "token")
-
-
-def gdpo(b: Batch) -> Tensor:
-    return with_advantages(b, decoupled(b, {"answer": 1.0, "format": 1.0}), "sequence")
-
-
 def maxrl(b: Batch) -> Tensor:
     """Answers with a reward above the lower median are correct."""
     middle = sorted(b.reward)[(len(b.reward) - 1) // 2]
-    return with_advantages(b, mean_scaled(b, [float(r > middle) for r in b.reward]), "token")
+    return clipped(b, "token", adv=mean_scaled(b, [float(r > middle) for r in b.reward]))
 
 
 # -- 2026 --------------------------------------------------------------------------------------------------------------
@@ -574,7 +504,7 @@ def stare(b: Batch, share: float, high: float, low: float, target: float) -> Ten
             ranked = sorted((b.old[i][t], i, t) for i, t in weight if sign * adv[i] > 0)
             for _, i, t in ranked[: max(math.ceil(share * len(ranked) - 1e-9), 1)]:
                 weight[i, t] = value
-    return total(b, lambda i, t: weight[i, t] * dual_ppo(ratio(b, i, t), adv[i], 0.2, 0.2, 3.0), how="token")
+    return clipped(b, "token", weight=weight, bound=3.0)
 
 
 def rsi_s(b: Batch) -> Tensor:
@@ -594,8 +524,7 @@ def pepo_weights(b: Batch, window: int) -> dict:
 
 
 def pepo(b: Batch, window: int) -> Tensor:
-    adv, weight = advantages(b), pepo_weights(b, window)
-    return total(b, lambda i, t: weight[i, t] * ppo(ratio(b, i, t), adv[i], 0.2, 0.28), how="token")
+    return clipped(b, "token", weight=pepo_weights(b, window), high=0.28)
 
 
 def fading(b: Batch) -> float:
@@ -622,11 +551,8 @@ def forking_schedule(b: Batch) -> Tensor:
 def entropy_schedule(b: Batch) -> Tensor:
     """With another advantage instead of a weight."""
     adv = advantages(b)
-
-    def shaped(i, t):
-        return adv[i] + fading(b) * min(0.4 * b.entropy[i][t], abs(adv[i]) / 2)
-
-    return total(b, lambda i, t: ppo(ratio(b, i, t), shaped(i, t), 0.2, 0.28), how="token")
+    shaped = {(i, t): adv[i] + fading(b) * min(0.4 * b.entropy[i][t], abs(adv[i]) / 2) for i, t in b.tokens()}
+    return clipped(b, "token", adv=shaped, high=0.28)
 
 
 def capo(b: Batch, objective_bound: float = 0.01, kl_bound: float = 1e-4, adv=None, clipped: bool = True) -> Tensor:
