@@ -24,8 +24,7 @@ from sharpscope.policy import cache, draw_scored, load_policy, render_prompts
 from sharpscope.policy.forward import score_completions
 from sharpscope.tasks import Example, Reward, make_task
 from sharpscope.traces import load_run
-from sharpscope.training import train
-from sharpscope.training.display import Display
+from sharpscope.training import Display, train
 
 ROOT = Path(__file__).resolve().parents[2]
 NEVER = ("rollouts", "tokens", "token_gradients", "rotation", "heldout_influence")

@@ -176,7 +176,7 @@ def _checkpoints(
     from sharpscope.tasks import make_task
     from sharpscope.traces import read_run_info
     from sharpscope.training.checkpoint import checkpoints, load_checkpoint
-    from sharpscope.training.setup import build_optimizer
+    from sharpscope.training.learner import build_optimizer
 
     if not folder.is_dir():
         raise UserError(f"run '{folder}': no such folder; give the folder that holds its run.json")

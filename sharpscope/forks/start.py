@@ -26,8 +26,7 @@ from sharpscope.tasks import Example, make_task, task_choice
 from sharpscope.traces.files import RUN_FILE
 from sharpscope.training import DataOrder, Learner
 from sharpscope.training.checkpoint import checkpoints, damage, restore, step_of
-from sharpscope.training.rollouts import draw_group, draw_rollouts
-from sharpscope.training.setup import (
+from sharpscope.training.learner import (
     build_optimizer,
     learning_rate,
     load_start,
@@ -36,6 +35,7 @@ from sharpscope.training.setup import (
     reference_policy,
     set_learning_rate,
 )
+from sharpscope.training.rollouts import draw_group, draw_rollouts
 
 T = TypeVar("T")
 Tell = Callable[[str], None]

@@ -24,6 +24,7 @@ from sharpscope import distributed
 from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.policy import Policy
 from sharpscope.policy.sharding import gathered_copy, is_sharded, shard_state
+from sharpscope.traces import free_name
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -87,8 +88,7 @@ def newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
         problem = damage(folder)
         if problem is None:
             return folder, problems
-        names = (folder.with_name(f"damaged-{folder.name}{end}") for end in ("", *(f"-{n}" for n in range(2, 100))))
-        renamed = folder.rename(next(name for name in names if not name.exists()))
+        renamed = folder.rename(free_name(folder.with_name(f"damaged-{folder.name}")))
         problems.append(f"checkpoint {folder.name} is damaged ({problem}); it is set aside as {renamed.name}")
     return None, problems
 

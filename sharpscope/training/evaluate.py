@@ -155,9 +155,7 @@ def _present_splits(task: Task, splits: Sequence[str] | None) -> list[str]:
     present = [split for split in wanted if _examples_of(task, split)]
     missing = [split for split in wanted if split not in present]
     if not present or (missing and splits is not None):
-        available = [split for split, examples in task.splits().items() if examples]
-        available += [EVERY_ROW] if isinstance(task, DatasetTask) else []
-        there = ", ".join(available) or "no splits"
+        there = ", ".join(name for name in (*task.splits(), EVERY_ROW) if _examples_of(task, name)) or "no splits"
         raise UserError(f"--split {', '.join(missing)}: the task has {there}; name one of them, or repeat --split")
     return present
 

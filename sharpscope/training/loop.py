@@ -1,15 +1,21 @@
-"""A training run: steps of rollouts, updates, evaluation and checkpoints, recorded in the run's folder."""
+"""A training run: steps of rollouts, updates, evaluation and checkpoints, recorded in the run's folder, and the display of its progress."""
 
 from __future__ import annotations
 
 import math
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich import progress as bars
+from rich.console import Console
+from rich.markup import escape
 
 from sharpscope import distributed
 from sharpscope.config import is_reference, known_settings
@@ -37,10 +43,8 @@ from sharpscope.tasks import Task, make_task
 from sharpscope.traces import RunLock, create_run_dir, read_run_info
 from sharpscope.traces.files import RUN_FILE
 from sharpscope.training.checkpoint import Progress, fingerprint, newest_valid, restore, save, step_of
-from sharpscope.training.display import Display
 from sharpscope.training.evaluate import check_splits, evaluate
-from sharpscope.training.rollouts import DataOrder, draw_rollouts
-from sharpscope.training.setup import (
+from sharpscope.training.learner import (
     build_optimizer,
     learning_rate,
     load_start,
@@ -48,9 +52,87 @@ from sharpscope.training.setup import (
     reference_policy,
     set_learning_rate,
 )
+from sharpscope.training.rollouts import DataOrder, draw_rollouts
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
+
+
+LINE_EVERY = 60.0
+"""Every tenth step is printed, and a step that ends this long after the last line [s]."""
+_SHOWN = (
+    ("reward", "reward_mean", "{:+.3f}"),
+    ("accuracy", "accuracy", "{:.1%}"),
+    ("grad norm", "grad_norm", "{:.3g}"),
+    ("entropy [nats]", "entropy_mean", "{:.3f}"),
+    ("weight mean", "weight_mean", "{:.3f}"),
+    ("length [tokens]", "completion_length_mean", "{:.1f}"),
+)
+
+
+class Display:
+    """Shows the progress of a run on a console; without one, nothing."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(quiet=True)
+        self._progress = bars.Progress(
+            *bars.Progress.get_default_columns(),
+            bars.TextColumn("[dim]{task.fields[status]}"),
+            console=self.console,
+            disable=self.console.quiet or not self.console.is_terminal,
+        )
+        self._fired: Counter[str] = Counter()
+
+    def start(self, title: str, steps: int, done: int) -> None:
+        """The run starts, or continues after `done` steps."""
+        self._steps, self._done, self._began = steps, done, time.monotonic()
+        self._task = self._progress.add_task(escape(title), total=steps, completed=done, status="")
+        self._progress.start()
+        if done:
+            self._print(f"continuing after step {done} of {steps}")
+        self._printed = self._began
+
+    def status(self, text: str) -> None:
+        """The run starts another activity."""
+        self._progress.update(self._task, status=escape(text))
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """A step is done; `row` is its row of the steps table. Every tenth step and slow ones are printed."""
+        step, now = int(row["step"]), time.monotonic()
+        self._progress.update(self._task, completed=step)
+        if step % 10 == 0 or step == 1 or now - self._printed >= LINE_EVERY:
+            shown = [f"{name} {'–' if row.get(key) is None else form.format(row[key])}" for name, key, form in _SHOWN]
+            left = (now - self._began) / max(step - self._done, 1) * (self._steps - step)
+            self._print(f"step {step} of {self._steps}: {'  '.join(shown)}  left {timedelta(seconds=round(left))}")
+
+    def evaluation(self, rows: list[dict[str, Any]]) -> None:
+        """An evaluation is done."""
+        if self.console.quiet:
+            return
+        from sharpscope.analysis.statistics import accuracy_interval  # scipy is slow to import
+
+        texts = [
+            f"{row['split']} level {row['level']}, T={row['temperature']:g}: {row['accuracy']:.1%} "
+            + accuracy_interval(row["accuracy"], row["std_error"], row["n"], row["k"]).percent()
+            for row in rows
+        ]
+        self._print(f"step {rows[0]['step']}, accuracy [95 % interval over prompts, %]: " + "; ".join(texts))
+
+    def event(self, event: Event) -> None:
+        """A health rule applied; only its first event is printed (all are in the events table)."""
+        self._fired[event.rule] += 1
+        if self._fired[event.rule] == 1:
+            color = {"error": "red", "warning": "yellow"}.get(event.severity, "cyan")
+            said = f"{event.value:.3g}: {escape(event.message)}"
+            self.console.print(f"[{color}]step {event.step}: {escape(event.rule)}[/] {said}")
+
+    def stop(self) -> None:
+        """The run ended, for whatever reason."""
+        self._progress.stop()
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._printed = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -128,9 +210,9 @@ class _Run:
     ) -> None:
         self.config, self.policy, self.task, self.display = config, policy, task, display
         self.method = config.resolved_method
-        self.reference = reference_policy(config, policy) if self.method.needs_reference else None
-        self.reference_mark = None if self.reference is None else fingerprint(self.reference)
-        for model in (policy.model, self.reference) if launch.sharded else ():
+        reference = reference_policy(config, policy) if self.method.needs_reference else None
+        self.reference_mark = None if reference is None else fingerprint(reference)
+        for model in (policy.model, reference) if launch.sharded else ():
             if model is not None:
                 shard(model, launch.reshard)
         self.optimizer = build_optimizer(policy.model, config.optimizer)
@@ -142,7 +224,7 @@ class _Run:
         # Whether the weights are not finite: they are not measured then, and no checkpoint replaces a good one.
         self.broken = False
         self.shown: set[str] = set()  # warnings of the method that were reported
-        self.learner = make_learner(config, policy, self.optimizer, reference=self.reference)
+        self.learner = make_learner(config, policy, self.optimizer, reference=reference)
         self.observers = Observers(config, policy, self.learner.view, Drawer(config, policy, task))
 
     # -- the whole run -----------------------------------------------------------------------------------------------
@@ -154,9 +236,8 @@ class _Run:
         if mark is not None:
             distributed.rank_zero_call(lambda: run_folder.check_reference(run_dir, mark))
         done = restored = 0 if checkpoint is None else self._restore(checkpoint)
-        notes = notes + distributed.rank_zero_call(
-            lambda: run_folder.wind_back(run_dir, None if checkpoint is None else done)
-        )
+        kept = None if checkpoint is None else done
+        notes = notes + distributed.rank_zero_call(lambda: run_folder.wind_back(run_dir, kept))
         if checkpoint is not None:
             notes.append(f"resumed after step {done}, from {checkpoint.name}")
         info = distributed.rank_zero_call(lambda: read_run_info(run_dir))
@@ -233,7 +314,19 @@ class _Run:
         drawn = time.perf_counter()
         method = self._calibrated(step, batch, progress)
         self.display.status(f"step {step}: learning")
-        health = self._health(step, batch, method, progress, lr)
+        every = config.checkpoint.every
+        health = StepHealth(
+            config.health,
+            step,
+            batch,
+            method,
+            progress,
+            self.policy.device,
+            vocabulary=self.policy.head.weight.shape[0],
+            quantities=self.quantities,
+            lr=lr,
+            checkpoint=f"step-{(step - 1) // every * every:06d}" if every and step > every else None,
+        )
         observer = StepObserver(self.observers, step, batch.rollouts, self.recent)
 
         result = self.learner.learn(
@@ -277,27 +370,11 @@ class _Run:
         if config.evaluation.every and (step % config.evaluation.every == 0 or step == config.steps):
             self._evaluate(step)
         self._probe(step)
-        if config.checkpoint.every and step % config.checkpoint.every == 0 and step < config.steps:
+        if every and step % every == 0 and step < config.steps:
             self.writer.flush()
             self._save(step)
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
-
-    def _health(self, step: int, batch: RolloutBatch, method: Method, progress: float, lr: float) -> StepHealth:
-        """The health rules of a step."""
-        every = self.config.checkpoint.every
-        return StepHealth(
-            self.config.health,
-            step,
-            batch,
-            method,
-            progress,
-            self.policy.device,
-            vocabulary=self.policy.head.weight.shape[0],
-            quantities=self.quantities,
-            lr=lr,
-            checkpoint=f"step-{(step - 1) // every * every:06d}" if every and step > every else None,
-        )
 
     def _calibrated(self, step: int, batch: RolloutBatch, progress: float) -> Method:
         """The method of a step: constants of its token weight are fixed on the first rollouts, and run.json keeps them.

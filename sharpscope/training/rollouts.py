@@ -102,11 +102,9 @@ def step_advantages(method: Method, rollouts: Rollouts, rewards: list[Reward], s
     values = [rollouts.reward.double()]  # (N,) each
     parts: dict[str, Tensor] = {}
     if isinstance(spec, DecoupledAdvantage):
-        names = dict.fromkeys(name for reward in rewards for name in reward.parts)
-        for name in names:
-            column = [reward.parts.get(name, 0.0) for reward in rewards]
-            parts[name] = torch.tensor(column, dtype=torch.float64, device=rollouts.reward.device)
-        values += [parts[name] for name in names if spec.weights.get(name, 0.0) != 0]
+        for name in dict.fromkeys(name for reward in rewards for name in reward.parts):
+            parts[name] = values[0].new_tensor([reward.parts.get(name, 0.0) for reward in rewards])
+        values += [part for name, part in parts.items() if spec.weights.get(name, 0.0) != 0]
     correct = torch.tensor([reward.correct for reward in rewards])
     rows = finite_group_rows(rollouts.group, torch.stack(values))
     usable = estimate_advantages(

@@ -26,7 +26,7 @@ from sharpscope.objective import (
     token_normalizer,
 )
 from sharpscope.policy import Rollouts
-from sharpscope.policy.forward import PerToken
+from sharpscope.policy.forward import Scored
 from sharpscope.policy.scoring import shortest
 from sharpscope.policy.token_stats import flat_entropy
 from sharpscope.probes import coming_step, noise_rotation, rotation
@@ -99,16 +99,8 @@ class Updates:
     def gradient(self, index: int, rows: Tensor, pass_index: int) -> _Gradient:
         """Compute the gradient of update `index` and record what its tokens do."""
         loss, tokens, entropy = self._backward(rows, pass_index, index)
-        return _Gradient(index, rows, pass_index, loss, self._norms(), tokens, entropy)
-
-    def _norms(self) -> Norms:
-        """Norms of the gradient in `.grad`."""
-        return gradient_norms(self.learner.parameters, self.learner.groups)
-
-    @property
-    def _entropy(self) -> PerToken | None:
-        """What gives the entropy of the tokens where the loss has a bonus."""
-        return None if self.method.entropy is None else flat_entropy
+        norms = gradient_norms(self.learner.parameters, self.learner.groups)
+        return _Gradient(index, rows, pass_index, loss, norms, tokens, entropy)
 
     @property
     def _entropy_coef(self) -> float:
@@ -140,12 +132,22 @@ class Updates:
         )
 
     def reshape(self, gradient: _Gradient) -> Norms:
-        """Let the method's sharpness control replace the gradient in `.grad`; returns its norms."""
-        sharpness, norm = self.method.sharpness, gradient.norm
-        if isinstance(sharpness, Sam | GradientNormPenalty) and math.isfinite(norm) and norm > 0:
-            self._sharpen(sharpness, gradient)
-            return self._norms()
-        return gradient.norms
+        """Let the method's sharpness control replace the gradient in `.grad`; returns its norms.
+
+        SAM's is the gradient at θ + rho·g/‖g‖. The gradient-norm penalty λ‖∇L‖ has gradient λ·H·g/‖g‖, taken by a forward
+        difference of length r (arXiv 2202.03599): g + λ·(g(θ + r·g/‖g‖) − g)/r.
+        """
+        spec, norm, parameters = self.method.sharpness, gradient.norm, self.learner.parameters
+        if not isinstance(spec, Sam | GradientNormPenalty) or not (math.isfinite(norm) and norm > 0):
+            return gradient.norms
+        first = [None if p.grad is None else p.grad.clone() for p in parameters]
+        with _moved(parameters, first, spec.rho / norm):
+            self._backward(gradient.rows, gradient.pass_index, None)
+        if isinstance(spec, GradientNormPenalty):
+            for parameter, value in zip(parameters, first, strict=True):
+                if value is not None and parameter.grad is not None:
+                    parameter.grad.sub_(value).mul_(spec.penalty / spec.rho).add_(value)
+        return gradient_norms(parameters, self.learner.groups)
 
     def apply(self, gradient: _Gradient) -> UpdateResult:
         """Let the method reshape the gradient, clip it, and make the optimizer's step."""
@@ -180,6 +182,12 @@ class Updates:
         options: dict[str, Any] = {"keep": self.plan.keep[rows], "group": group, "dtype": self.tokens.stats.logp.dtype}
         return token_normalizer(method, mask, self.learner.max_new_tokens, **options), int(mask.sum())
 
+    def _scored(self, micro: Tensor, with_grad: bool = False) -> tuple[Scored, Tensor | None]:
+        """A microbatch, with entropies where the loss has a bonus, and its (n, T) log-probabilities under the reference."""
+        rows, scorer, model = self.rollouts.rows(micro), self.learner.scorer, self.learner.reference
+        scored = scorer.score(rows, with_grad=with_grad, function=flat_entropy if self.method.entropy else None)
+        return scored, None if model is None else scorer.score(rows, model=model).logp
+
     @torch.no_grad()
     def _loss(self, rows: Tensor, pass_index: int) -> Tensor:
         """k·(part of L) of each of the k prompts of some rows at the present weights, (k,) float64 with mean L.
@@ -188,33 +196,27 @@ class Updates:
         """
         rollouts, scorer = self.rollouts, self.learner.scorer
         normalizer, tokens = self._normalizer(rows)
-        position = {int(row): index for index, row in enumerate(rows)}
-        prompts = rollouts.group[rows].unique().cpu()
+        prompts, moving = rollouts.group[rows].unique().cpu(), rows[self._moving(rows)]
         total = torch.zeros(len(prompts), dtype=torch.float64)
-        rows = rows[self._moving(rows)]
-        if not len(rows):
+        if not len(moving):
             return total
-        _, batches = scorer.split(rollouts, rows)
+        _, batches = scorer.split(rollouts, moving)
         idle = scorer.idle_passes(batches)
         for micro in batches:
-            local = torch.tensor([position[int(row)] for row in micro])
-            part = rollouts.rows(micro)
-            scored = scorer.score(part, function=self._entropy)
-            reference = self._reference_logp(part)
+            scored, reference = self._scored(micro)
             for index, prompt in enumerate(prompts.tolist()):
-                of = (part.group == prompt).nonzero()[:, 0].cpu()
+                of = (rollouts.group.cpu()[micro] == prompt).nonzero()[:, 0]
                 if not len(of):
                     continue
-                plan, logp = self.plan.rows(micro[of.to(micro.device)]), scored.logp[of]
-                options: dict[str, Any] = {"reference_logp": None if reference is None else reference[of]}
-                loss = policy_loss(
-                    self.method, plan, logp, normalizer[local[of]], pass_index=pass_index, **options
-                ).loss
+                plan, theirs = self.plan.rows(micro[of]), None if reference is None else reference[of]
+                scale = normalizer[torch.searchsorted(rows, micro[of])]
+                options: dict[str, Any] = {"reference_logp": theirs, "pass_index": pass_index}
+                loss = policy_loss(self.method, plan, scored.logp[of], scale, **options).loss
                 if scored.values is not None:
                     loss -= entropy_bonus(self._entropy_coef, plan, scored.values[of], tokens, pass_index=pass_index)
                 total[index] += float(loss) * len(prompts)
         for _ in range(idle):
-            self._idle_passes()
+            self._scored(shortest(rollouts))
         return torch.stack(distributed.gather(total)).sum(0)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ class Updates:
     def _backward(
         self, rows: Tensor, pass_index: int, index: int | None, part: Tensor | None = None
     ) -> tuple[float, UpdateTokens, float | None]:
-        """∇L of some rows into `.grad`, summed over microbatches and processes.
+        """∇L of some rows, in ascending order, into `.grad`, summed over microbatches and processes.
 
         Returns L, what the rows' tokens do and the mean entropy of those that take part (None without a bonus or tokens).
         They are recorded as those of update `index`; with None, nothing is. With `part`, some of the rows, only their terms
@@ -231,7 +233,6 @@ class Updates:
         learner, rollouts, scorer = self.learner, self.rollouts, self.learner.scorer
         learner.optimizer.zero_grad(set_to_none=True)
         normalizer, loss_tokens = self._normalizer(rows)
-        position = {int(row): i for i, row in enumerate(rows)}
         tokens = UpdateTokens.zeros(normalizer.shape, self.tokens.stats.logp.dtype)
         total, entropy = 0.0, 0.0
         part = rows if part is None else part
@@ -244,77 +245,44 @@ class Updates:
         local_rows = torch.cat([local_rows, still])
         idle = scorer.idle_passes(batches)
         for number, micro in enumerate([*batches, *without_gradient]):
-            local = torch.tensor([position[int(row)] for row in micro])
-            with torch.set_grad_enabled(number < len(batches)):
-                loss, nats = self._microbatch(micro, local, normalizer[local], pass_index, index, tokens, loss_tokens)
-            total, entropy = total + loss, entropy + nats
+            local, moves, plan = torch.searchsorted(rows, micro), number < len(batches), self.plan.rows(micro)
+            with torch.set_grad_enabled(moves):
+                scored, reference = self._scored(micro, moves)
+                logp, options = scored.logp, {"reference_logp": reference, "pass_index": pass_index}  # (n, T)
+                out = policy_loss(self.method, plan, logp, normalizer[local], **options)  # type: ignore[arg-type]
+                loss, kl_coef = out.loss, torch.zeros_like(logp)
+                mask = plan.pass_mask(pass_index)
+                if scored.values is not None:  # a term of its own: `logp.grad`, the coefficients, does not have it
+                    bonus = entropy_bonus(self._entropy_coef, plan, scored.values, loss_tokens, pass_index=pass_index)
+                    loss = loss - bonus
+                    entropy += float(torch.where(mask, scored.values.detach(), 0.0).sum(dtype=torch.float64))
+            if moves:
+                if out.divergence is not None:
+                    (kl_coef,) = torch.autograd.grad(out.divergence, logp, retain_graph=True)
+                if self.without is not None:
+                    left_out = self.without[micro].to(logp.device)[:, : logp.shape[1]]
+                    logp.register_hook(partial(torch.masked_fill, mask=left_out, value=0.0))
+                logp.retain_grad()
+                loss.backward()
+            total += float(loss.detach())
+            if index is not None:
+                coef = torch.zeros_like(logp) if logp.grad is None else logp.grad
+                tokens.coef[local] = coef.detach().to("cpu", tokens.coef.dtype)
+                seen = {"clipped": out.clipped, "ratio": out.ratio}
+                tokens.write(local, mask, **seen, kl=out.kl, log_ratio=logp.detach() - plan.behavior_logp)
+                by_entropy = 0.0 if scored.values is None else -self._entropy_coef / max(loss_tokens, 1)
+                seen |= {name: getattr(plan, name) for name in ("weight", "correction", "advantage")}
+                seen |= {"loss_coef": coef, "kl_coef": kl_coef, "entropy_coef": torch.full_like(logp, by_entropy)}
+                self._record(index, micro, mask, {**seen, "ref_logp": reference})
         for _ in range(idle):
-            (self._idle_passes().sum() * 0.0).backward()
+            (self._scored(shortest(rollouts), True)[0].logp.sum() * 0.0).backward()
         distributed.sum_gradients(learner.parameters)
         if index is not None:
-            local = torch.tensor([position[int(row)] for row in local_rows], dtype=torch.long)
-            distributed.exchange_rows(local, tokens.tensors())
+            distributed.exchange_rows(torch.searchsorted(rows, local_rows), tokens.tensors())
             distributed.exchange_rows(local_rows, self.tokens.tensors())
         used = int(tokens.used.sum())
         mean = distributed.sum_values(entropy) / used if self.method.entropy is not None and used else None
         return distributed.sum_values(total), tokens, mean
-
-    def _microbatch(
-        self,
-        micro: Tensor,
-        local: Tensor,
-        normalizer: Tensor,
-        pass_index: int,
-        index: int | None,
-        tokens: UpdateTokens,
-        loss_tokens: int,
-    ) -> tuple[float, float]:
-        """Its share of the loss, whose gradient is added to `.grad`, and the sum of its tokens' entropy if the loss needs it.
-
-        Without gradients enabled, no gradient is added.
-        """
-        rows, moves = self.rollouts.rows(micro), torch.is_grad_enabled()
-        scored = self.learner.scorer.score(rows, with_grad=moves, function=self._entropy)
-        logp, plan = scored.logp, self.plan.rows(micro)  # (n, T)
-        reference = self._reference_logp(rows)
-        out = policy_loss(self.method, plan, logp, normalizer, reference_logp=reference, pass_index=pass_index)
-        loss, nats = out.loss, 0.0
-        kl_coef = torch.zeros_like(logp)
-        if moves:
-            if out.divergence is not None:
-                (kl_coef,) = torch.autograd.grad(out.divergence, logp, retain_graph=True)
-            if self.without is not None:
-                left_out = self.without[micro].to(logp.device)[:, : logp.shape[1]]
-                logp.register_hook(lambda gradient: gradient.masked_fill(left_out, 0.0))
-            logp.retain_grad()
-        if scored.values is not None:  # a term of its own: `logp.grad`, the coefficients, does not have it
-            bonus = entropy_bonus(self._entropy_coef, plan, scored.values, loss_tokens, pass_index=pass_index)
-            loss = loss - bonus
-            nats = float(torch.where(plan.pass_mask(pass_index), scored.values.detach(), 0.0).sum(dtype=torch.float64))
-        if moves:
-            loss.backward()
-        if index is not None:
-            coef = torch.zeros_like(logp) if logp.grad is None else logp.grad
-            tokens.coef[local] = coef.detach().to("cpu", tokens.coef.dtype)
-            mask, seen = plan.pass_mask(pass_index), {"clipped": out.clipped, "ratio": out.ratio}
-            tokens.write(local, mask, **seen, kl=out.kl, log_ratio=logp.detach() - plan.behavior_logp)
-            entropy = 0.0 if scored.values is None else -self._entropy_coef / max(loss_tokens, 1)
-            fixed = {name: getattr(plan, name) for name in ("weight", "correction", "advantage")}
-            terms = {"loss_coef": coef, "kl_coef": kl_coef, "entropy_coef": torch.full_like(logp, entropy)}
-            self._record(index, micro, mask, {**fixed, **seen, **terms, "ref_logp": reference})
-        return float(loss.detach()), nats
-
-    def _idle_passes(self) -> Tensor:
-        """Log-probabilities of the shortest row, by all passes of a microbatch in their order."""
-        rows = self.rollouts.rows(shortest(self.rollouts))
-        logp = self.learner.scorer.score(rows, with_grad=torch.is_grad_enabled()).logp
-        self._reference_logp(rows)
-        return logp
-
-    def _reference_logp(self, rows: Rollouts) -> Tensor | None:
-        """(n, T) log-probabilities of the reference policy; None without one."""
-        model = self.learner.reference
-        return None if model is None else self.learner.scorer.score(rows, model=model).logp
 
     def _record(self, index: int, micro: Tensor, mask: Tensor, values: Mapping[str, Tensor | None]) -> None:
         """Keep what the tokens `mask` of these rows did, unless an earlier update used them."""
@@ -390,24 +358,6 @@ class Updates:
         factors = learner.clipping(self.method, gradients, norm, self.progress).factors
         with _moved(parameters, coming_step(learner.optimizer, parameters, gradients, factors)):
             call()
-
-    # -- direct sharpness control ------------------------------------------------------------------------------------
-
-    def _sharpen(self, spec: Sam | GradientNormPenalty, gradient: _Gradient) -> None:
-        """Replace `.grad` by SAM's (gradient at θ + rho·g/‖g‖) or by the gradient-norm penalty's.
-
-        The penalty λ‖∇L‖ has gradient λ·H·g/‖g‖, taken by a forward difference of length r (arXiv 2202.03599):
-        g + λ·(g(θ + r·g/‖g‖) − g)/r.
-        """
-        parameters = self.learner.parameters
-        first = [None if p.grad is None else p.grad.clone() for p in parameters]
-        with _moved(parameters, first, spec.rho / gradient.norm):
-            self._backward(gradient.rows, gradient.pass_index, None)
-        if isinstance(spec, GradientNormPenalty):
-            share = spec.penalty / spec.rho
-            for parameter, value in zip(parameters, first, strict=True):
-                if value is not None and parameter.grad is not None:
-                    parameter.grad.sub_(value).mul_(share).add_(value)
 
 
 def _added(gradients: Sequence[Gradient]) -> Gradient:

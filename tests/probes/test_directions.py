@@ -18,7 +18,7 @@ from sharpscope.config.run import OptimizerSpec
 from sharpscope.probes import coming_step, noise_rotation, rotation, update_slope
 from sharpscope.probes.directions import inner
 from sharpscope.recording.norms import total_norm
-from sharpscope.training.setup import build_optimizer
+from sharpscope.training.learner import build_optimizer
 from tests.models import tiny_model
 
 SHAPES = [(7, 3), (5,), (2, 2, 4), ()]

@@ -9,7 +9,7 @@ import torch
 
 from sharpscope.config.run import OptimizerSpec
 from sharpscope.recording.norms import gradient_norm, gradient_norms, layer_groups, update_norm, update_norms
-from sharpscope.training.setup import build_optimizer
+from sharpscope.training.learner import build_optimizer
 from tests.models import tiny_model
 
 

@@ -14,7 +14,7 @@ from sharpscope.policy import load_policy
 from sharpscope.traces import update_run_info
 from sharpscope.training import train
 from sharpscope.training.checkpoint import Progress, checkpoints, damage, save, step_of
-from sharpscope.training.setup import build_optimizer
+from sharpscope.training.learner import build_optimizer
 from tests.faults.setting import assert_same, tables
 from tests.training.test_loop import StopAfter
 

@@ -23,9 +23,8 @@ from sharpscope.recording.norms import Norms
 from sharpscope.recording.rows import steps_row, token_columns, update_columns
 from sharpscope.tasks import make_task
 from sharpscope.training import updates as updates_module
-from sharpscope.training.learner import Learner
+from sharpscope.training.learner import Learner, build_optimizer, set_learning_rate
 from sharpscope.training.rollouts import DataOrder, draw_rollouts
-from sharpscope.training.setup import build_optimizer, set_learning_rate
 from tests.launched import run_ranks
 from tests.oracles.objective import percentile
 

@@ -24,9 +24,9 @@ from sharpscope.recording import run_folder
 from sharpscope.recording.rows import rollout_columns
 from sharpscope.tasks import Example, make_task
 from sharpscope.training import Display, loop, train
-from sharpscope.training import display as shown
+from sharpscope.training import loop as shown
+from sharpscope.training.learner import build_optimizer, learning_rate, load_start
 from sharpscope.training.rollouts import DataOrder, draw_rollouts
-from sharpscope.training.setup import build_optimizer, learning_rate, load_start
 from tests.faults.setting import assert_same, tables
 from tests.models import tiny_model
 from tests.oracles.objective import mass_percentile
