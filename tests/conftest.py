@@ -81,7 +81,7 @@ def empty_pictures():
         return paths
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sharpscope.analysis.figures.plots.save", save)
+        patch.setattr("sharpscope.analysis.figures.save", save)
         yield
 
 

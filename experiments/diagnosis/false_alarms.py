@@ -19,7 +19,7 @@ import pandas as pd
 import yaml
 
 from sharpscope.diagnose import Log, findings
-from sharpscope.diagnose.quantities import LIKE, QUANTITIES, keys_of
+from sharpscope.diagnose.logs import LIKE, QUANTITIES, keys_of
 from sharpscope.rules.judging import applies
 from sharpscope.rules.table import RULES
 from tests.diagnose.simulated import healthy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sharpscope.diagnose.findings import false_alarms
-from sharpscope.diagnose.quantities import BY_NAME
+from sharpscope.diagnose.logs import BY_NAME
 from sharpscope.rules.judging import advise
 from sharpscope.rules.table import FIELDS, RULES, Rule
 

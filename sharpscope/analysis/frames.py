@@ -10,10 +10,10 @@ import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.measures import EVALUATED, evaluations, sharpness, temperatures
-from sharpscope.analysis.mismatch import mismatch_by_step
 from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.study import Study
 from sharpscope.analysis.text import sampling
+from sharpscope.analysis.token_values import mismatch_by_step
 from sharpscope.traces import MAX_SATURATION, Run
 
 Z = 1.959964  # 97.5 % quantile of the normal distribution

@@ -1,4 +1,4 @@
-"""`analyze`: the page, the figures and the tables of runs as files."""
+"""What is made of runs: `analyze` writes page, figures and tables as files; in a notebook the page is an object that Jupyter shows."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from sharpscope.analysis.headline import largest_update
 from sharpscope.analysis.html.page import report_html
+from sharpscope.analysis.html.tokens import of_step
 from sharpscope.analysis.loading import Paths, nothing_found, quiet
 from sharpscope.analysis.report import Page, page_of
 from sharpscope.analysis.study import last_step
 from sharpscope.analysis.text import csv_text
 from sharpscope.errors import UserError
-from sharpscope.traces import load_runs, output_folder, write_atomic
+from sharpscope.traces import Run, Runs, load_runs, output_folder, write_atomic
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def analyze(
         pictures: dict[str, Any] = {section.name: section.content for section in figures_of}
         saved = {}
         if pictures or figures:
-            from sharpscope.analysis.figures.plots import run_pictures, save
+            from sharpscope.analysis.figures import run_pictures, save
 
             for name, figure in (*pictures.items(), *(run_pictures(runs) if figures else ())):
                 tell(f"{name}.png")
@@ -91,3 +94,49 @@ def analyze(
         page = folder / "report.html"
         write_atomic(page, report_html(content, svg))
     return AnalysisResult(folder, page, saved, tables, content)
+
+
+@dataclass(frozen=True, repr=False)
+class Html:
+    """A page. Jupyter shows it in a frame of its own, whose scripts reach nothing of the notebook.
+
+    Attributes:
+        page: the HTML file as text.
+        height: of the frame [pixels].
+    """
+
+    page: str
+    height: int = 900
+
+    def save(self, path: str | Path) -> None:
+        """Write the page to a file, which works offline."""
+        write_atomic(Path(path), self.page)
+
+    def _repr_html_(self) -> str:
+        frame = f'width="100%" height="{int(self.height)}" frameborder="0" title="sharpscope"'
+        return f'<iframe sandbox="allow-scripts" {frame} srcdoc="{escape(self.page)}"></iframe>'
+
+    def __repr__(self) -> str:
+        return f"Html({len(self.page):,} characters; shown by Jupyter, or save(path))"
+
+
+def show(runs: Runs, height: int = 900) -> Html:
+    """The page of `runs`, as `sharpscope analyze` writes it."""
+    with quiet():
+        return Html(report_html(page_of(runs, str(runs.root)), {}), height)
+
+
+def show_tokens(run: Run, step: int | None = None, height: int = 700) -> Html:
+    """The completions of a step, token by token; see `Run.show_tokens`."""
+    with quiet():
+        steps = sorted(int(one) for one in run.rollouts["step"].unique())
+        if step is None and steps:
+            largest = largest_update(run)
+            step = steps[-1] if largest is None else largest.step
+        if step not in steps:
+            there = f"; those of steps {', '.join(map(str, steps[:12]))} were" if steps else ""
+            raise UserError(f"step {step}: no completion of it was recorded in {run.name}{there}")
+        only = Runs(run.path, {run.name: run}, {})
+        rule = f"Completions of step {step}, by prompt, that of the largest token first."
+        content = Page(only, str(run.path), [], [], {}, of_step(run, int(step)), rule)
+        return Html(report_html(content, {}), height)

@@ -12,8 +12,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from sharpscope.analysis.headline import sentences, step_sections
-from sharpscope.analysis.layers import layer_sections
+from sharpscope.analysis.headline import layer_sections, sentences, step_sections
 from sharpscope.analysis.loading import quiet
 from sharpscope.analysis.report import found_sections, laid_out, run_sections, runs_sections
 from sharpscope.analysis.sections import Section, to_terminal

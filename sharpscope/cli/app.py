@@ -14,11 +14,9 @@ from typer.core import TyperGroup
 from sharpscope import __version__
 from sharpscope.cli import (
     describe,
-    diagnosing,
     evaluating,
-    exporting,
+    exchanging,
     forking,
-    importing,
     inspecting,
     probing,
     rotating,
@@ -36,7 +34,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Start here": {"demo": running.demo, "run": running.run, "show": inspecting.show},
-    "Understand runs": {"tokens": inspecting.tokens, "analyze": inspecting.analyze, "diagnose": diagnosing.diagnose},
+    "Understand runs": {"tokens": inspecting.tokens, "analyze": inspecting.analyze, "diagnose": inspecting.diagnose},
     "Measure a model or a method": {
         "probe": probing.probe,
         "rotate": rotating.rotate,
@@ -44,7 +42,7 @@ PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "eval": evaluating.evaluate,
     },
     "Study": {"study": studying.study},
-    "Exchange": {"import": importing.import_, "export": exporting.export},
+    "Exchange": {"import": exchanging.import_, "export": exchanging.export},
     "Look up": {"methods": describe.methods, "config": describe.config},
 }
 """Sections of --help, and the order of their commands."""

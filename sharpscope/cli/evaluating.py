@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import print_sections
-from sharpscope.cli.options import Set
+from sharpscope.cli.console import Set, print_sections
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import print_sections
-from sharpscope.cli.options import METHODS, Task, Threads, TokenWeights, split
+from sharpscope.cli.console import METHODS, Task, Threads, TokenWeights, print_sections, split
 
 
 def fork(

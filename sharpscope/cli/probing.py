@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import check_names, print_json, print_sections, printable
-from sharpscope.cli.options import Json, Threads, split
+from sharpscope.cli.console import Json, Threads, check_names, print_json, print_sections, printable, split
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import print_sections
-from sharpscope.cli.options import METHODS, Model, Set, Task, Threads, TokenWeights, split
+from sharpscope.cli.console import METHODS, Model, Set, Task, Threads, TokenWeights, print_sections, split
 
 if TYPE_CHECKING:
     from sharpscope.analysis.sections import Section

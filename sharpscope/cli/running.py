@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import progress
-from sharpscope.cli.options import METHODS, Model, Set, Task, TokenWeights
+from sharpscope.cli.console import METHODS, Model, Set, Task, TokenWeights, progress
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig

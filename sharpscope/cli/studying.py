@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import print_json, print_sections, printable
-from sharpscope.cli.options import Json, Runs
+from sharpscope.cli.console import Json, Runs, print_json, print_sections, printable
 
 if TYPE_CHECKING:
     from sharpscope.analysis.study import Study

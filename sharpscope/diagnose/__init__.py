@@ -3,7 +3,6 @@
 Reads traces of sharpscope and the logs of other trainers. Imports no torch.
 """
 
-from sharpscope.diagnose.changes import changes
-from sharpscope.diagnose.findings import find
+from sharpscope.diagnose.findings import changes, find
 from sharpscope.diagnose.logs import Log, read_log
 from sharpscope.diagnose.report import diagnose

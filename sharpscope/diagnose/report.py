@@ -11,10 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from sharpscope.diagnose.changes import Change, changes
-from sharpscope.diagnose.findings import Finding, find, order_of
-from sharpscope.diagnose.logs import Log, read_log
-from sharpscope.diagnose.quantities import BY_NAME
+from sharpscope.diagnose.findings import Change, Finding, changes, find, order_of
+from sharpscope.diagnose.logs import BY_NAME, Log, read_log
 from sharpscope.errors import UserError
 from sharpscope.rules.judging import advise
 

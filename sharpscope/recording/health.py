@@ -14,7 +14,7 @@ from torch import Tensor
 from sharpscope import distributed
 from sharpscope.config import is_reference, method_rotation_bound, same_at_one_update
 from sharpscope.config.run import HealthSpec
-from sharpscope.diagnose.quantities import own_values
+from sharpscope.diagnose.logs import own_values
 from sharpscope.errors import CheckError, UserError
 from sharpscope.memory import memory_share
 from sharpscope.objective import Method, gradient_mass, summarize_weights
@@ -79,7 +79,7 @@ def check_finite(spec: HealthSpec, step: int, problems: Sequence[tuple[str, floa
 
 
 class Quantities:
-    """Canonical quantities of a run's steps (`sharpscope.diagnose.quantities`), which the health rules compare a step with."""
+    """Canonical quantities of a run's steps (`sharpscope.diagnose.logs`), which the health rules compare a step with."""
 
     def __init__(self, rows: Sequence[Mapping[str, float]] = ()) -> None:
         self.rows: list[Mapping[str, float]] = []  # of the finished steps, as a checkpoint stores them

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from sharpscope.packaged import package_yaml
 
 if TYPE_CHECKING:
-    from sharpscope.rules.measures import Measure
+    from sharpscope.rules.judging import Measure
 
 Severity = Literal["info", "warning", "critical"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
@@ -34,7 +34,7 @@ class Rule:
         name: of the rule, its setting `health.<name>`, its events and its section in the documentation.
         title: the finding in a few words.
         quantities: canonical quantities that it judges; the first one shows it best.
-        measured_by: function of `rules.measures` with its arguments: `drift`, `relative(entropy, 1)`.
+        measured_by: function of `rules.judging` with its arguments: `drift`, `relative(entropy, 1)`.
         threshold: it applies at or above this (`below`: at or below).
         statistic: what the measure is, in words and units; the value is shown before it or after it.
         meaning: what it usually means.
@@ -68,7 +68,7 @@ class Rule:
     def measure(self) -> Measure:
         """Number that is compared with the threshold, of each step from the values up to it."""
         name, _, rest = self.measured_by.removesuffix(")").partition("(")
-        function = getattr(import_module("sharpscope.rules.measures"), name)
+        function = getattr(import_module("sharpscope.rules.judging"), name)
         arguments = [int(part) if part.isdecimal() else part for part in rest.split(", ")]
         measure: Measure = function(*arguments) if rest else function
         return measure

@@ -26,7 +26,7 @@ from sharpscope.traces.writer import TraceWriter
 
 _DEPTH = 4
 TEXT, _OF_TEXT = "text", ("step", "rollout", "position", "token_id")
-_NOTEBOOK = "sharpscope.analysis.notebook"  # a higher layer, imported when asked for
+_NOTEBOOK = "sharpscope.analysis.output"  # a higher layer, imported when asked for
 _ARRAY = "array"
 T = TypeVar("T")
 
@@ -194,7 +194,7 @@ class Run(_Tables):
         return [Reduction(**row) for row in made] or None
 
     def show(self, height: int = 900) -> Any:
-        """The run's page for a notebook: which tokens moved the model, curves, tokens; see `sharpscope.analysis.notebook`.
+        """The run's page for a notebook: which tokens moved the model, curves, tokens; see `sharpscope.analysis.output`.
 
         Args:
             height: of the frame that shows it [pixels].

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import sharpscope
-from sharpscope.analysis.mismatch import mismatch_by_step, mismatch_sums, sampler_section
+from sharpscope.analysis.token_values import mismatch_by_step, mismatch_sums, sampler_section
 from sharpscope.integrations.completions import Labels
 from sharpscope.integrations.importers import import_files
 

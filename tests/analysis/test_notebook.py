@@ -7,7 +7,7 @@ from html import unescape
 
 import pytest
 
-from sharpscope.analysis.figures.card import write_card
+from sharpscope.analysis.figures import write_card
 from sharpscope.analysis.headline import moved_tokens
 from sharpscope.analysis.text import percent
 from sharpscope.traces import load_run, load_runs

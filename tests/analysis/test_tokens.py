@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from sharpscope.analysis import tokens
-from sharpscope.analysis.layers import layer_growth
+from sharpscope.analysis.headline import layer_growth
 from sharpscope.analysis.tokens import Reducer, scan
 from tests.analysis.claims.frames import frame_run, tokens_frame
 

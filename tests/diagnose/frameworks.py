@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from sharpscope.diagnose.quantities import QUANTITIES
+from sharpscope.diagnose.logs import QUANTITIES
 
 Rows = list[dict[str, float]]
 

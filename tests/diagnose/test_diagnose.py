@@ -12,7 +12,7 @@ import pytest
 
 from sharpscope.diagnose import Log, changes, diagnose, find, read_log
 from sharpscope.errors import UserError
-from sharpscope.rules.measures import reward_gap
+from sharpscope.rules.judging import reward_gap
 from tests.diagnose.frameworks import TRAINERS, run
 from tests.diagnose.simulated import healthy, write
 

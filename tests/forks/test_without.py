@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import sharpscope
-from sharpscope.analysis.layers import layer_tokens
+from sharpscope.analysis.headline import layer_tokens
 from sharpscope.analysis.without import verdict
 from sharpscope.cli.app import main
 from sharpscope.config import ForkSpec, build_config

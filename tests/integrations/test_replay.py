@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import sharpscope
-from sharpscope.analysis.layers import layer_norms, layer_tokens
+from sharpscope.analysis.headline import layer_norms, layer_tokens
 from sharpscope.analysis.token_values import entropy_bins
 from sharpscope.cli.app import main
 from sharpscope.config import build_config

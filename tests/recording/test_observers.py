@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import sharpscope
 from sharpscope import memory
-from sharpscope.analysis.layers import layer_norms
+from sharpscope.analysis.headline import layer_norms
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy import load_policy
 from sharpscope.probes import critical_sharpness, runner

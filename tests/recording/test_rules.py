@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from sharpscope.config.run import HealthSpec
 from sharpscope.errors import UserError
 from sharpscope.recording.health import Quantities
-from sharpscope.rules.judging import judge
-from sharpscope.rules.measures import EARLY, OfLastStep, trend_p
+from sharpscope.rules.judging import EARLY, OfLastStep, judge, trend_p
 from sharpscope.rules.table import RULES
 from sharpscope.traces.rules import robust_z, sampler_values
 

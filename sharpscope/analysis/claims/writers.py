@@ -86,7 +86,7 @@ def claim_sections(runs: Runs) -> list[Section]:
     """The verdicts on all claims with their figures, the checks of the recording, and what the tests can decide."""
     # power imports the claims itself; the figures need matplotlib, which `study claims` does not
     from sharpscope.analysis import power
-    from sharpscope.analysis.figures.plots import paired_dots
+    from sharpscope.analysis.figures import paired_dots
 
     verdicts, checked = judge(study_of(runs))
     sections = [Section("Claims", verdict_table(verdicts), f"{LIMITS} {UNDECLARED}", "Claims", "claims")]

@@ -7,8 +7,7 @@ import pandas as pd
 import pytest
 
 from sharpscope.analysis.curves import chart_of
-from sharpscope.analysis.figures import plots
-from sharpscope.analysis.figures.plots import COLORS, plain, save, setting_text
+from sharpscope.analysis.figures import COLORS, plain, plots, save, setting_text
 from sharpscope.analysis.frames import step_values
 from tests.analysis.drawn import bands, line
 
