@@ -22,7 +22,7 @@ from sharpscope.diagnose import Log, findings
 from sharpscope.diagnose.logs import LIKE, QUANTITIES, keys_of
 from sharpscope.rules.judging import applies
 from sharpscope.rules.table import RULES
-from tests.diagnose.simulated import healthy
+from tests.diagnose.trainers import healthy
 
 ROOT = Path(__file__).parents[2]
 

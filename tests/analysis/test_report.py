@@ -1,14 +1,18 @@
-"""Sections: each number is that of a plain loop over the tables, and what cannot be told is said."""
+"""`show`, `tokens` and their sections: each number is that of a plain loop over the tables, and what cannot be told is said."""
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from sharpscope.analysis import show, show_headline, token_sections, watch
 from sharpscope.analysis.frames import Z
+from sharpscope.analysis.headline import moved_section, moved_sections, moved_tokens
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.report import (
     accuracy_sections,
@@ -24,7 +28,9 @@ from sharpscope.analysis.report import (
 from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.study import Study, studies
 from sharpscope.analysis.text import interval_text
-from sharpscope.traces import TraceWriter, load_run, load_runs
+from sharpscope.errors import UserError
+from sharpscope.traces import RunLock, TraceWriter, load_run, load_runs, update_run_info
+from tests.analysis.html.runs import SPIKE, WORDS, ids_of, write_report_run
 from tests.analysis.small import PROMPTS, ROTATION, STEPS, values_of, write_small
 from tests.traces.rows import new_run, rows
 
@@ -126,3 +132,148 @@ def test_costs_are_those_of_the_tables_and_name_the_setting_to_change(tmp_path: 
     )
     (section,) = [one for one in problem_sections(load_runs(tmp_path)) if one.title == "Cost"]
     assert "To record less, change recording.token_gradients_every." in section.note
+
+
+def printed(renderable, width=140):
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(renderable)
+    return console.export_text()
+
+
+def _console(terminal: bool = False) -> Console:
+    return Console(width=120, file=io.StringIO(), force_terminal=terminal, color_system=None)
+
+
+def test_show_of_a_run_without_steps_and_with_hostile_text(tmp_path: Path):
+    run = new_run(tmp_path / "a", method="[bold red]x[/] \x1b[31m", config={"policy": {"model": "[link=evil]y"}})
+    text = printed(show(load_run(run)))
+    assert "[bold red]x[/] �[31m" in text and "[link=evil]y" in text and "No step is recorded yet" in text
+    update_run_info(run, status="running")
+    event = {"step": 1, "rule": "[b]r", "severity": "error", "value": None, "threshold": None, "action": "stop"}
+    with TraceWriter(run) as writer:
+        writer.append("events", event | {"message": "\x1b]0;evil\x07 [red]"})
+    text = printed(show(load_run(run)))
+    assert "[b]r" in text and "�]0;evil� [red]" in text and "died" in text
+
+
+@pytest.fixture
+def running(tmp_path: Path):
+    """A run at step 1, which each look lets go on by one step until it ends after 4."""
+    folder = new_run(tmp_path / "run")
+    with TraceWriter(folder) as writer:
+        writer.append("steps", rows("steps", 1, 1) | {"reward_mean": 0.1})
+    waits = []
+
+    def go_on(seconds):
+        waits.append(seconds)
+        with TraceWriter(folder) as writer:
+            writer.append("steps", rows("steps", len(waits) + 1, 1) | {"reward_mean": len(waits) + 0.5})
+        if len(waits) == 3:
+            update_run_info(folder, status="finished", steps_done=4)
+
+    with RunLock(folder):
+        yield folder, waits, go_on
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_watch_refreshes_until_the_run_ends(running, terminal: bool):
+    folder, waits, go_on = running
+    console = _console(terminal)
+    assert watch(folder, console, every=0.5, sleep=go_on) == "finished"
+    text = console.file.getvalue()
+    assert waits == [0.5] * 3 and "finished after 4 steps" in text
+    if not terminal:
+        lines = [line.split(":")[0] for line in text.splitlines() if line.startswith("step ")]
+        assert lines == ["step 1", "step 2", "step 3"] and "reward 2.5" in text
+
+
+def test_a_run_without_an_owner_has_died_and_an_unknown_one_is_a_clear_mistake(tmp_path: Path):
+    console = _console()
+    assert watch(new_run(tmp_path / "run"), console, sleep=lambda seconds: pytest.fail("nothing to wait for")) == "died"
+    with pytest.raises(UserError, match=r"nowhere has no run.json"):
+        watch(tmp_path / "nowhere", console)
+
+
+def test_the_default_step_of_tokens_has_the_largest_gradient_norm_among_the_recorded(tmp_path: Path):
+    run = new_run(tmp_path / "a")
+    with TraceWriter(run) as writer:
+        for step, norm in ((1, 2.0), (2, 5.0), (3, 9.0)):
+            writer.append("steps", rows("steps", step, 1) | {"grad_norm": [norm]})
+            if step < 3:
+                share = np.full(4, 0.25) if step == 1 else None
+                place = {"rollout": 0, "position": np.arange(4), "heldout_influence": None, "attribution": share}
+                writer.append("tokens", rows("tokens", step, 4) | place)
+    loaded = load_run(run)
+    assert "step 2" in token_sections(loaded, by="probability")[0].title
+    assert "step 1" in token_sections(loaded)[0].title
+    with pytest.raises(UserError, match="--by heldout_influence: never recorded"):
+        token_sections(loaded, by="heldout_influence")
+    with pytest.raises(UserError, match="no such column; did you mean"):
+        token_sections(loaded, by="atribution")
+    with pytest.raises(UserError, match="not recorded at step 2; recorded at steps 1"):
+        token_sections(loaded, 2)
+    with pytest.raises(UserError, match="steps 1 to 3"):
+        token_sections(loaded, 7)
+
+
+# -- The headline: its tokens and shares are those of a plain loop over the tables, and it says what is not known
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory):
+    return load_run(write_report_run(tmp_path_factory.mktemp("headline") / "a"))
+
+
+def test_equal_tokens_are_merged_with_their_shares_summed(run):
+    """Equal: the same text, direction and outcome, to the same prompt."""
+    tokens = run.tokens(steps=[SPIKE]).merge(
+        run.rollouts[run.rollouts["step"] == SPIKE], on="rollout", suffixes=("", "_r")
+    )
+    wanted: dict[tuple, list[float]] = {}
+    for row in tokens.to_dict("records"):
+        word = WORDS[ids_of(SPIKE, row["rollout"])[row["position"]]][:60]
+        key = (word, -np.sign(row["loss_coef"]), row["correct"], row["group"])
+        wanted.setdefault(key, []).append(row["attribution"])
+    largest = sorted(wanted.items(), key=lambda item: -abs(sum(item[1])))[:5]
+    found = moved_tokens(run, SPIKE, top=5)
+    assert sorted(one.share for one in found) == pytest.approx(sorted(sum(shares) for _, shares in largest))
+    assert {(one.sentence.token, one.sentence.direction, one.correct, one.count) for one in found} == {
+        (word, direction, correct, len(shares)) for (word, direction, correct, _), shares in largest
+    }
+    signs = [one.share < 0 for one in found]
+    assert signs == sorted(signs)  # those against the rest come last
+
+
+def test_the_table_has_arrow_outcome_share_and_probability(run):
+    section = moved_section(run, SPIKE, 5, "", "")
+    table = section.content
+    for row, record, one in zip(table.to_dict("records"), section.records, moved_tokens(run, SPIKE, 5), strict=True):
+        share = row["share of the update"]
+        assert row[""] == {1: "↑", -1: "↓"}[one.sentence.direction]
+        assert row["answer"] == ("right" if one.correct else "wrong")
+        assert float(share.split(" ")[0].replace("−", "-")) == pytest.approx(100 * one.share, abs=0.06)
+        assert ("against the rest" in share, f"(×{one.count})" in share) == (one.share < 0, one.count > 1)
+        assert (record["share"], record["position"]) == (one.share, one.sentence.position)
+
+
+def test_a_sample_without_an_advantage_is_said_to_be_one(tmp_path: Path):
+    """A random quarter of the groups was measured at the only recorded step, and none of them has an advantage."""
+    folder = new_run(tmp_path / "a")
+    place = {"rollout": 0, "position": np.arange(4), "attribution": 0.0, "advantage": 0.0, "update": 0}
+    with TraceWriter(folder) as writer:
+        writer.append("steps", rows("steps", 2, 1) | {"grad_norm": 1.0})
+        writer.append("tokens", rows("tokens", 2, 4) | place | {"inclusion_probability": 0.25})
+    for section in (moved_sections([load_run(folder)])[0], token_sections(load_run(folder))[0]):
+        assert "none of the measured groups (a random 25 % of each update's groups) has an advantage" in section.content
+        assert "others, not measured, made the gradient" in section.content
+
+
+def test_the_headline_of_two_methods_in_the_demos_ending(tmp_path: Path):
+    """Accuracy before and after, the difference with its interval, and how far the method turns the gradient."""
+    for method in ("grpo", "grpo-sg"):
+        write_small(tmp_path / method, method)
+    text = " ".join(printed(show_headline([tmp_path])).split())
+    assert "Accuracy on held-out prompts (greedy, 80 prompts): 45 % before, 70 % (grpo), 70 % (grpo-sg) after." in text
+    assert "Did grpo-sg change anything, compared with grpo?" in text and "It turns the gradient by 21°." in text
+    assert "about 45°" in text and "no difference shown" in text and "One pair of runs" in text
+    assert len(printed(show_headline([tmp_path])).splitlines()) <= 20

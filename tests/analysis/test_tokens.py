@@ -1,18 +1,26 @@
-"""What is read of tokens and layers: whole steps once, only the columns asked for, and the layer that grew."""
+"""Token tables, values computed from them, layers, and sampler against trainer: against plain loops and finite differences."""
 
 from __future__ import annotations
 
 import json
+import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 
+import sharpscope
 from sharpscope.analysis import tokens
 from sharpscope.analysis.headline import layer_growth
+from sharpscope.analysis.token_values import entropy_bins, mismatch_by_step, mismatch_sums, sampler_section, with_values
 from sharpscope.analysis.tokens import Reducer, scan
+from sharpscope.integrations.completions import Labels
+from sharpscope.integrations.importers import import_files
+from sharpscope.traces import TraceWriter, load_run
 from tests.analysis.claims.frames import frame_run, tokens_frame
+from tests.traces.rows import new_run
 
 GROUPS = ["0.attention", "0.mlp", "head"]
 
@@ -47,3 +55,104 @@ def test_tokens_are_read_once_in_whole_steps_and_only_the_columns_asked_for(monk
     steps = [step for read, _ in run.reads for step in read]
     assert steps == [1, 2, 3, 4, 5] and len(run.reads) == 3
     assert {columns for _, columns in run.reads} == {("step", "attribution", "logp")}
+
+
+def _softmax(z: np.ndarray) -> np.ndarray:
+    p = np.exp(z - z.max())
+    return p / p.sum()
+
+
+def _entropy(p: np.ndarray) -> float:
+    return float(-(p * np.log(p)).sum())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_entropy_change_is_that_of_a_small_step_on_the_tokens_logits(temperature):
+    """δ(z/T) = −η·c·(e_y − p) changes H by η·c·polarity, by central differences in float64; so does Σπ² by 2·(…)."""
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        z, y, c, eta = 3 * rng.normal(size=40) / temperature, int(rng.integers(40)), float(rng.normal()), 1e-6
+        p = _softmax(z)
+        push = -c * (np.eye(40)[y] - p)
+        measured = (_entropy(_softmax(z + eta * push)) - _entropy(_softmax(z - eta * push))) / (2 * eta)
+        h = _entropy(p)
+        polarity = p[y] * (np.log(p[y]) + h) - (p**2 * (np.log(p) + h)).sum()
+        tokens = pd.DataFrame({"loss_coef": [c], "polarity": [polarity]})
+        assert with_values(tokens)["entropy_change"].iloc[0] == pytest.approx(measured, rel=1e-5, abs=1e-9)
+
+
+def test_raising_a_peak_token_raises_the_collision_probability_and_a_valley_token_lowers_it():
+    """The bins' test is exact for Σπ² when one logit is raised."""
+    rng = np.random.default_rng(1)
+    signs = []
+    for _ in range(300):
+        z, y = 2 * rng.normal(size=20), int(rng.integers(20))
+        y = int(z.argmax()) if rng.random() < 0.3 else y
+        p, higher = _softmax(z), _softmax(z + 1e-6 * np.eye(20)[y])
+        signs.append(p[y] >= (p**2).sum())
+        assert ((higher**2).sum() > (p**2).sum()) == signs[-1]
+    assert 20 < sum(signs) < 280
+
+
+def test_kl_mismatch_and_the_policy_term_follow_from_their_columns():
+    tokens = pd.DataFrame(
+        {"logp": [-1.0, -2.0], "behavior_logp": [-1.5, np.nan], "ref_logp": [-1.0, -3.0], "loss_coef": [0.5, 1.0]}
+    ).assign(kl_coef=[0.2, np.nan])
+    made = with_values(tokens)
+    np.testing.assert_allclose(made["mismatch"], [0.5, np.nan])
+    np.testing.assert_allclose(made["kl"], [0.0, np.exp(-1.0) + 1 - 1])
+    np.testing.assert_allclose(made["policy_coef"], [0.3, np.nan])
+    assert "entropy_change" not in made  # no polarity
+
+
+def test_bins_hold_the_shares_that_were_planted(tmp_path: Path):
+    """Four tokens of each kind with known c·polarity and shares; the fifth kind has no advantage."""
+    run = new_run(tmp_path / "a")
+    peak = np.array([True, False, True, False, True])
+    advantage = np.array([1.0, 1.0, -1.0, -1.0, 0.0])
+    share = np.array([0.4, 0.3, 0.2, 0.1, 0.0])
+    columns = {"step": 1, "rollout": 0, "update": 0, "position": np.arange(5), "token_id": np.arange(5)}
+    columns |= {"logp": np.log(np.where(peak, 0.6, 0.05)), "collision": 0.4, "polarity": np.where(peak, 0.2, -0.1)}
+    columns |= {"advantage": advantage, "loss_coef": -advantage / 4, "attribution": share}
+    columns |= {"inclusion_probability": 0.25}
+    with TraceWriter(run) as writer:
+        writer.append("tokens", columns)
+    found = entropy_bins(load_run(run))
+    np.testing.assert_allclose(found["tokens"], 0.2)
+    np.testing.assert_allclose(found["gradient"], share, atol=1e-7)
+    np.testing.assert_allclose(found["entropy"], np.array([-2, 1, 2, -1, 0]) / 6, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
+    """Three steps of sequences of 40 tokens whose rare tokens the sampler gets wrong."""
+    folder, rng = tmp_path_factory.mktemp("mismatch"), np.random.default_rng(0)
+    rows = []
+    for step in (1, 2, 3):
+        for _ in range(4):
+            sampler = -rng.exponential(1.5, 40)
+            noise = rng.normal(0, np.where(sampler < math.log(0.1), 0.3, 0.01))
+            logp = np.minimum(sampler + noise, 0.0).tolist()
+            rows.append({"step": step, "token_id": [5] * 40, "logp": logp, "behavior_logp": sampler.tolist()})
+    file = folder / "t.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    import_files("jsonl", file, folder / "run", Labels())
+    return folder / "run", rows
+
+
+def test_the_numbers_are_a_loop_over_the_tokens(imported):
+    path, rows = imported
+    run, expected = sharpscope.load_run(path), {1: [], 2: [], 3: []}
+    for row in rows:
+        for p, q in zip(np.float32(row["logp"]).tolist(), np.float32(row["behavior_logp"]).tolist(), strict=True):
+            r = math.exp(p - q)
+            expected[row["step"]].append((float(not 0.9 <= r <= 1.1), q - p, (p - q) ** 2 / 2, r - 1 - (p - q)))
+    sums = mismatch_sums(run)
+    for step, values in expected.items():
+        np.testing.assert_allclose(sums.loc[step, ["outside", "k1", "k2", "k3"]], np.sum(values, axis=0), rtol=1e-6)
+        assert sums.loc[step, "tokens"] == len(values)
+        assert mismatch_by_step(run)[step] == pytest.approx(np.mean(values, axis=0)[3])
+    (row,) = sampler_section(sharpscope.load_runs([path])).content.to_dict("records")
+    means = np.mean([one for values in expected.values() for one in values], axis=0)
+    assert (row["run"], row["tokens"]) == ("run", "480") and row["k1 [nats]"] == pytest.approx(means[1])
+    assert row["ratios outside [0.9, 1.1]"] == f"{100 * means[0]:.2f} %"

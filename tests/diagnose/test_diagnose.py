@@ -13,8 +13,7 @@ import pytest
 from sharpscope.diagnose import Log, changes, diagnose, find, read_log
 from sharpscope.errors import UserError
 from sharpscope.rules.judging import reward_gap
-from tests.diagnose.frameworks import TRAINERS, run
-from tests.diagnose.simulated import healthy, write
+from tests.diagnose.trainers import TRAINERS, healthy, run, write
 
 
 def symptoms(frame: pd.DataFrame, tmp_path) -> dict[str, tuple[str, int]]:

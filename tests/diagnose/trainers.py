@@ -1,4 +1,4 @@
-"""One simulated run as each trainer writes it: its keys, the keys beside them, and its file."""
+"""Simulated training logs: healthy ones, and one run as each trainer writes it, with its keys, the keys beside them, and its file."""
 
 from __future__ import annotations
 
@@ -195,3 +195,36 @@ TRAINERS: dict[str, Trainer] = {
     "TRL, ms-swift": Trainer("TRL", _TRL, {"memory(GiB)": 52.2, "train_speed(iter/s)": 0.01}, _swift),
     "own keys": Trainer("", _OWN, {"speed": 3.0}, _csv),
 }
+
+
+def healthy(steps: int = 200, seed: int = 0, rate: float = 40.0) -> pd.DataFrame:
+    """A run that learns: reward rises and levels off, entropy falls to a fifth, the gradient norm is log-normal."""
+    rng = np.random.default_rng(seed)
+    t = np.arange(1, steps + 1)
+    learned = 1 - np.exp(-t / rate)
+    reward = 0.25 + 0.5 * learned + rng.normal(0, 0.05, steps)
+    entropy = 0.2 + 0.8 * np.exp(-t / rate) + rng.normal(0, 0.02, steps)
+    return pd.DataFrame(
+        {
+            "step": t,
+            "reward": reward,
+            "reward_std": 0.3 + rng.normal(0, 0.02, steps),
+            "grad_norm": 0.4 * np.exp(rng.normal(0, 0.25, steps)),
+            "entropy": np.maximum(entropy, 0.02),
+            "kl": 0.05 * learned * np.exp(rng.normal(0, 0.2, steps)),
+            "completions/mean_length": 120 * np.exp(rng.normal(0, 0.05, steps)),
+            "completions/clipped_ratio": np.clip(rng.normal(0.02, 0.01, steps), 0, 1),
+            "frac_reward_zero_std": np.clip(0.1 + 0.2 * learned + rng.normal(0, 0.05, steps), 0, 1),
+            "clip_ratio/low_mean": np.abs(rng.normal(0.01, 0.005, steps)),
+            "clip_ratio/high_mean": np.abs(rng.normal(0.01, 0.005, steps)),
+            "sampling/sampling_logp_difference/mean": np.abs(rng.normal(0.04, 0.005, steps)),
+            "learning_rate": np.full(steps, 1e-6),
+        }
+    )
+
+
+def write(frame: pd.DataFrame, folder: Path) -> Path:
+    """The frame as the trainer_state.json of transformers' trainers."""
+    file = folder / "trainer_state.json"
+    file.write_text(json.dumps({"log_history": frame.to_dict("records")}))
+    return file
