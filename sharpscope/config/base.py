@@ -1,4 +1,7 @@
-"""Base class of the configuration models, and functions that validate and describe any of them."""
+"""Base class of the configuration models, and functions that validate and describe any of them.
+
+Mistakes raise `UserError` in this package: one line with the field, the value and the fix.
+"""
 
 from __future__ import annotations
 
@@ -153,11 +156,7 @@ def annotations_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def check_keys(model: type[BaseModel], data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Check that `model` and its parts have all keys of `data`, and add the default `kind` to parts without one.
-
-    Raises:
-        UserError: A key is unknown; the message suggests the nearest valid name.
-    """
+    """Check that `model` and its parts have all keys of `data`, and add the default `kind` to parts without one."""
     fields, checked = annotations_of(model), {}
     for key, given in data.items():
         path, value = f"{prefix}.{key}" if prefix else str(key), given
@@ -186,9 +185,6 @@ def known_settings(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str,
     """Recorded settings without those that `model` and its parts no longer have.
 
     A part whose kind says that it does nothing, as in version 0.2, is null, and one of which a number is left that number.
-
-    Raises:
-        UserError: a setting that is a constant now was recorded with another value.
     """
     fields = annotations_of(model)
 
@@ -211,11 +207,7 @@ def known_settings(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str,
 
 
 def validate(model: type[typing.Any], data: Mapping[str, Any]) -> typing.Any:
-    """The model of `data`.
-
-    Raises:
-        UserError: A key is unknown, or a value is invalid; one line with up to three of pydantic's errors.
-    """
+    """The model of `data`."""
     data = check_keys(model, data)
     try:
         return model.model_validate(data)

@@ -11,17 +11,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from sharpscope.config import method as parts
 from sharpscope.config.base import Part, check_keys, short, validate
-from sharpscope.config.method import (
-    DelightGate,
-    LpRegPenalty,
-    Method,
-    PpoClip,
-    TokenBaselineAdvantage,
-    TokenRatio,
-    VespoGate,
-    WhitenedAdvantage,
-)
+from sharpscope.config.method import Method
 from sharpscope.config.reading import merge, method_layer, method_parts
 from sharpscope.config.token_weights import (
     ConstantWeight,
@@ -134,11 +126,7 @@ def _base_and_suffix(name: str) -> tuple[str, str]:
 
 
 def describe(name: str) -> MethodNote:
-    """Return the description of a named method (methods.yaml), a control or the user's own weights (`module:function`).
-
-    Raises:
-        UserError: The method is unknown, or the control does not apply to it.
-    """
+    """Return the description of a named method (methods.yaml), a control or the user's own weights (`module:function`)."""
     if name in methods():
         return methods()[name]
     method, (base_name, suffix) = named_method(name), _base_and_suffix(name)
@@ -170,11 +158,7 @@ def constants(method: Method) -> str:
 
 
 def expand_method(given: Any) -> dict[str, Any]:
-    """All settings of a method given as text (`method_layer`) or as a mapping of its changes, with a `name`.
-
-    Raises:
-        UserError: the method is unknown or has another form.
-    """
+    """All settings of a method given as text (`method_layer`) or as a mapping of its changes, with a `name`."""
     given = method_layer(given) if isinstance(given, str) else given
     if not isinstance(given, Mapping):
         raise UserError(f"method = {short(given)}: must be a method's name or a mapping with a name")
@@ -182,21 +166,13 @@ def expand_method(given: Any) -> dict[str, Any]:
 
 
 def parse_method(text: str) -> Method:
-    """The method written as `[label=]name[+field=value…]`, such as `flat=mine:flat_top` or `grpo-sg+weight.U=4` (`named_method`).
-
-    Raises:
-        UserError: the method or a field is unknown, or a value is invalid.
-    """
+    """The method written as `[label=]name[+field=value…]`, such as `flat=mine:flat_top` or `grpo-sg+weight.U=4` (`named_method`)."""
     method: Method = validate(Method, check_keys(Method, expand_method(text), "method"))
     return method
 
 
 def parse_methods(texts: Sequence[str], token_weights: str | None = None) -> dict[str, Method]:
-    """Several methods (`parse_method`) by label (`arm_name`); `token_weights` go to the only method, or to those that have some.
-
-    Raises:
-        UserError: a method is wrong or given twice, or none has the token weights that are to be replaced.
-    """
+    """Several methods (`parse_method`) by label (`arm_name`); `token_weights` go to the only method, or to those that have some."""
     found: dict[str, Method] = {}
     for text in texts:
         try:
@@ -224,9 +200,6 @@ def with_token_weights(method: Method, text: str) -> Method:
     """The method with other token weights (`--token-weights`); inside a control, the innermost weight changes.
 
     `text` is `paper` or `calibrated` (presets of the sigmoid), or `module:function`.
-
-    Raises:
-        UserError: the weights do not apply to the method.
     """
     option = f"--token-weights {text}"
 
@@ -345,15 +318,15 @@ def same_at_one_update(method: Method) -> str | None:
 def _at_ratio_one(method: Method) -> Method:
     """The method with GRPO's ratio, clip and penalty where its own have the same gradient at ratio 1."""
     in_ratio = method.weight_on == "ratio" and method.weighted  # weights move the clipped ratio away from 1
-    corrected = isinstance(method.clip, VespoGate) and method.correction is not None
-    gated = isinstance(method.clip, DelightGate) or getattr(method.ratio, "to", "old") == "sampler"
+    corrected = isinstance(method.clip, parts.VespoGate) and method.correction is not None
+    gated = isinstance(method.clip, parts.DelightGate) or getattr(method.ratio, "to", "old") == "sampler"
     # A sequence's ratio gives each of its tokens the mean of all their terms, which differ by weight, mask and advantage.
-    by_token = isinstance(method.advantage, TokenBaselineAdvantage | WhitenedAdvantage)
+    by_token = isinstance(method.advantage, parts.TokenBaselineAdvantage | parts.WhitenedAdvantage)
     differ = method.weighted or method.tokens is not None or by_token
-    if in_ratio or corrected or gated or (differ and not isinstance(method.ratio, TokenRatio)):
+    if in_ratio or corrected or gated or (differ and not isinstance(method.ratio, parts.TokenRatio)):
         return method
-    changed: dict[str, Any] = {"ratio": TokenRatio(), "clip": PpoClip(), "weight_on": "surrogate"}
-    if not isinstance(method.penalty, LpRegPenalty):  # its divergence is from another policy than π_old
+    changed: dict[str, Any] = {"ratio": parts.TokenRatio(), "clip": parts.PpoClip(), "weight_on": "surrogate"}
+    if not isinstance(method.penalty, parts.LpRegPenalty):  # its divergence is from another policy than π_old
         changed["penalty"] = None
     return method.model_copy(update=changed)
 
@@ -364,9 +337,6 @@ def rotation_bound(low: float, high: float) -> float:
     The angle between Σ g_t and Σ w_t·g_t is at most arctan((U − L)/(2·√(L·U))), since its cosine is at least
     2·√(L·U)/(L + U) (Cassels' inequality). It is reached where all weights are L or U and the tokens at L carry U/(L + U)
     of Σ ‖g_t‖². Gradients of correlated tokens can turn further. It is 90 if L = 0 < U or U is infinite, 0 if L = U.
-
-    Raises:
-        ValueError: not 0 ≤ L ≤ U.
     """
     if not 0 <= low <= high or math.isinf(low):
         raise ValueError(f"weights in [{low}, {high}]: needs 0 ≤ L ≤ U, L finite")

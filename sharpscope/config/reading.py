@@ -34,11 +34,7 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """Read a YAML mapping with a safe loader.
-
-    Raises:
-        UserError: The file is missing, unreadable, or not a YAML mapping.
-    """
+    """Read a YAML mapping with a safe loader."""
     try:
         data = yaml.load(file.read_text("utf-8"), Loader=_Loader)
     except FileNotFoundError:
@@ -69,11 +65,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """Parse `a.b=c` into `{"a": {"b": c}}`, with the value read as YAML.
-
-    Raises:
-        UserError: The text has another form, or the value is not valid YAML.
-    """
+    """Parse `a.b=c` into `{"a": {"b": c}}`, with the value read as YAML."""
     path, sign, raw = text.partition("=")
     if not sign or not path.strip():
         raise UserError(f"--set {text}: must have the form field.subfield=value")
@@ -120,11 +112,7 @@ _CHANGE = re.compile(r"\+(?=[A-Za-z_][A-Za-z0-9_.]*=)")
 
 
 def method_parts(text: str) -> tuple[str | None, str, list[str]]:
-    """Label, name and changes of a method written as `[label=]name[+field=value…]`.
-
-    Raises:
-        UserError: the text has another form.
-    """
+    """Label, name and changes of a method written as `[label=]name[+field=value…]`."""
     head, *changes = _CHANGE.split(text.strip())
     label, sign, name = head.rpartition("=")
     if not name or (sign and not label):
@@ -139,11 +127,7 @@ def method_layer(text: str) -> dict[str, Any]:
 
 
 def import_function(path: str, field: str) -> Callable[..., Any]:
-    """The function at `package.module:function`. The module is looked for as Python does, then in the working directory.
-
-    Raises:
-        UserError: the module cannot be imported or has no such function; the message begins with `field`.
-    """
+    """The function at `package.module:function`. The module is looked for as Python does, then in the working directory."""
     name, _, attribute = path.partition(":")
     before = list(sys.path)
     sys.path.append(str(Path.cwd()))  # an installed console script does not look where it is started

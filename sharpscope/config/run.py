@@ -296,11 +296,7 @@ def build_config(
 
 
 def read_recorded(folder: Path, values: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of a recorded run, also of version 0.2, with `out` set to its folder.
-
-    Raises:
-        UserError: the folder has no configuration, or a value is invalid.
-    """
+    """The configuration of a recorded run, also of version 0.2, with `out` set to its folder."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         if (folder / "run.json").is_file():
@@ -327,11 +323,7 @@ def config_data(
 
 
 def make_config(data: Mapping[str, Any], token_weights: str | None = None) -> RunConfig:
-    """Validate nested values as a configuration.
-
-    Raises:
-        UserError: A field is unknown or invalid.
-    """
+    """Validate nested values as a configuration."""
     if data.get("method") is not None:
         data = {**data, "method": expand_method(data["method"])}
     task = data.get("task")

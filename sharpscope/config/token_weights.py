@@ -88,8 +88,7 @@ class Weighting(Part):
 
     def with_preset(self, old: str, new: str) -> Self:
         """The same weighting, also inside controls, with preset `new` where it has preset `old`."""
-        found: Self = self.changed(lambda w: w.replace(preset=new) if dict(w).get("preset") == old else w)
-        return found
+        return self.changed(lambda w: w.replace(preset=new) if dict(w).get("preset") == old else w)
 
     def moved(self, entropy: float) -> Self:
         """The weighting of a step with this mean entropy [nats], after that of the step before; itself if it stays the same."""
@@ -104,12 +103,7 @@ class Weighting(Part):
         raise NotImplementedError
 
     def evaluate(self, step: Any, xp: Any, generator: Generator | None = None) -> Tensor:
-        """`weights`, checked, in the dtype of `step.logp`; 0 outside the loss tokens.
-
-        Raises:
-            UserError: a weight is negative, or a custom function fails.
-            NonFiniteError: a weight is not finite.
-        """
+        """`weights`, checked, in the dtype of `step.logp`; 0 outside the loss tokens."""
         mask = step.mask.bool()
         weight = self.weights(step, xp, generator) if bool(mask.any()) else xp.zeros_like(step.logp)
         inside = weight[mask]
@@ -189,8 +183,7 @@ class LinearWeight(Weighting):
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
         """alpha·π + 1 − alpha."""
-        weight: Tensor = number(self.alpha) * xp.exp(step.logp) + (1 - number(self.alpha))
-        return weight
+        return number(self.alpha) * xp.exp(step.logp) + (1 - number(self.alpha))
 
 
 class PowerWeight(Weighting):
@@ -206,8 +199,7 @@ class PowerWeight(Weighting):
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
         """π^gamma."""
-        weight: Tensor = xp.exp(number(self.gamma) * step.logp)
-        return weight
+        return xp.exp(number(self.gamma) * step.logp)
 
 
 class CovarianceGaussianWeight(Weighting):
@@ -256,11 +248,7 @@ class PolarityWeight(Weighting):
         return self.target is None
 
     def calibrated(self, step: Any, xp: Any) -> Self:
-        """The target is the step's mean entropy.
-
-        Raises:
-            UserError: it is 0.
-        """
+        """The target is the step's mean entropy."""
         if self.target is not None:
             return self
         target = float(step.entropy[step.mask.bool()].double().mean())
@@ -381,11 +369,7 @@ class CustomWeight(Weighting):
         return getattr(self._imported(), "weight_bounds", None)
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
-        """What the function returns.
-
-        Raises:
-            UserError: it raises, or returns another type, shape, dtype or range than declared.
-        """
+        """What the function returns."""
         try:
             weight = self._imported()(step, **self.arguments)
         except UserError:
@@ -486,16 +470,12 @@ class SigmoidWeight(Weighting):
         """clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U)."""
         known = self.constants()
         alpha, tau, mu, low, high, u0 = (number(known.get(name)) for name in PAPER_SIGMOID)
-        weight: Tensor = (alpha * (xp.sigmoid((self.statistic(step) - u0) / tau) - mu)).clip(low, high)
-        return weight
+        return (alpha * (xp.sigmoid((self.statistic(step) - u0) / tau) - mu)).clip(low, high)
 
     def calibrated(self, step: Any, xp: Any) -> Self:
         """Tau and u0 such that the 10th and 90th percentile of u land on L and U; preset `auto` becomes `calibrated`.
 
         With a = logit(L/alpha + mu) and b = logit(U/alpha + mu): tau = (u90 − u10)/(b − a), u0 = u10 − a·tau.
-
-        Raises:
-            UserError: u90 equals u10, the bounds lie outside the sigmoid's reach, or no token carries a gradient.
         """
         known, mask, u = self.constants(), step.mask.bool(), self.statistic(step)
         weight = self.with_preset("auto", "calibrated")
@@ -605,12 +585,7 @@ class ShuffledWeight(Control):
         return None if self.matched == "gradient" else self.of.bounds
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
-        """The moved weights.
-
-        Raises:
-            ValueError: no generator is given.
-            UserError: the drawn weights are all 0.
-        """
+        """The moved weights."""
         if generator is None:
             raise ValueError("shuffled weights need a generator")
         weight, mask = self.of.evaluate(step, xp, generator), step.mask.bool()
@@ -659,11 +634,7 @@ class MeanOneWeight(Control):
     matched: Counted = Field("tokens", description=f"What the mean counts. {COUNTED}.")
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
-        """The rescaled weights.
-
-        Raises:
-            UserError: all weights are 0.
-        """
+        """The rescaled weights."""
         weight = self.of.evaluate(step, xp, generator)
         mean = _mean(weight, step, self.matched).to(weight.dtype)
         if not bool(mean > 0):

@@ -8,16 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sharpscope.config.method import (
-    Advantage,
-    DecoupledAdvantage,
-    GroupAdvantage,
-    LeaveOneOutAdvantage,
-    LengthBaselineAdvantage,
-    MeanScaledAdvantage,
-    TokenBaselineAdvantage,
-    WhitenedAdvantage,
-)
+from sharpscope.config import method as settings
+from sharpscope.config.method import Advantage
 from sharpscope.errors import UserError
 
 STD_EPSILON = 1e-4
@@ -61,26 +53,26 @@ def estimate_advantages(
     if mask.shape[:1] != reward.shape:
         raise ValueError(f"mask {tuple(mask.shape)} must have a row for each reward {tuple(reward.shape)}")
     match spec:
-        case GroupAdvantage():
+        case settings.GroupAdvantage():
             found = _group(groups, spec)
-        case LeaveOneOutAdvantage():
+        case settings.LeaveOneOutAdvantage():
             found = groups.informative(groups.centered * (groups.count / (groups.count - 1).clamp(min=1)))
-        case WhitenedAdvantage():
+        case settings.WhitenedAdvantage():
             found = _whitened(
                 groups.informative(groups.centered) if spec.baseline == "group" else groups.value, mask.bool()
             )
-        case LengthBaselineAdvantage():
+        case settings.LengthBaselineAdvantage():
             length = mask.bool().sum(1).double()
             total = groups.sum(length)
             baseline = groups.sum(length * groups.value) / total.clamp(min=1)
             found = torch.where(groups.differ & (total > 0), groups.value - baseline, 0.0)
-        case TokenBaselineAdvantage():
+        case settings.TokenBaselineAdvantage():
             if logp is None or collision is None:
                 raise ValueError("advantage.kind=token_baseline needs logp and collision")
             found = _token_baseline(groups, mask.bool(), logp, collision)
-        case DecoupledAdvantage():
+        case settings.DecoupledAdvantage():
             found = _decoupled(spec, group, parts or {})
-        case MeanScaledAdvantage():
+        case settings.MeanScaledAdvantage():
             if correct is None:
                 raise ValueError("advantage.kind=mean_scaled needs correct")
             right = _grouped(correct.double(), group)
@@ -134,7 +126,7 @@ def _grouped(reward: Tensor, group: Tensor) -> _Groups:
     return _Groups.of(reward, group)
 
 
-def _group(groups: _Groups, spec: GroupAdvantage) -> Tensor:
+def _group(groups: _Groups, spec: settings.GroupAdvantage) -> Tensor:
     centered = groups.centered
     if spec.scale == "group":
         std = (groups.sum(centered**2) / (groups.count - 1).clamp(min=1)).sqrt()
@@ -173,7 +165,7 @@ def _token_baseline(groups: _Groups, mask: Tensor, logp: Tensor, collision: Tens
     return torch.where(mask, torch.where(alone, value, advantage), 0.0)
 
 
-def _decoupled(spec: DecoupledAdvantage, group: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+def _decoupled(spec: settings.DecoupledAdvantage, group: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
     total = torch.zeros(group.shape, dtype=torch.float64, device=group.device)
     differ = torch.zeros_like(group, dtype=torch.bool)
     for name, weight in spec.weights.items():
@@ -185,7 +177,7 @@ def _decoupled(spec: DecoupledAdvantage, group: Tensor, parts: Mapping[str, Tens
                 f"its parts: {', '.join(parts) or 'none'}; set the weight to 0 and give weights to those"
             )
         part = _grouped(parts[name], group)
-        total = total + weight * _group(part, GroupAdvantage())
+        total = total + weight * _group(part, settings.GroupAdvantage())
         differ = differ | part.differ
     return torch.where(differ, _divided(total - total.mean(), total), 0.0)
 

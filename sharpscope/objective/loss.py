@@ -10,24 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sharpscope.config.method import (
-    CispoClip,
-    Clip,
-    DelightGate,
-    DppoMask,
-    DualClip,
-    GmpoClip,
-    HolderRatio,
-    KlCovPenalty,
-    LpRegPenalty,
-    Method,
-    PpoClip,
-    Ratio,
-    SapoClip,
-    SequenceRatio,
-    TokenRatio,
-    VespoGate,
-)
+from sharpscope.config import method as parts
+from sharpscope.config.method import Method
 from sharpscope.config.token_weights import TokenWeight
 from sharpscope.objective.plan import LossOutput, Plan, per_token
 
@@ -71,9 +55,9 @@ def policy_loss(
     ratio = importance_ratio(method.ratio, log_ratio, mask)
 
     weight = plan.weight
-    if isinstance(method.clip, GmpoClip):
+    if isinstance(method.clip, parts.GmpoClip):
         objective, clipped = gmpo_objective(method.clip, log_ratio, plan.advantage, mask)
-    elif isinstance(method.clip, VespoGate):
+    elif isinstance(method.clip, parts.VespoGate):
         factor = vespo_factor(log_ratio.detach(), plan.advantage, mask, plan.correction)
         objective = factor * plan.advantage * logp
         clipped = torch.zeros_like(mask, dtype=torch.int32)
@@ -82,13 +66,13 @@ def policy_loss(
         objective, clipped = clipped_objective(method.clip, coordinate, plan.advantage, logp)
     if method.weight_on == "surrogate":
         objective = weight * objective
-    if method.correction is not None and not isinstance(method.clip, VespoGate):
+    if method.correction is not None and not isinstance(method.clip, parts.VespoGate):
         objective = plan.correction * objective
     keep = plan.keep
     loss = -(torch.where(keep, objective, 0.0) * active).sum()
-    if isinstance(method.penalty, KlCovPenalty):
+    if isinstance(method.penalty, parts.KlCovPenalty):
         loss = loss + (plan.penalty * log_ratio.abs() * active).sum()
-    elif isinstance(method.penalty, LpRegPenalty):
+    elif isinstance(method.penalty, parts.LpRegPenalty):
         below = logp.detach() < plan.proxy_logp  # only raises π
         loss = loss + (torch.where(below, plan.penalty * k3(logp, plan.proxy_logp), 0.0) * active).sum()
     kl, divergence = torch.zeros_like(logp), None
@@ -152,38 +136,38 @@ def entropy_bonus(coef: float, plan: Plan, entropy: Tensor, tokens: int, *, pass
     return coef * torch.where(plan.pass_mask(pass_index), entropy, 0.0).sum() / max(tokens, 1)
 
 
-def clipped_objective(clip: Clip | None, ratio: Tensor, advantage: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
+def clipped_objective(clip: parts.Clip | None, ratio: Tensor, advantage: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
     """S(x, A) per token (equations: the clips' classes; None: x·A), and where a bound acts (−1 low, 1 high, else 0).
 
     A bound of ppo acts where it takes the gradient away: above for A > 0, below for A < 0; of cispo where it binds and A ≠ 0; of
     dual also where x > bound and A < 0; of dppo on the tokens that it masks. `ratio` is x, the ratio or weight × ratio; all are
     (n, T).
     """
-    if isinstance(clip, SapoClip):
+    if isinstance(clip, parts.SapoClip):
         tau = _choose(advantage > 0, 1.0, 1.05, ratio)
         return torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantage, torch.zeros_like(ratio, dtype=torch.int32)
-    if isinstance(clip, DppoMask):
+    if isinstance(clip, parts.DppoMask):
         flags = dppo_masked(clip, ratio.detach(), advantage, logp.detach())
         objective = ratio.detach().clamp(max=clip.bound) * advantage * logp
         return torch.where(flags == 0, objective, 0.0), flags
-    if isinstance(clip, DualClip):
-        objective, flags = clipped_objective(PpoClip(low=clip.low, high=clip.high), ratio, advantage, logp)
+    if isinstance(clip, parts.DualClip):
+        objective, flags = clipped_objective(parts.PpoClip(low=clip.low, high=clip.high), ratio, advantage, logp)
         beyond = (ratio.detach() > clip.bound) & (advantage < 0)
         return torch.where(beyond, clip.bound * advantage, objective), torch.where(beyond, 1, flags)
-    if isinstance(clip, DelightGate):
+    if isinstance(clip, parts.DelightGate):
         gate = torch.sigmoid(-advantage * logp.detach() / clip.eta)
         return gate * advantage * logp, torch.zeros_like(ratio, dtype=torch.int32)
-    if isinstance(clip, CispoClip):
+    if isinstance(clip, parts.CispoClip):
         low, high = ratio.detach() < 1 - clip.low, ratio.detach() > 1 + clip.high
         objective = ratio.detach().clamp(1 - clip.low, 1 + clip.high) * advantage * logp
         return objective, torch.where(advantage == 0, 0, high.int() - low.int())
-    if isinstance(clip, PpoClip):
+    if isinstance(clip, parts.PpoClip):
         bounded = torch.minimum(ratio * advantage, ratio.clamp(1 - clip.low, 1 + clip.high) * advantage)
         return bounded, gradient_killed(clip, ratio.detach(), advantage)
     return ratio * advantage, torch.zeros_like(ratio, dtype=torch.int32)
 
 
-def gmpo_objective(clip: GmpoClip, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def gmpo_objective(clip: parts.GmpoClip, log_ratio: Tensor, advantage: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """exp(mean_t x_t)·A (n, T) with x_t = ln r_t bounded on one side by A's sign, and where a bound acts (−1, 1, else 0).
 
     A bounded token has no gradient of its own and still counts in the mean of its completion.
@@ -191,7 +175,7 @@ def gmpo_objective(clip: GmpoClip, log_ratio: Tensor, advantage: Tensor, mask: T
     positive = advantage > 0
     bounded = torch.where(positive, log_ratio.clamp(max=clip.high), log_ratio.clamp(min=-clip.low))
     above, below = positive & (log_ratio > clip.high), (advantage < 0) & (log_ratio < -clip.low)
-    return importance_ratio(SequenceRatio(), bounded, mask) * advantage, above.int() - below.int()
+    return importance_ratio(parts.SequenceRatio(), bounded, mask) * advantage, above.int() - below.int()
 
 
 def vespo_factor(log_ratio: Tensor, advantage: Tensor, mask: Tensor, correction: Tensor) -> Tensor:
@@ -208,7 +192,7 @@ def vespo_factor(log_ratio: Tensor, advantage: Tensor, mask: Tensor, correction:
     return (rate + k * log_product - rate * log_product.exp()).exp()
 
 
-def dppo_masked(clip: DppoMask, ratio: Tensor, advantage: Tensor, logp: Tensor) -> Tensor:
+def dppo_masked(clip: parts.DppoMask, ratio: Tensor, advantage: Tensor, logp: Tensor) -> Tensor:
     """Tokens that DPPO masks, int32: 1 where the probability rose too far (A > 0), −1 where it fell too far (A < 0)."""
     now = logp.exp()
     old = now / ratio
@@ -225,7 +209,7 @@ def dppo_masked(clip: DppoMask, ratio: Tensor, advantage: Tensor, logp: Tensor) 
     return above.int() - below.int()
 
 
-def gradient_killed(clip: PpoClip, ratio: Tensor, advantage: Tensor) -> Tensor:
+def gradient_killed(clip: parts.PpoClip, ratio: Tensor, advantage: Tensor) -> Tensor:
     """Tokens whose surrogate is constant, int32: 1 where x > 1 + high and A > 0, −1 where x < 1 − low and A < 0.
 
     `ratio` is weight × ratio for `weight_on=ratio`: at ratio 1 every weight above 1 + high kills a positive token
@@ -247,14 +231,14 @@ def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
     return torch.where(condition, torch.full_like(like, yes), torch.full_like(like, no))
 
 
-def importance_ratio(spec: Ratio, log_ratio: Tensor, mask: Tensor) -> Tensor:
+def importance_ratio(spec: parts.Ratio, log_ratio: Tensor, mask: Tensor) -> Tensor:
     """r_t, GSPO's s_i or HölderPO's power mean (equations: the ratios' classes); with gradient through `log_ratio`.
 
     `log_ratio` (n, T) is x_t = ln π − ln π_old [nats], 0 outside the mask. Ratios of sequences repeat along T.
     """
-    if isinstance(spec, TokenRatio):
+    if isinstance(spec, parts.TokenRatio):
         return log_ratio.exp()
-    if not isinstance(spec, HolderRatio) or spec.p == 0.0:
+    if not isinstance(spec, parts.HolderRatio) or spec.p == 0.0:
         count = mask.sum(-1, keepdim=True).clamp(min=1)  # (n, 1)
         log_mean = torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True) / count
     else:
@@ -298,9 +282,6 @@ def token_normalizer(
         keep: (n, T) bool, rows of the plan's `keep`; needed by `kept_…` unless the method keeps all tokens.
         group: (n,) integer labels; needed by `kept_groups`.
         dtype: of the result, (n, T) and 0 outside the mask.
-
-    Raises:
-        ValueError: `keep` or `group` is needed and missing.
     """
     mask = counted = mask.bool()
     how, rows, counts = method.aggregate, mask.shape[0], mask.to(dtype)

@@ -12,22 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sharpscope.config.method import (
-    AdvantageTokens,
-    BinTokens,
-    ClipCovTokens,
-    Correction,
-    CurvatureTokens,
-    HighEntropyTokens,
-    KlCovPenalty,
-    LpRegPenalty,
-    Method,
-    ProbabilityTokens,
-    RelativeSurpriseTokens,
-    SpuriousTokens,
-    SuffixTokens,
-    TruncatedCorrection,
-)
+from sharpscope.config import method as parts
+from sharpscope.config.method import Method
 from sharpscope.config.token_weights import TokenWeight, Weighting, number, percentile, top_tokens
 
 #: Columns of the `tokens` table that a weighting may read.
@@ -108,11 +94,7 @@ class StepTensors:
 
     @property
     def mass(self) -> Tensor:
-        """`gradient_mass` (N, T).
-
-        Raises:
-            ValueError: it is not known.
-        """
+        """`gradient_mass` (N, T)."""
         if self.gradient_mass is None:
             raise ValueError("a weighting counts tokens by their gradient: StepTensors needs gradient_mass")
         return self.gradient_mass
@@ -216,28 +198,13 @@ def _rows(value: Any, index: Tensor | slice) -> Any:
 
 @torch.no_grad()
 def token_weights(spec: Weighting, step: StepTensors, generator: torch.Generator | None = None) -> Tensor:
-    """Token weights (N, T) of a step, ≥ 0 and finite, 0 outside the mask. Schedules are resolved at `step.progress`.
-
-    Raises:
-        UserError: a custom function returns a wrong type, shape, sign or value.
-        NonFiniteError: a weight is not finite.
-        ValueError: the weighting is not calibrated, or `shuffled` has no generator.
-    """
+    """Token weights (N, T) of a step, ≥ 0 and finite, 0 outside the mask. Schedules are resolved at `step.progress`."""
     return spec.at(step.progress).evaluate(step, torch, generator)
 
 
 def calibrate(weighting: TokenWeight, step: StepTensors) -> TokenWeight:
-    """The weighting with every constant filled in, as run.json stores it; constants that are given are kept. Idempotent.
-
-    Sigmoid and entropy: tau and u0 from the step's 10th and 90th percentiles (`_Sigmoid.calibrated`); polarity: the step's
-    mean entropy. Other weightings have nothing to fill in. Schedules are read at `step.progress`.
-
-    Raises:
-        UserError: the step has nothing to calibrate on.
-        ValueError: percentiles over the gradient are asked for, and `step.gradient_mass` is None.
-    """
-    calibrated: TokenWeight = weighting.changed(lambda weight: weight.calibrated(step, torch))
-    return calibrated
+    """The weighting with every constant filled in from a step, as run.json stores it; constants that are given are kept."""
+    return weighting.changed(lambda weight: weight.calibrated(step, torch))
 
 
 @torch.no_grad()
@@ -258,11 +225,11 @@ def prepare(method: Method, step: StepTensors, generator: torch.Generator | None
     dtype = step.logp.dtype
     warnings: list[str] = []
     penalty = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    if isinstance(method.penalty, KlCovPenalty):
+    if isinstance(method.penalty, parts.KlCovPenalty):
         chosen = top_tokens(step.covariance, mask, count=_share_count("kl_cov", method.penalty.share, mask, warnings))
         penalty = torch.where(chosen, 1.0, penalty)
     proxy = torch.zeros_like(penalty)
-    if isinstance(method.penalty, LpRegPenalty):
+    if isinstance(method.penalty, parts.LpRegPenalty):
         chosen = _protected(method.penalty, step, mask, warnings)
         penalty = torch.where(chosen, 1.0, penalty)
         proxy = torch.where(chosen, step.proxy_logp, 0.0).to(dtype)  # type: ignore[arg-type]
@@ -286,7 +253,7 @@ def prepare(method: Method, step: StepTensors, generator: torch.Generator | None
     )
 
 
-def _protected(spec: LpRegPenalty, step: StepTensors, mask: Tensor, warnings: list[str]) -> Tensor:
+def _protected(spec: parts.LpRegPenalty, step: StepTensors, mask: Tensor, warnings: list[str]) -> Tensor:
     """(N, T) bool: the least likely loss tokens with A < 0, without those that the filtered policy leaves out."""
     if step.proxy_logp is None:
         raise ValueError("method.penalty.kind=lp_reg needs proxy_logp")
@@ -297,13 +264,13 @@ def _protected(spec: LpRegPenalty, step: StepTensors, mask: Tensor, warnings: li
     return top_tokens(-step.logp, negative, count=count) & torch.isfinite(step.proxy_logp)
 
 
-def _correction(spec: Correction | None, log_ratio: Tensor, mask: Tensor) -> Tensor:
+def _correction(spec: parts.Correction | None, log_ratio: Tensor, mask: Tensor) -> Tensor:
     """(N, T) factor of the surrogate from ln ρ (N, T), ρ = π_old/μ; 1 outside the mask where the factor is per token."""
     if spec is None:
         return torch.ones_like(log_ratio)
     total = log_ratio.sum(-1, keepdim=True)  # (N, 1)
     ratio = (log_ratio if spec.level == "token" else total.expand_as(log_ratio)).exp()
-    if isinstance(spec, TruncatedCorrection):
+    if isinstance(spec, parts.TruncatedCorrection):
         return ratio.clamp(max=spec.high)
     return torch.where((ratio >= spec.low) & (ratio <= spec.high), ratio, 0.0)
 
@@ -315,35 +282,35 @@ def _kept(
     match tokens := method.tokens:
         case None:
             return mask
-        case ProbabilityTokens():
+        case parts.ProbabilityTokens():
             low = step.logp.exp() < 0.5
             return mask & (low if tokens.side == "low" else ~low)
-        case AdvantageTokens():
+        case parts.AdvantageTokens():
             return mask & (step.token_advantage > 0)
-        case HighEntropyTokens():
+        case parts.HighEntropyTokens():
             rows = [(step.entropy, mask)]
             if tokens.over == "completion":
                 rows = list(zip(step.entropy, mask, strict=True))
             share = number(tokens.share)
             chosen = [top_tokens(h, m, count=math.ceil(share * int(m.sum()) - 1e-9)) for h, m in rows]
             return chosen[0] if tokens.over == "step" else torch.stack(chosen)
-        case SuffixTokens():
+        case parts.SuffixTokens():
             count = mask.sum(1, keepdim=True).double()  # (N, 1)
             left_out = (number(tokens.context) * count + 1e-9).floor().minimum(count - 1)
             return mask & (mask.cumsum(1) > left_out)
-        case BinTokens():
+        case parts.BinTokens():
             bins = token_bins(step)
             binned = torch.stack([bins[name] for name in tokens.include or tokens.exclude]).any(0)
             return binned if tokens.include else mask & ~binned
-        case RelativeSurpriseTokens():
+        case parts.RelativeSurpriseTokens():
             ratio = -step.logp / (step.entropy + 1e-8)
             return mask & (ratio >= tokens.low) & (ratio <= tokens.high)
-        case CurvatureTokens():
+        case parts.CurvatureTokens():
             if step.curvature is None:
                 raise ValueError("method.tokens.kind=curvature needs curvature")
             objective, kl = step.curvature.unbind(-1)
             return mask & (objective.abs() < tokens.max_objective) & (kl < tokens.max_kl)
-        case ClipCovTokens():
+        case parts.ClipCovTokens():
             if generator is None:
                 raise ValueError("Clip-Cov's draw needs a generator")
             size = _share_count("clip_cov", tokens.share, mask, warnings)
@@ -354,7 +321,7 @@ def _kept(
             keep = mask.clone()
             keep[tuple(places[order].T)] = False
             return keep
-        case SpuriousTokens():
+        case parts.SpuriousTokens():
             rare = mask & (step.token_advantage > 0) & (step.logp < math.log(tokens.probability))
             if not bool(rare.any()):
                 return mask
