@@ -19,7 +19,6 @@ from sharpscope.cli import (
     forking,
     inspecting,
     probing,
-    rotating,
     running,
     studying,
 )
@@ -37,7 +36,7 @@ PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Understand runs": {"tokens": inspecting.tokens, "analyze": inspecting.analyze, "diagnose": inspecting.diagnose},
     "Measure a model or a method": {
         "probe": probing.probe,
-        "rotate": rotating.rotate,
+        "rotate": forking.rotate,
         "fork": forking.fork,
         "eval": evaluating.evaluate,
     },

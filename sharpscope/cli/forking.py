@@ -1,16 +1,20 @@
-"""`sharpscope fork`: counterfactual updates from the same state, of several methods or with and without some tokens."""
+"""`sharpscope fork` and `rotate`: single updates of several methods, or with and without some tokens, from the same state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import METHODS, Task, Threads, TokenWeights, print_sections, split
+from sharpscope.cli.console import METHODS, Model, Set, Task, Threads, TokenWeights, print_sections, split
+
+if TYPE_CHECKING:
+    from sharpscope.analysis.sections import Section
+    from sharpscope.forks import Rotations
 
 
 def fork(
@@ -45,42 +49,26 @@ def fork(
       sharpscope fork runs/first --step 40 --without-tokens top:12
     """
     from sharpscope.config import parse_overrides
-    from sharpscope.errors import UserError
 
     fork_settings = [text for text in set_ or [] if text.startswith("fork.")]
     given: dict[str, Any] = parse_overrides(fork_settings).get("fork", {})
-    given |= {name: split(text) for name, text in (("methods", methods), ("outcomes", outcomes)) if text is not None}
-    given |= {} if batches is None else {"batches": batches}
     given |= {"overrides": [text for text in set_ or [] if text not in fork_settings], "threads": threads}
-    given |= {"model": model, "task": task}
-    if without_tokens is None and step is None:
-        _methods(run, checkpoint=checkpoint or (), token_weights=token_weights, out=out, **given)
-        return
-    if run is None or step is None or without_tokens is None:
-        raise UserError("--without-tokens: needs a run and --step, as in fork RUN --step 40 --without-tokens top:12")
-    other: dict[str, Any] = {"methods": methods, "outcomes": outcomes, "batches": batches, "checkpoint": checkpoint}
-    other |= {"token-weights": token_weights, "out": out}
-    wrong = next((name for name, value in other.items() if value), None)
-    if wrong is not None:
-        raise UserError(f"--{wrong}: does not go with --without-tokens, which makes one step of the run as it was")
-    kind, _, count = without_tokens.partition(":")
-    if kind != "top" or not count.isdecimal() or not int(count):
-        raise UserError(f"--without-tokens {without_tokens}: give the number of leading tokens, as in top:12")
-    _without(run, step, int(count), **given)
-
-
-@contextmanager
-def _kept() -> Iterator[None]:
-    """Ctrl-C ends the command with a word on what is kept."""
+    given |= {"model": model, "task": task, "on_progress": lambda text: typer.echo(f"  {text}", err=True)}
+    arms: dict[str, Any] = {
+        "methods": methods and split(methods),
+        "outcomes": outcomes and split(outcomes),
+        "batches": batches,
+    }
+    arms |= {"checkpoint": checkpoint, "token_weights": token_weights, "out": out}
+    arms = {name: value for name, value in arms.items() if value not in (None, [])}
     try:
-        yield
+        if without_tokens is None and step is None:
+            _methods(run, **given | arms)
+        else:
+            _without(run, step, without_tokens, arms, **given)
     except KeyboardInterrupt:
         typer.echo("interrupted: what was measured is kept; repeat the command to continue", err=True)
         raise typer.Exit(130) from None
-
-
-def _tell(text: str) -> None:
-    typer.echo(f"  {text}", err=True)
 
 
 def _methods(run: Path | None, **given: Any) -> None:
@@ -88,22 +76,124 @@ def _methods(run: Path | None, **given: Any) -> None:
     from sharpscope.analysis.forks import fork_differences, fork_sections
     from sharpscope.forks import fork as run_fork
 
-    if len(given.get("methods") or ("", "")) == 1:
+    if len(given.get("methods", ("", ""))) == 1:
         typer.echo("one method: it is compared with nothing; give --methods two or more", err=True)
-    with _kept():
-        forked = run_fork(run, on_progress=_tell, **given)
+    forked = run_fork(run, **given)
     rows = forked.forks
     differences = fork_differences(rows[rows["fork"] == rows["fork"].iloc[-1]])
     print_sections(fork_sections(differences, most=1))
     typer.echo(f"Written: {forked.path}/traces/forks\nview:    sharpscope analyze {forked.path}")
 
 
-def _without(run: Path, step: int, top: int, **given: Any) -> None:
+def _without(run: Path | None, step: int | None, tokens: str | None, arms: dict[str, Any], **given: Any) -> None:
     """Make a step with and without its leading tokens, and print what each does."""
     from sharpscope.analysis.without import without_sections
+    from sharpscope.errors import UserError
     from sharpscope.forks.without import without_tokens
 
-    with _kept():
-        forked, name = without_tokens(run, step, top, on_progress=_tell, **given)
+    if run is None or step is None or tokens is None:
+        raise UserError("--without-tokens: needs a run and --step, as in fork RUN --step 40 --without-tokens top:12")
+    if arms:
+        option = next(iter(arms)).replace("_", "-")
+        raise UserError(f"--{option}: does not go with --without-tokens, which makes one step of the run as it was")
+    kind, _, count = tokens.partition(":")
+    if kind != "top" or not count.isdecimal() or not int(count):
+        raise UserError(f"--without-tokens {tokens}: give the number of leading tokens, as in top:12")
+    forked, name = without_tokens(run, step, int(count), **given)
     print_sections(without_sections(forked, name))
     typer.echo(f"Written: {forked.path}/traces/forks (fork {name})")
+
+
+def rotate(
+    run: Annotated[Path | None, Argument(help="Folder of a run: its state and next batch.")] = None,
+    model: Model = None,
+    task: Task = None,
+    methods: Annotated[str | None, Option(help=f"{METHODS} Default: all.")] = None,
+    checkpoint: Annotated[str | None, Option(help="50 or step-000050; 0: the start. Default: the last.")] = None,
+    seed: Annotated[int | None, Option(help="Seed of the batch, with --model. Default: 0.")] = None,
+    set_: Set = None,
+    threads: Threads = None,
+    token_weights: TokenWeights = None,
+    warm_up: Annotated[int, Option(min=0, help="With --model: batches that fill the optimizer's moments.")] = 0,
+    measure: Annotated[bool, Option("--measure", help="Make each update, measure, take it back.")] = False,
+    plot: Annotated[bool, Option("--plot", help="Also plot token weights over logit and probability.")] = False,
+    out: Annotated[Path | None, Option(help="Folder. Default: rotation, or RUN/rotation.")] = None,
+) -> None:
+    """Show how far methods turn the gradient, and the optimizer's step, of one batch from plain GRPO's. Nothing is trained.
+
+    A method with weights or masks is compared with itself at weights 1, any other with plain GRPO. A rotation far below the
+    angle that the noise of the batch makes, also shown, is hard to see in training.
+
+    Examples:
+      sharpscope rotate --model embedded:knights_knaves --methods grpo-sg,ar,cispo
+
+      sharpscope rotate --methods grpo-sg,strong=grpo-sg+weight.U=4,grpo+tokens.kind=high_entropy --seed 3
+
+      sharpscope rotate runs/first --checkpoint 50 --token-weights mine:flat_top --plot
+    """
+    from sharpscope.forks import rotate as compare
+
+    out = out or (Path("rotation") if run is None else run / "rotation")
+    started = time.perf_counter()
+    rotations = compare(
+        None if methods is None else split(methods),
+        run=run,
+        checkpoint=checkpoint,
+        model=model,
+        task=task,
+        seed=seed,
+        token_weights=token_weights,
+        overrides=set_ or (),
+        warm_up=warm_up,
+        measure=measure,
+        threads=threads,
+        on_progress=lambda text: typer.echo(f"  {time.perf_counter() - started:5.0f} s  {text}", err=True),
+    )
+    print_sections(_sections(rotations))
+    files = rotations.save(out, plot)
+    typer.echo(f"Written: {out}/ ({', '.join(path.name for path in files)})")
+
+
+def _sections(rotations: Rotations) -> list[Section]:
+    """The batch, a row for each method, and what the columns mean."""
+    import pandas as pd
+
+    from sharpscope.analysis.sections import Section
+    from sharpscope.probes import NOISE_BOUND
+
+    batch = rotations.batch
+    where = f"{batch['run']}, step {batch['step']}" if batch["run"] else f"seed {batch['seed']}"
+    title = (
+        f"{batch['model']} on {batch['task']}, {where}: {batch['prompts']} prompts ({batch['informative_prompts']} with different "
+        f"rewards), {batch['completions']} completions, {batch['tokens']} tokens"
+    )
+    noise = "unknown for one prompt" if math.isnan(rotations.noise) else f"about {rotations.noise:.0f}°"
+    if rotations.noise >= NOISE_BOUND:
+        noise = "at least 90°, the bound of its estimate (its two halves share no direction; take more prompts),"
+    notes = [
+        f"Noise of this batch: {noise} between its gradient (plain GRPO) and the expected one.",
+        "gradient, update: rotation and ratio of norms against plain GRPO (*: against the same method with weights 1); kept: share of "
+        "that gradient on tokens that keep one; dose: length of the difference of both updates, in units of the reference's; bound: the "
+        "largest rotation by weights alone if tokens' gradients are orthogonal; at L, at U: share of the gradient at either bound.",
+    ]
+    if batch["recorded"] is not None:
+        same = "are those" if batch["recorded"] else "are not those (another machine or version, or --set)"
+        notes.insert(0, f"The completions {same} that the run recorded at this step.")
+    degree, ratio, share = "{:.1f}°".format, "{:.2f}".format, "{:.1%}".format
+    columns = [
+        ("gradient", "gradient_rotation", degree),
+        ("scale", "gradient_scale", ratio),
+        ("kept", "gradient_kept", share),
+        ("update", "update_rotation", degree),
+        ("scale", "update_scale", ratio),
+        ("dose", "update_difference", ratio),
+        ("bound", "rotation_bound", degree),
+        ("at L", "weight_saturation_low_gradient", share),
+        ("at U", "weight_saturation_high_gradient", share),
+    ]
+    table = rotations.table
+    named = table["method"] + table["reference"].map(lambda of: " *" if of == "unweighted" else "")
+    notes = [f"{name}: {why}" for name, why in zip(named, table["problem"], strict=True) if why][::-1] + notes
+    shown = [table[name].map(form, na_action="ignore").fillna("–") for _, name, form in columns]
+    rows = pd.concat([named, *shown], axis=1).set_axis(["method", *(heading for heading, *_ in columns)], axis=1)
+    return [Section(title, rows), Section("", "\n".join(notes))]

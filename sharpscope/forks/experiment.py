@@ -1,4 +1,8 @@
-"""Counterfactual updates: every arm's update from the same state on the same rollouts, measured on the same completions."""
+"""Counterfactual updates: every arm's update from the same state on the same rollouts, measured on the same completions.
+
+Fixed completions y_i of the starting policy π₀ serve every arm. With w_i = Π_t π(y_it)/π₀(y_it), the expected failure of π is
+estimated by Σ_i w_i·F_i / Σ_i w_i (self-normalized importance weighting), F_i = 1 − success of y_i.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +10,48 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sharpscope import distributed
-from sharpscope.config import ForkSpec, Method, RunConfig, method_label, validate
+from sharpscope.config import ForkSpec, Method, RolloutSpec, RunConfig, method_label, validate
 from sharpscope.config.run import EMBEDDED_PREFIX
-from sharpscope.errors import UserError, nearest
-from sharpscope.forks.outcomes import (
-    FixedRollouts,
-    Reading,
-    greedy_success,
-    heldout_order,
-    matching_scale,
-    outcome_rows,
-    run_radius,
-)
+from sharpscope.errors import UserError
 from sharpscope.forks.start import Start, Tell, arms_of, resolve, saved_states
-from sharpscope.policy import TokenStats
-from sharpscope.probes import find_radius, limited_surface, rotation, sharpness
+from sharpscope.objective import k3
+from sharpscope.policy import Policy, Rollouts, TokenStats
+from sharpscope.policy.generation import draw_scored
+from sharpscope.policy.scoring import Scorer
+from sharpscope.probes import Drawn, Objective, find_radius, limited_surface, rollout_batch, rotation, sharpness
 from sharpscope.probes.directions import inner
 from sharpscope.probes.surface import Surface
 from sharpscope.recording import run_folder
 from sharpscope.recording.environment import set_threads
 from sharpscope.recording.probe_sets import Drawer
 from sharpscope.seeds import derive
-from sharpscope.tasks import Example
-from sharpscope.traces import Run, RunLock, TraceWriter, create_run_dir, load_run, read_run_info, update_run_info
+from sharpscope.tasks import Example, Task
+from sharpscope.traces import (
+    MAX_SATURATION,
+    Run,
+    RunLock,
+    TraceWriter,
+    create_run_dir,
+    load_run,
+    read_run_info,
+    update_run_info,
+)
 from sharpscope.traces.files import RUN_FILE
+from sharpscope.training import DataOrder
 from sharpscope.training.checkpoint import step_of
 
-SPLITS = ("heldout", "train")
+EFFECTIVE_SHARE = 0.5
+"""Smallest valid effective sample size of importance weights, as a share of the samples."""
 KL_TOLERANCE = 1e-3
 """Relative tolerance of the matched KL."""
 
@@ -98,7 +107,9 @@ def fork(
         ['grpo', 'grpo-sg']
     """
     tell = on_progress or (lambda text: None)
-    spec = _spec(settings if methods is None else {**settings, "methods": tuple(methods)})
+    settings |= {} if methods is None else {"methods": methods}
+    lists = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
+    spec: ForkSpec = validate(ForkSpec, settings | lists)
     if (run is None) == (model is None):
         raise UserError("fork: give a run's folder, or --model with --task")
     config = resolve("fork", run, model, task, None, overrides)
@@ -106,13 +117,16 @@ def fork(
     states = saved_states(run, checkpoint)
     source = str(model).removeprefix(EMBEDDED_PREFIX) if run is None else str(Path(run).resolve())
     folder = Path(out or run or Path("forks") / (Path(source).name or "model"))
-    used_threads = set_threads(config.threads if threads is None else threads, config.policy.model)
+    threads = set_threads(config.threads if threads is None else threads, config.policy.model)
 
-    measure = partial(_measure, config, arms, spec, run)
+    def measure(state: Path | None) -> Measure:
+        start = Start(config, arms, state, warm_up=spec.warm_up, calibrating=spec.batches)
+        return Measure(start, spec, spec.rho or run_radius(config, None if state is None else run))
+
     name = _identity(config, spec, arms)
     first = None if (folder / RUN_FILE).exists() else measure(states[0])
     if first is not None:
-        _begin(folder, config, first.start, used_threads)
+        _begin(folder, config, first.start.policy, threads)
     with RunLock(folder):
         _describe(folder, name, config, spec, str(model) if run is None else Path(source).name)
         rows = load_run(folder).forks
@@ -127,24 +141,6 @@ def fork(
                 _write_state(first or measure(state), folder, name, missing, writer, tell)
                 first = None
     return load_run(folder)
-
-
-def _measure(
-    config: RunConfig, arms: Mapping[str, Method], spec: ForkSpec, run: Path | str | None, state: Path | None
-) -> Measure:
-    start = Start(config, arms, state, warm_up=spec.warm_up, calibrating=spec.batches)
-    return Measure(start, spec, spec.rho or run_radius(config, None if state is None else run))
-
-
-def _spec(settings: Mapping[str, Any]) -> ForkSpec:
-    """The settings of a fork, checked; lists may stand for tuples."""
-    unknown = next((name for name in settings if name not in ForkSpec.model_fields), None)
-    if unknown is not None:
-        raise UserError(f"fork, {unknown}: no such setting{nearest(unknown, ForkSpec.model_fields)}")
-    spec: ForkSpec = validate(
-        ForkSpec, {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
-    )
-    return spec
 
 
 def _write_state(
@@ -174,16 +170,189 @@ def _write_state(
     start.restore()
 
 
-# -- one batch -------------------------------------------------------------------------------------------------------
+def _begin(folder: Path, config: RunConfig, policy: Policy, threads: int) -> None:
+    """Create the folder of a run without steps, for the rows."""
+    made = config.model_copy(update={"out": str(folder)})
+    create_run_dir(folder)
+    run_folder.begin_run_dir(made, policy, run_folder.run_info(made, policy, threads, distributed.Launch()))
+    update_run_info(folder, status="finished", end="a fork: counterfactual updates, no training")
+
+
+def _identity(config: RunConfig, spec: ForkSpec, arms: Mapping[str, Method]) -> str:
+    """First 8 hex digits of a hash of the settings, equal for runs that differ in seed and method only.
+
+    More batches continue the same fork.
+    """
+    parts = config.model_dump(mode="json", include={"task", "policy", "rollout", "optimizer", "update", "steps"})
+    chosen = spec.model_dump(mode="json", exclude={"batches"})
+    text = json.dumps([parts, chosen, [method.model_dump(mode="json") for method in arms.values()]], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _describe(folder: Path, name: str, config: RunConfig, spec: ForkSpec, source: str) -> None:
+    """List the fork's settings in run.json.
+
+    Raises:
+        UserError: the folder has this fork from another run or seed.
+    """
+    forks = dict(read_run_info(folder).get("forks") or {})
+    known = forks.get(name, {})
+    made_from = {"source": source, "seed": config.seed, "method": method_label(config.method)}
+    other = next((f"{key} {known[key]}" for key in made_from if known.get(key, made_from[key]) != made_from[key]), None)
+    if other is not None:
+        raise UserError(f"--out {folder}: holds a fork with these settings from {other}; choose another --out")
+    batches = max(spec.batches, known.get("batches", 0))
+    forks[name] = {**known, **spec.model_dump(mode="json"), **made_from, "batches": batches}
+    update_run_info(folder, forks=forks)
+
+
+# -- outcomes of an update ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Point:
-    """Outcomes by name at the arm's change of the weights times `scale`; `matched`: whether the scale was found."""
+class Reading:
+    """An outcome at some weights."""
 
-    readings: dict[str, Reading]
-    scale: float
-    matched: bool = True
+    value: float
+    std_error: float = math.nan  # of the change since the starting weights, over prompts; NaN if not estimated
+    effective_share: float = math.nan  # effective sample size / samples; NaN without importance weights
+
+
+def outcome_rows(
+    common: Mapping[str, Any], readings: Mapping[str, Reading], start: Mapping[str, Reading], sound: bool
+) -> list[dict[str, Any]]:
+    """Rows of the table `forks`, one for each outcome of an update.
+
+    An outcome is valid if the update is `sound`, the outcome finite, its effective sample size large enough, and, for a
+    sharpness, its saturation small enough.
+    """
+    saturated = "saturation" in readings and readings["saturation"].value > MAX_SATURATION
+    rows = []
+    for name, reading in readings.items():
+        numbers = vars(reading) | {"start": start[name].value if name in start else math.nan}
+        few = reading.effective_share < EFFECTIVE_SHARE  # not where it is NaN
+        valid = sound and math.isfinite(reading.value) and not few and not (saturated and name == "sam_sharpness")
+        known = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+        rows.append({**common, "outcome": name, **known, "valid": valid})
+    return rows
+
+
+@dataclass(frozen=True)
+class FixedRollouts:
+    """Completions of the starting policy with their success and its statistics of their tokens."""
+
+    rollouts: Rollouts  # N rows; `group` is the prompt
+    success: Tensor  # (N,) in [0, 1]
+    start: TokenStats  # (N, T) under the starting policy
+
+    @classmethod
+    def scored(cls, drawn: Drawn, scorer: Scorer) -> FixedRollouts:
+        """Completions that the present policy drew."""
+        return cls(drawn.rollouts, drawn.correct, scorer.statistics(drawn.rollouts))
+
+    @property
+    def mask(self) -> Tensor:
+        """(N, T) bool, tokens that the policy chose."""
+        return self.rollouts.completion_mask.bool()
+
+    def failure(self, logp: Tensor) -> Reading:
+        """Expected failure of the policy with log-probabilities `logp` (N, T), and the standard error of its change."""
+        failed = 1 - self.success.double().to(logp.device)
+        weight, share = self.weights(logp)
+        value, before = float((weight * failed).sum()), float(failed.mean())
+        # Linearization of both ratios: row i contributes w_i(F_i − F) − (F_i − mean F)/N.
+        part = weight * (failed - value) - (failed - before) / len(failed)
+        _, prompt = self.rollouts.group.to(part.device).unique(return_inverse=True)
+        prompts = int(prompt.max()) + 1
+        by_prompt = torch.zeros(prompts, dtype=torch.float64, device=part.device).index_add_(0, prompt, part)
+        error = math.sqrt(float(by_prompt.square().sum()) * prompts / (prompts - 1)) if prompts > 1 else math.nan
+        return Reading(value, error, share)
+
+    def weights(self, logp: Tensor) -> tuple[Tensor, float]:
+        """Normalized importance weights (N,), which sum to 1, and their effective sample size as a share of N."""
+        change = torch.where(self.mask, logp.double() - self.start.logp.double(), 0.0).sum(1)  # (N,)
+        weight = torch.softmax(change, 0)
+        share = float(1 / (weight.square().sum() * len(weight)))
+        return weight, share if math.isfinite(share) else 0.0
+
+    def kl(self, logp: Tensor) -> float:
+        """KL(π₀ ‖ π) [nats / token]: the mean over tokens drawn from π₀ of π/π₀ − 1 − ln(π/π₀), an unbiased estimate."""
+        each = k3(self.start.logp.double(), logp.double())
+        return float(each[self.mask].mean())
+
+    def entropy(self, stats: TokenStats) -> float:
+        """Mean entropy at the fixed tokens [nats]."""
+        return float(stats.entropy.double()[self.mask].mean())
+
+    def failure_objective(self, temperature: float) -> Objective:
+        """The expected failure, importance-weighted from the policy that drew the completions."""
+        given = replace(self.rollouts, behavior_logp=self.start.logp)
+        rows = rollout_batch(given, reward=self.success.double())
+        return Objective("expected_failure", rows, temperature, stale=True)
+
+
+def matching_scale(
+    divergence: Callable[[float], float], target: float, start: float, tolerance: float = 1e-3, evaluations: int = 12
+) -> tuple[float, bool]:
+    """The scale s > 0 with divergence(s) = target, and whether the tolerance was reached.
+
+    A divergence grows as s² near 0, so the first step assumes this power; later steps interpolate ln divergence linearly in
+    ln s, within the bracket found so far. The last call of `divergence` is at the returned scale.
+
+    Args:
+        divergence: of the displacement times s.
+        target: wanted value, > 0.
+        start: first scale tried, > 0.
+        tolerance: relative, of the divergence.
+        evaluations: most calls of `divergence`.
+    """
+    low, high, slope = 0.0, math.inf, 2.0
+    scale, before, last = start, math.nan, math.nan  # `before`: the scale before, with the result `last`
+    for _ in range(evaluations):
+        reached = divergence(scale)
+        if abs(reached - target) <= tolerance * target:
+            return scale, True
+        low, high = (scale, high) if reached < target else (low, scale)  # also where it is not finite
+        if 0 < reached < math.inf:
+            if 0 < last < math.inf and scale != before:
+                local = math.log(reached / last) / math.log(scale / before)
+                slope = local if 0.25 <= local <= 16 else slope
+            proposal = scale * (target / reached) ** (1 / slope)
+        else:
+            proposal = scale * 4 if reached <= 0 else scale / 2
+        if low > 0 and high < math.inf and not low < proposal < high:
+            proposal = math.sqrt(low * high)
+        before, last, scale = scale, reached, proposal
+        if not 0 < scale < math.inf:
+            break
+    return before, False
+
+
+def heldout_order(config: RunConfig, task: Task) -> DataOrder:
+    """The order in which forks take held-out prompts.
+
+    Raises:
+        UserError: the task has none.
+    """
+    examples = task.splits().get("heldout", [])
+    if not examples:
+        raise UserError(f"task.kind = '{config.task.kind}': has no split 'heldout' to measure outcomes on")
+    return DataOrder(examples, derive(config.seed, "fork held-out"))
+
+
+def greedy_success(policy: Policy, task: Task, examples: Sequence[Example], rollout: RolloutSpec) -> Tensor:
+    """Whether the present policy's greedy answer to each prompt is right, (prompts,), as 0 and 1."""
+    greedy = rollout.model_copy(update={"temperature": 0.0, "top_p": 1.0})
+    _, rewards = draw_scored(policy, task, examples, 1, greedy, 0)
+    return torch.tensor([float(reward.correct) for reward in rewards], dtype=torch.float64)
+
+
+def run_radius(config: RunConfig, run: Path | str | None) -> float | None:
+    """The radius of a run's perturbations, if it is fixed or has been found."""
+    if config.probes.rho != "auto":
+        return float(config.probes.rho)
+    rho = None if run is None else (read_run_info(Path(run)).get("probe_radius") or {}).get("rho")
+    return None if rho is None or math.isnan(rho) else float(rho)
 
 
 class Measure:
@@ -220,65 +389,61 @@ class Measure:
         if self.rho is None and "sharpness" in self.spec.outcomes:
             with self._surface(self.fixed("train", 0)) as surface:
                 self.rho = find_radius(surface).rho
-        sets = {split: self.fixed(split, batch) for split in SPLITS}
-        before = self._readings(batch, sets, {split: fixed.start for split, fixed in sets.items()})
-        arms = list(start.methods)
-        common = {"step": start.step, "fork": name, "batch": batch, "reference": arms[0]}
+        sets = {split: self.fixed(split, batch) for split in ("heldout", "train")}
+        before = self._readings(batch, sets)
+        common = {"step": start.step, "fork": name, "batch": batch, "reference": next(iter(start.methods))}
         reference: tuple[list[Tensor], float] | None = None  # displacement and its KL
-        for arm in arms:
+        for arm in start.methods:
             began = time.perf_counter()
             made = start.update(arm, batch)
             moved = start.snapshot.displacement()
             sound = not any(update.problem for update in made.updates)
-            stats = {split: start.scorer.statistics(fixed.rollouts) for split, fixed in sets.items()}
-            point = _Point(self._readings(batch, sets, stats), 1.0)
-            reference = reference or (moved, point.readings["kl"].value)
+            readings = self._readings(batch, sets)
+            reference = reference or (moved, readings["kl"].value)
             turned, norm = rotation(moved, reference[0]), math.sqrt(inner(moved, moved))
             effects = {"update_norm": norm, "update_rotation": turned.angle, "update_scale": turned.scale}
-            for comparison in ("step", "kl"):
-                if comparison == "kl":
-                    point = self._matched(batch, sets, moved, point, reference[1])
-                same = {"arm": arm, **common, "comparison": comparison, "scale": point.scale}
-                same["seconds"] = time.perf_counter() - began
-                began = time.perf_counter()
-                yield from outcome_rows(same, point.readings, before, sound and point.matched)
-                if comparison == "step":
-                    yield from outcome_rows(same, {key: Reading(value) for key, value in effects.items()}, {}, sound)
+            same = {"arm": arm, **common, "comparison": "step", "scale": 1.0, "seconds": time.perf_counter() - began}
+            began = time.perf_counter()
+            measured = readings | {effect: Reading(value) for effect, value in effects.items()}
+            yield from outcome_rows(same, measured, before, sound)
+            readings, scale, matched = self._matched(batch, sets, moved, readings, reference[1])
+            same |= {"comparison": "kl", "scale": scale, "seconds": time.perf_counter() - began}
+            yield from outcome_rows(same, readings, before, sound and matched)
 
     def _matched(
-        self, batch: int, sets: Mapping[str, FixedRollouts], moved: Sequence[Tensor], step: _Point, wanted: float
-    ) -> _Point:
-        """Outcomes at the scale at which the update has the KL `wanted`, the reference's; `step` are those of the update as it is."""
-        present, heldout = step.readings["kl"].value, sets["heldout"]
-        if present == wanted and present > 0:
-            return step
-        if not (wanted > 0 and present > 0):
-            return replace(step, matched=False)
+        self,
+        batch: int,
+        sets: Mapping[str, FixedRollouts],
+        moved: Sequence[Tensor],
+        step: dict[str, Reading],
+        wanted: float,
+    ) -> tuple[dict[str, Reading], float, bool]:
+        """Outcomes at the scale at which the update has the KL `wanted`, the scale, and whether it was found.
 
-        scorer, last = self.start.scorer, {}
+        `step` are the outcomes of the update as it is.
+        """
+        present, heldout = step["kl"].value, sets["heldout"]
+        if not (wanted > 0 and present > 0) or present == wanted:
+            return step, 1.0, wanted > 0 and present == wanted
 
         def divergence(scale: float) -> float:
             """KL to the policy before the update with the update times `scale` [nats]."""
             self.start.snapshot.place(moved, scale)
-            last["heldout"] = scorer.statistics(heldout.rollouts)
-            return heldout.kl(last["heldout"].logp)
+            return heldout.kl(self.start.scorer.statistics(heldout.rollouts).logp)
 
         scale, reached = matching_scale(divergence, wanted, math.sqrt(wanted / present), KL_TOLERANCE)
-        stats = last | {"train": scorer.statistics(sets["train"].rollouts)}
-        return _Point(self._readings(batch, sets, stats), scale, reached)
+        return self._readings(batch, sets), scale, reached
 
-    def _readings(
-        self, batch: int, sets: Mapping[str, FixedRollouts], stats: Mapping[str, TokenStats]
-    ) -> dict[str, Reading]:
-        """Outcomes by name at the present weights; `stats`: present statistics of the fixed completions."""
-        wanted, heldout = self.spec.outcomes, sets["heldout"]
+    def _readings(self, batch: int, sets: Mapping[str, FixedRollouts]) -> dict[str, Reading]:
+        """Outcomes by name at the present weights."""
+        start, wanted, heldout = self.start, self.spec.outcomes, sets["heldout"]
+        stats = {split: start.scorer.statistics(fixed.rollouts) for split, fixed in sets.items()}
         readings = {"kl": Reading(heldout.kl(stats["heldout"].logp))}
         if "failure" in wanted:
             readings |= {f"{split}_failure": fixed.failure(stats[split].logp) for split, fixed in sets.items()}
         if "entropy" in wanted:
             readings["entropy"] = Reading(heldout.entropy(stats["heldout"]))
         if "greedy" in wanted:
-            start = self.start
             right = greedy_success(start.policy, start.task, self.asked(batch), start.config.rollout)
             readings["accuracy_greedy"] = Reading(float(right.mean()))
         if "sharpness" in wanted:
@@ -290,52 +455,9 @@ class Measure:
         assert self.rho is not None
         with self._surface(fixed) as surface:
             found = sharpness(surface, None, self.rho, "sam", at=surface.gradient())
-        share = fixed.weights(present.logp)[1]
-        value = Reading(found.value, effective_share=share)
+        value = Reading(found.value, effective_share=fixed.weights(present.logp)[1])
         return {"sam_sharpness": value, "saturation": Reading(found.saturation)}
 
     def _surface(self, fixed: FixedRollouts) -> AbstractContextManager[Surface]:
-        config = self.start.config
-        return limited_surface(
-            self.start.policy.model, fixed.failure_objective(config.rollout.temperature), config.probes
-        )
-
-
-# -- what is forked, and where its rows go ---------------------------------------------------------------------------
-
-
-def _begin(folder: Path, config: RunConfig, start: Start, threads: int) -> None:
-    """Create the folder of a run without steps, for the rows."""
-    made = config.model_copy(update={"out": str(folder)})
-    create_run_dir(folder)
-    info = run_folder.run_info(made, start.policy, threads, distributed.Launch())
-    run_folder.begin_run_dir(made, start.policy, info)
-    update_run_info(folder, status="finished", end="a fork: counterfactual updates, no training")
-
-
-def _identity(config: RunConfig, spec: ForkSpec, arms: Mapping[str, Method]) -> str:
-    """First 8 hex digits of a hash of the settings, equal for runs that differ in seed and method only.
-
-    More batches continue the same fork.
-    """
-    parts = config.model_dump(mode="json", include={"task", "policy", "rollout", "optimizer", "update", "steps"})
-    chosen = spec.model_dump(mode="json", exclude={"batches"})
-    text = json.dumps([parts, chosen, [method.model_dump(mode="json") for method in arms.values()]], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def _describe(folder: Path, name: str, config: RunConfig, spec: ForkSpec, source: str) -> None:
-    """List the fork's settings in run.json.
-
-    Raises:
-        UserError: the folder has this fork from another run or seed.
-    """
-    forks = dict(read_run_info(folder).get("forks") or {})
-    known = forks.get(name, {})
-    made_from = {"source": source, "seed": config.seed, "method": method_label(config.method)}
-    other = next((f"{key} {known[key]}" for key in made_from if known.get(key, made_from[key]) != made_from[key]), None)
-    if other is not None:
-        raise UserError(f"--out {folder}: holds a fork with these settings from {other}; choose another --out")
-    batches = max(spec.batches, known.get("batches", 0))
-    forks[name] = {**known, **spec.model_dump(mode="json"), **made_from, "batches": batches}
-    update_run_info(folder, forks=forks)
+        config, model = self.start.config, self.start.policy.model
+        return limited_surface(model, fixed.failure_objective(config.rollout.temperature), config.probes)

@@ -16,7 +16,7 @@ from torch import Tensor
 from sharpscope.config import RunConfig, method_names, method_rotation_bound, reference_method
 from sharpscope.config.method import CurvatureTokens, Kl, Method
 from sharpscope.errors import UserError
-from sharpscope.forks.start import Start, Tell, arms_of, resolve, saved_states
+from sharpscope.forks.start import Start, Tell, arms_of, as_recorded, resolve, saved_states
 from sharpscope.objective import StepTensors, calibrate, policy_loss, token_bins, token_normalizer, token_weights
 from sharpscope.policy import TokenStats
 from sharpscope.recording.environment import set_threads
@@ -34,8 +34,14 @@ CONTROLS = ("grpo-sg-reverse", "grpo-sg-shuffled")
 
 BINS = ("pos_peak", "pos_valley", "neg_peak", "neg_valley")
 """Tokens by the sign of A and by π against Σ π², see `BinTokens`."""
-_NUMBERS = ["gradient_rotation", "gradient_scale", "gradient_kept"]
-_NUMBERS += ["update_rotation", "update_scale", "update_difference"]
+_NUMBERS = [
+    "gradient_rotation",
+    "gradient_scale",
+    "gradient_kept",
+    "update_rotation",
+    "update_scale",
+    "update_difference",
+]
 _NUMBERS += ["rotation_bound", "weight_mean", "weight_mean_gradient"]
 _NUMBERS += ["weight_saturation_low_gradient", "weight_saturation_high_gradient"]
 _NUMBERS += [f"entropy_{kind}_{name}" for kind in ("predicted", "measured") for name in BINS]
@@ -169,23 +175,7 @@ def rotate(
             "more prompts (--set rollout.prompts_per_step=64) or a task of another difficulty"
         )
     stats = start.scorer.statistics(batch.rollouts)
-    rows, noise = _compared(start, chosen, batch, stats, methods is not None, tell)
-    table = pd.DataFrame([rows[name] for name in chosen], columns=["method", "reference", *_NUMBERS, "problem"])
-    table = table.astype(dict.fromkeys(_NUMBERS, float)).assign(problem=table["problem"].fillna(""))
-    weights = [pd.DataFrame({"method": name, **columns}) for name, columns in start.weights.items()]
-    empty = pd.DataFrame(columns=["method", "logit", "probability", "weight"])
-    described = start.described(batch, None if run is None else Path(run))
-    return Rotations(
-        table, noise, described, pd.concat(weights, ignore_index=True) if weights else empty, start.methods
-    )
-
-
-def _compared(
-    start: _Start, chosen: Mapping[str, Method], batch: RolloutBatch, stats: TokenStats, asked: bool, tell: Tell
-) -> tuple[dict[str, dict[str, Any]], float]:
-    """Rows by method, and the noise angle; a method that cannot be compared is an error if it was asked for by name."""
     rows: dict[str, dict[str, Any]] = {}
-    references: dict[str, list[Gradient]] = {}
     noise = math.nan
     # One after the other where they share a reference, of which the last gradient is kept.
     against = {name: reference_method(method).model_dump_json(exclude={"name"}) for name, method in chosen.items()}
@@ -193,14 +183,31 @@ def _compared(
     for number, name in enumerate(order, 1):
         tell(f"{number}/{len(chosen)} {name}")
         try:
-            row, angle = start.measured(name, batch, stats, references)
+            row, angle = start.measured(name, batch, stats)
         except UserError as problem:
-            if asked:
+            if methods is not None:  # asked for by name
                 raise UserError(f"--methods {name}: {problem}") from None
             row, angle = {"problem": str(problem)}, math.nan
         rows[name] = {"method": name, **row}
         noise = angle if math.isnan(noise) else noise
-    return rows, noise
+    table = pd.DataFrame([rows[name] for name in chosen], columns=["method", "reference", *_NUMBERS, "problem"])
+    table = table.astype(dict.fromkeys(_NUMBERS, float)).assign(problem=table["problem"].fillna(""))
+    weights = [pd.DataFrame({"method": name, **columns}) for name, columns in start.weights.items()]
+    empty = pd.DataFrame(columns=["method", "logit", "probability", "weight"])
+    described = {
+        "model": config.policy.model,
+        "task": config.task.kind,
+        "run": None if run is None else str(run),
+        "seed": config.seed,
+        "step": start.seed_step,
+        "prompts": len(batch.examples),
+        "completions": len(batch.rollouts),
+        "tokens": int(batch.rollouts.completion_mask.sum()),
+        "informative_prompts": round((1 - batch.zero_variance_share) * len(batch.examples)),
+        "recorded": None if run is None else as_recorded(run, start.seed_step, batch.rollouts.texts),
+    }
+    weighted = pd.concat(weights, ignore_index=True) if weights else empty
+    return Rotations(table, noise, described, weighted, start.methods)
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------------
@@ -217,43 +224,27 @@ class _Start(Start):
         super().__init__(config, methods, checkpoint, **options)
         self.seed_step = self.step + 1
         self.measure = measure
-        # Methods compared so far with their coefficients, the reference's, the result, and the statistics after the update.
-        self.known: list[tuple[Method, Tensor, Tensor, UpdateRotation, TokenStats | None]] = []
+        self.references: dict[str, list[Gradient]] = {}  # the last reference gradient
+        # Coefficients and the reference's of methods compared so far, the result, and the statistics after the update.
+        self.known: list[tuple[Tensor, Tensor, UpdateRotation, TokenStats | None]] = []
         self.weights: dict[str, dict[str, np.ndarray]] = {}  # of the batch's tokens, by method
-        self.curvatures: list[tuple[Tensor, Tensor]] = []  # advantages and m_F
 
     def draw(self) -> RolloutBatch:
         """The batch that the run's next step draws; a divergence in the reward is left out."""
         return self.rollouts(self.config.method.model_copy(update={"kl": Kl()}), 0)
 
-    def measured(
-        self, name: str, batch: RolloutBatch, stats: TokenStats, references: dict[str, list[Gradient]]
-    ) -> tuple[dict[str, Any], float]:
+    def measured(self, name: str, batch: RolloutBatch, stats: TokenStats) -> tuple[dict[str, Any], float]:
         """The row of a method, and the noise angle of its reference if that is plain GRPO, else NaN."""
         method, progress = self.methods[name], self.progress()
         advantage = step_advantages(method, batch.rollouts, batch.rewards, stats)
         tensors = step_tensors(batch.rollouts, advantage, stats, stats.logp, progress, method)
         method = method.model_copy(update={"weight": calibrate(method.weight, tensors)})
         reference = reference_method(method)
-        plain = _is_plain(reference)
+        grpo = reference_method(Method(name="grpo", kl=reference.kl))
+        plain = grpo == reference.model_copy(update={"name": grpo.name})
         tokens = self.tokens(method, batch, advantage, stats)
         against = self.tokens(reference, batch, step_advantages(reference, batch.rollouts, batch.rewards, stats), stats)
-        same = self._known(method, tokens.loss_coef, against.loss_coef)
-        if same is None:
-            moved: list[TokenStats] = []
-            rotation = self.learner(method).compare(
-                batch.rollouts,
-                advantage,
-                self.seed_step,
-                progress,
-                method=method,
-                stats=stats,
-                references=references,
-                at_update=(lambda: moved.append(self.scorer.statistics(batch.rollouts))) if self.measure else None,
-            )
-            same = rotation, moved[0] if moved else None
-            self.known.append((method, tokens.loss_coef, against.loss_coef, *same))
-        rotation, after = same
+        rotation, after = self._compared(method, batch, advantage, stats, tokens.loss_coef, against.loss_coef)
         used = batch.rollouts.completion_mask.bool().cpu() & (tokens.update >= 0)
         self.methods[name] = method
         if method.weight.kind != "uniform":
@@ -273,17 +264,44 @@ class _Start(Start):
             "rotation_bound": method_rotation_bound(method.at(progress)),
         }
         if after is not None:
-            row |= self._changes(tensors, tokens, used, stats, after, self._own_steps(batch, advantage))
+            key = "curvature", advantage.cpu().numpy().tobytes()  # CAPO's m_F, once for each choice of advantages
+            own = self._once(key, lambda: self._learner.curvature(batch.rollouts, advantage, CurvatureTokens()))
+            row |= self._changes(tensors, tokens, used, stats, after, own[..., 1].cpu().double())
         return row, rotation.noise if plain else math.nan
 
-    def _own_steps(self, batch: RolloutBatch, advantage: Tensor) -> Tensor:
-        """(N, T) CAPO's m_F, computed once for each choice of advantages."""
-        for known, values in self.curvatures:
-            if known.shape == advantage.shape and torch.equal(known, advantage):
-                return values
-        values = self._learner.curvature(batch.rollouts, advantage, CurvatureTokens())[..., 1].cpu()
-        self.curvatures.append((advantage, values))
-        return values
+    def _compared(
+        self,
+        method: Method,
+        batch: RolloutBatch,
+        advantage: Tensor,
+        stats: TokenStats,
+        coef: Tensor,
+        against: Tensor,
+    ) -> tuple[UpdateRotation, TokenStats | None]:
+        """The rotation of a method's update, and with `measure` the batch's statistics after it.
+
+        Methods with the same coefficients (N, T) and reference coefficients have the same gradients and share a result, unless
+        their gradient has parts that are not in the coefficients.
+        """
+        only = method.entropy is None and method.sharpness is None and method.module_clip is None
+        for coefficients, reference, rotation, after in self.known if only else ():
+            if _same(coef, coefficients) and _same(against, reference):
+                return rotation, after
+        moved: list[TokenStats] = []
+        rotation = self.learner(method).compare(
+            batch.rollouts,
+            advantage,
+            self.seed_step,
+            self.progress(),
+            method=method,
+            stats=stats,
+            references=self.references,
+            at_update=(lambda: moved.append(self.scorer.statistics(batch.rollouts))) if self.measure else None,
+        )
+        after = moved[0] if moved else None
+        if only:
+            self.known.append((coef, against, rotation, after))
+        return rotation, after
 
     def _changes(
         self,
@@ -308,21 +326,11 @@ class _Start(Start):
             row[f"entropy_measured_{name}"] = float(change[inside].mean()) if bool(inside.any()) else math.nan
         for name, one, other, places in (
             ("entropy_rank", predicted, change, used & (predicted != 0)),
-            ("kl_rank", curvature.double(), divergence, used & (curvature > 0)),
+            ("kl_rank", curvature, divergence, used & (curvature > 0)),
             ("kl_rank_norm", before.logit_grad_norm.cpu().double(), divergence, used & (curvature > 0)),
         ):
             row[name] = float(spearmanr(one[places], other[places]).statistic) if int(places.sum()) > 2 else math.nan
         return row
-
-    def _known(self, method: Method, coef: Tensor, against: Tensor) -> tuple[UpdateRotation, TokenStats | None] | None:
-        """The result of an earlier method with the same coefficients (N, T) and reference coefficients, thus the same gradients.
-
-        An entropy bonus, sharpness control and a clip by module are not in the coefficients.
-        """
-        for other, coefficients, reference, rotation, after in self.known if _only_coefficients(method) else ():
-            if _only_coefficients(other) and _same(coef, coefficients) and _same(against, reference):
-                return rotation, after
-        return None
 
     def tokens(self, method: Method, batch: RolloutBatch, advantage: Tensor, stats: TokenStats) -> StepTokens:
         """What each token does in a method's first update, without a pass of the model: every ratio is 1."""
@@ -334,56 +342,18 @@ class _Start(Start):
             method, mask, self.config.rollout.max_new_tokens, keep=plan.keep, group=rollouts.group, dtype=logp.dtype
         )
         reference = learner.reference
-        other = learner.scorer.log_probabilities(rollouts, model=reference) if method.needs_reference else None
-        policy_loss(method, plan, logp, normalizer, reference_logp=other).loss.backward()
+        other = None if reference is None else learner.scorer.log_probabilities(rollouts, model=reference)
+        (coef,) = torch.autograd.grad(policy_loss(method, plan, logp, normalizer, reference_logp=other).loss, logp)
         tokens = StepTokens.unused(stats)
-        assert logp.grad is not None
-        tokens.loss_coef = logp.grad.cpu()
-        tokens.weight, tokens.advantage = plan.weight.cpu(), plan.advantage.cpu()
+        tokens.loss_coef, tokens.weight, tokens.advantage = coef.cpu(), plan.weight.cpu(), plan.advantage.cpu()
         tokens.ratio = torch.ones_like(tokens.ratio)
         tokens.update = torch.where(plan.pass_mask(0).cpu(), 0, tokens.update)
         return tokens
-
-    def described(self, batch: RolloutBatch, run: Path | None) -> dict[str, Any]:
-        """What the batch is."""
-        rollouts = batch.rollouts
-        return {
-            "model": self.config.policy.model,
-            "task": self.config.task.kind,
-            "run": None if run is None else str(run),
-            "seed": self.config.seed,
-            "step": self.seed_step,
-            "prompts": len(batch.examples),
-            "completions": len(rollouts),
-            "tokens": int(rollouts.completion_mask.sum()),
-            "informative_prompts": round((1 - batch.zero_variance_share) * len(batch.examples)),
-            "recorded": None if run is None else _as_recorded(run, self.seed_step, rollouts.texts),
-        }
-
-
-def _only_coefficients(method: Method) -> bool:
-    """Whether the gradient that the optimizer gets is Σ c_t ∇log π_t, c_t the tokens' coefficients."""
-    return method.entropy is None and method.sharpness is None and method.module_clip is None
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
     """Whether coefficients are equal up to rounding."""
     return bool(torch.allclose(one, other, rtol=1e-6, atol=1e-6 * float(other.abs().max())))
-
-
-def _is_plain(reference: Method) -> bool:
-    """Whether a reference objective is that of plain GRPO."""
-    plain = reference_method(Method(name="grpo", kl=reference.kl))
-    return plain == reference.model_copy(update={"name": plain.name})
-
-
-def _as_recorded(run: Path, step: int, texts: Sequence[str]) -> bool | None:
-    """Whether completions are those that the run recorded at this step; None if it recorded none."""
-    from sharpscope.traces import load_run
-
-    rows = load_run(run).rollouts
-    rows = rows[rows["step"] == step].sort_values("rollout")
-    return None if rows.empty else list(rows["completion"]) == list(texts)
 
 
 def weight_curves(methods: Mapping[str, Method]) -> pd.DataFrame:

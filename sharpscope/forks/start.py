@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope import distributed
-from sharpscope.config import Method, RunConfig, TokenWeight, build_config, known_settings, parse_methods, read_recorded
+from sharpscope.config import Method, RunConfig, build_config, known_settings, parse_methods, read_recorded
 from sharpscope.config.run import EMBEDDED_PREFIX
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
@@ -23,6 +23,7 @@ from sharpscope.recording.health import StepHealth
 from sharpscope.recording.step import PendingUpdate, RolloutBatch, StepResult, step_tensors
 from sharpscope.seeds import derive
 from sharpscope.tasks import Example, make_task, task_choice
+from sharpscope.traces import load_run
 from sharpscope.traces.files import RUN_FILE
 from sharpscope.training import DataOrder, Learner
 from sharpscope.training.checkpoint import checkpoints, damage, restore, step_of
@@ -61,8 +62,8 @@ def resolve(
         if task is None and model is not None and model.startswith(EMBEDDED_PREFIX):
             task = embedded_policy(model.removeprefix(EMBEDDED_PREFIX)).name
         values: dict[str, Any] = {"policy.model": model, "seed": seed}
-        values = {name: value for name, value in values.items() if value is not None}
-        return build_config(None, overrides, values | ({} if task is None else {"task": dict(task_choice(task))}))
+        values["task"] = None if task is None else dict(task_choice(task))
+        return build_config(None, overrides, {name: value for name, value in values.items() if value is not None})
     given = {"--model": model, "--task": task, "--seed": seed}
     extra = next((name for name, value in given.items() if value is not None), None)
     if extra is not None:
@@ -108,6 +109,13 @@ def arms_of(texts: Sequence[str], token_weights: str | None, config: RunConfig) 
     """Methods by label, see `parse_methods`; a preset equal to the run's default is `auto`."""
     found = parse_methods(texts, token_weights)
     return {name: method.with_preset(config.default_preset, "auto") for name, method in found.items()}
+
+
+def as_recorded(run: Path | str, step: int, texts: Sequence[str]) -> bool | None:
+    """Whether completions are those that the run recorded at this step; None if it recorded none."""
+    rows = load_run(run).rollouts
+    rows = rows[rows["step"] == step].sort_values("rollout")
+    return None if rows.empty else list(rows["completion"]) == list(texts)
 
 
 class Snapshot:
@@ -197,11 +205,11 @@ class Start:
         set_learning_rate(self.optimizer, self.lr)
         self._order = DataOrder(examples, config.seed)
         learner = make_learner(config, self.policy, self.optimizer, reference=reference)
-        self._learner = replace(learner, **settings)
-        self.scorer = learner.scorer
-        self._made: dict[Any, tuple[Any, Any]] = {}  # results of `_once` with what their keys identify
-        for name in self.methods if calibrating else ():
-            self._calibrate(name, calibrating)
+        self._learner, self.scorer = replace(learner, **settings), learner.scorer
+        self._made: dict[Any, Any] = {}  # results of `_once`
+        for name, method in self.methods.items() if calibrating else ():
+            if method.weight.needs_calibration:
+                self.methods[name] = self._calibrated(method, calibrating)
         self.warmed = 0 if self.optimizer.state else warm_up
         if self.warmed:
             self._warm_up(warming or next(iter(self.methods.values())))
@@ -216,19 +224,14 @@ class Start:
         self.snapshot.restore()
         self._made.clear()
 
-    def _calibrate(self, name: str, batches: int) -> None:
-        method = self.methods[name]
-        if not method.weight.needs_calibration:
-            return
-        found: TokenWeight = UniformWeight()
+    def _calibrated(self, method: Method, batches: int) -> Method:
         for batch in range(batches):
             drawn = self.rollouts(method, batch)
             stats = self.statistics(drawn.rollouts)
             tensors = step_tensors(drawn.rollouts, drawn.advantage, stats, stats.logp, self.progress(), method)
             if not method.weight.needs_gradient or bool(tensors.mass.any()):
-                found = calibrate(method.weight, tensors)
-                break
-        self.methods[name] = method.model_copy(update={"weight": found})
+                return method.model_copy(update={"weight": calibrate(method.weight, tensors)})
+        return method.model_copy(update={"weight": UniformWeight()})
 
     def _warm_up(self, method: Method) -> None:
         learner, seed = self.learner(method), derive(self.config.seed, "fork warm-up")
@@ -250,23 +253,23 @@ class Start:
 
     # -- rollouts, computed once for all methods that draw the same -------------------------------------------------------
 
-    def _once(self, key: Any, held: Any, make: Callable[[], T]) -> T:
-        """`make()`, called once for a key; `held` lives as long, so that its identity can be a part of the key."""
+    def _once(self, key: Any, make: Callable[[], T]) -> T:
+        """`make()`, called once for a key."""
         if key not in self._made:
-            self._made[key] = (held, make())
-        return self._made[key][1]
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found
 
     def statistics(self, rollouts: Rollouts) -> TokenStats:
         """Statistics of the tokens under the policy of the state, at which the first call must be made."""
-        return self._once(id(rollouts.input_ids), rollouts, lambda: self.scorer.statistics(rollouts))
+        return self._once(rollouts.input_ids, lambda: self.scorer.statistics(rollouts))
 
     def _draw(self, method: Method, order: DataOrder, seed: int, step: int) -> RolloutBatch:
         """Rollouts of the next prompts of `order` with the seeds of `step`."""
 
         def draw(policy: Any, task: Any, examples: list[Example], spec: Any, seed: int) -> Any:
-            """`draw_group`, once for the same examples and seed."""
-            key = (seed, *map(id, examples))
-            return self._once(key, examples, lambda: draw_group(policy, task, examples, spec, seed))
+            """`draw_group`, once for the same examples, which the order keeps, and seed."""
+            return self._once((seed, *map(id, examples)), lambda: draw_group(policy, task, examples, spec, seed))
 
         given = (self.config.rollout, seed, step, self.statistics, draw)
         return draw_rollouts(self.policy, self.task, order, method, *given)

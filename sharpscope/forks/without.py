@@ -1,7 +1,10 @@
 """A step of a run made again with and without its leading tokens, from the same state.
 
-The leading tokens are those with the largest |share| of ‖∇L‖², c·⟨∇ log π, ∇L⟩/‖∇L‖² of their update. Without them, their
+The leading tokens are those with the largest |share| of ‖∇L‖², c·⟨∇log π, ∇L⟩/‖∇L‖² of their update. Without them, their
 coefficients c = ∂L/∂log π are 0 in every update of the step; a control leaves out as many other tokens, drawn at random.
+
+A step of one of our runs is made again from the nearest checkpoint before it, one that was recorded in another trainer from the
+trainer's checkpoint with its AdamW state.
 """
 
 from __future__ import annotations
@@ -9,203 +12,47 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sharpscope.config import ForkSpec, RunConfig, validate
 from sharpscope.config.probes import ProbesSpec
+from sharpscope.config.run import PolicySpec
 from sharpscope.errors import UserError
-from sharpscope.forks.outcomes import FixedRollouts, Reading, greedy_success, heldout_order, outcome_rows, run_radius
-from sharpscope.forks.start import Start, Tell, resolve
-from sharpscope.policy import Policy, Rollouts
+from sharpscope.forks.experiment import FixedRollouts, Reading, greedy_success, heldout_order, outcome_rows, run_radius
+from sharpscope.forks.start import Snapshot, Start, Tell, as_recorded, resolve
+from sharpscope.policy import Policy, Rollouts, load_policy
 from sharpscope.policy.scoring import Scorer
 from sharpscope.probes import Drawn, Objective, attribute, find_radius, limited_surface, rollout_batch, sharpness
 from sharpscope.recording.environment import set_threads
+from sharpscope.recording.from_checkpoint import WRONG
+from sharpscope.recording.norms import clip_factor, gradient_norms, layer_groups, update_norms
 from sharpscope.recording.probe_sets import Drawer
+from sharpscope.recording.replay import step_rows
 from sharpscope.recording.step import PendingUpdate, UpdateResult
 from sharpscope.seeds import derive, generator
-from sharpscope.tasks import Task
+from sharpscope.tasks import Task, make_task
 from sharpscope.traces import MAX_SATURATION, Run, RunLock, TraceWriter, load_run, update_run_info
 from sharpscope.training.checkpoint import checkpoints, damage, step_of
 
 ALL = "all tokens"
 GRADIENT, UPDATE = "layer_gradient:", "layer_update:"
 """Prefixes of outcomes: norms of gradient and update of one group of parameters, mean over the step's updates."""
-Observe = Callable[[PendingUpdate], None]
-"""Sees an update between its gradient and the optimizer's step."""
-
-
+STATES = ("optimizer.pt", "optimizer.bin")
+"""Files in which transformers' Trainer keeps the optimizer's state."""
+NORM_GAP = 0.05
+"""Relative difference of the first gradient's norm from the recorded one from which a line says so."""
 Places = list[tuple[int, int]]
 """Tokens of a step: (row, position)."""
-
-
-class StepAgain(ABC):
-    """A step of a run that can be made again from its state, and what is measured of the present weights.
-
-    Args:
-        held_out: draws completions of held-out prompts: sampled ones, and the greedy answers' success; None: there are no prompts.
-        fixed: completions on whose tokens entropy and KL are measured; None: those that `held_out` draws at the state.
-        probes: settings of the sharpness.
-        rho: its radius, replaced where its rise at the state is a large part of the ceiling; None: found at the state.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        scorer: Scorer,
-        rollouts: Rollouts,
-        temperature: float,
-        seed: int,
-        *,
-        held_out: Callable[[], tuple[Drawn, Tensor]] | None,
-        fixed: FixedRollouts | None,
-        probes: ProbesSpec,
-        rho: float | None,
-    ) -> None:
-        self.step, self.scorer, self.rollouts, self.temperature, self.seed = step, scorer, rollouts, temperature, seed
-        self._held_out, self._fixed, self._probes = held_out, fixed, probes
-        self._rho = math.nan if rho is None else rho
-        self._before: dict[str, Tensor] | None = None  # accuracy of each prompt at the state, by outcome
-
-    @abstractmethod
-    def update(self, without: Tensor | None = None, observe: Observe | None = None) -> Sequence[UpdateResult]:
-        """Restore the state and make the step without the tokens (N, T) marked; the model keeps its weights."""
-
-    @abstractmethod
-    def restore(self) -> None:
-        """Put the state back."""
-
-    def measure(self) -> dict[str, Reading]:
-        """Accuracy on held-out prompts, entropy and KL at fixed completions, sharpness on the present policy's own completions.
-
-        The first measurement is that of the state. Without held-out prompts there is no accuracy, and the sharpness is that of the
-        nll of the fixed completions.
-        """
-        found, first = {}, self._before is None
-        before = self._before = self._before or {}
-        if self._held_out is not None:
-            drawn, greedy = self._held_out()
-            present = FixedRollouts.scored(drawn, self.scorer)
-            self._fixed = self._fixed or present
-            _, prompt = drawn.rollouts.group.cpu().unique(return_inverse=True)
-            sums = torch.zeros(len(greedy), dtype=torch.float64).index_add_(0, prompt, drawn.correct.double().cpu())
-            correct = {"accuracy_greedy": greedy, "accuracy": sums / torch.bincount(prompt)}  # (prompts,)
-            for name, values in correct.items():
-                change = values - before.setdefault(name, values)
-                found[name] = Reading(float(values.mean()), float(change.std()) / math.sqrt(len(change)))
-        fixed = self._fixed
-        assert fixed is not None
-        if self._held_out is None:
-            objective = Objective("nll", rollout_batch(fixed.rollouts), self.temperature)
-        else:
-            objective = present.failure_objective(self.temperature)
-        stats = self.scorer.statistics(fixed.rollouts)
-        at_fixed = {"entropy": Reading(fixed.entropy(stats)), "kl": Reading(fixed.kl(stats.logp))}
-        return at_fixed | found | self._sharpness(objective, first)
-
-    def _sharpness(self, objective: Objective, first: bool) -> dict[str, Reading]:
-        """SAM sharpness with its saturation; at the state the radius is replaced where the saturation is large."""
-        with limited_surface(self.scorer.model, objective, self._probes) as surface:
-            at = surface.gradient()
-            norm = float(at[1].double().norm())
-
-            def rise() -> tuple[float, float]:
-                """Sharpness and ceiling; NaN without a radius or a gradient."""
-                if not (math.isfinite(self._rho) and norm > 0):
-                    return math.nan, math.nan
-                found = sharpness(surface, None, self._rho, "sam", at=at)
-                return found.value, found.ceiling
-
-            value, ceiling = rise()
-            if first and objective.name == "nll" and math.isnan(value):
-                self._rho = 0.05 * at[0] / max(norm, 1e-12)  # a rise of about 5 % of the loss
-                value, ceiling = rise()
-            elif first and objective.name != "nll" and not value <= MAX_SATURATION * ceiling:
-                self._rho = find_radius(surface).rho
-                value, ceiling = rise()
-        unbounded = math.isfinite(value) and math.isnan(ceiling)
-        return {"sam_sharpness": Reading(value)} | ({} if unbounded else {"saturation": Reading(value / ceiling)})
-
-    def leading(self, top: int) -> tuple[Places, list[float], Places, Sequence[UpdateResult]]:
-        """The `top` tokens with the largest |share| of the step, their shares, as many others, and the updates, which are made."""
-        rollouts, model, width = self.rollouts, self.scorer.model, self.rollouts.prompt_width
-        shares = torch.full(rollouts.completion_mask.shape, math.nan, dtype=torch.float64)
-        parameters, observed = [p for p in model.parameters() if p.requires_grad], []
-
-        def observe(update: PendingUpdate) -> None:
-            observed.append(update.index)
-            if not update.grad_norm > 0:
-                return
-            part = rollouts.rows(update.rows)
-            gradient = [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in parameters]
-            coef = F.pad(update.loss_coef.to(part.input_ids.device), (width, 0)).to(gradient[0].dtype)
-            given = (part.input_ids, (coef != 0).long(), coef, gradient, part.attention_mask, self.temperature)
-            found = attribute(model, *given)[:, width:].double().cpu() / update.grad_norm**2
-            first = update.first_use & shares[update.rows].isnan()
-            shares[update.rows] = torch.where(first, found, shares[update.rows])
-
-        made = self.update(None, observe)
-        size = shares.abs().nan_to_num(0.0).flatten()
-        order = size.argsort(descending=True, stable=True)
-        order = order[size[order] > 0]
-        if len(order) < 2 * top:
-            raise UserError(
-                f"--without-tokens top:{top}: only {len(order)} tokens of step {self.step} have a part in its gradient; give at most "
-                f"{len(order) // 2}"
-            )
-        rest = order[top:][torch.randperm(len(order) - top, generator=generator(self.seed, "without", self.step))[:top]]
-        leading, others = ([divmod(int(one), shares.shape[1]) for one in chosen] for chosen in (order[:top], rest))
-        return leading, [float(shares[place]) / max(len(observed), 1) for place in leading], others, made
-
-
-class RunStep(StepAgain):
-    """Step `step` of one of our runs, from the nearest checkpoint before it; the steps between are made again."""
-
-    def __init__(self, config: RunConfig, run: Path, step: int, spec: ForkSpec, tell: Tell) -> None:
-        found = {step_of(folder): folder for folder in checkpoints(run) if damage(folder) is None}
-        nearest = max((at for at in found if at < step), default=0)
-        start = self.start = Start(config, {"own": config.method}, found.get(nearest))
-        if nearest + 1 < step:
-            tell(f"the nearest checkpoint is of step {nearest}: steps {nearest + 1} to {step - 1} are made again")
-        start.advance(step - 1 - nearest, tell)
-        rollouts = start.rollouts(start.methods["own"], 0).rollouts
-        draw = drawn_by(config, start.policy, start.task, spec, derive(config.seed, "fork heldout", start.step, 0))
-        options: dict[str, Any] = {"held_out": draw, "fixed": None, "probes": config.probes}
-        options["rho"] = run_radius(config, run if nearest else None)
-        super().__init__(step, start.scorer, rollouts, config.rollout.temperature, config.seed, **options)
-        rows = load_run(run).rollouts
-        texts = list(rows[rows["step"] == step].sort_values("rollout")["completion"])
-        if texts and texts != list(rollouts.texts):
-            tell(
-                f"the completions of step {step} are not those that the run recorded: it ran on another machine or version"
-            )
-
-    def update(self, without: Tensor | None = None, observe: Observe | None = None) -> Sequence[UpdateResult]:
-        """See `StepAgain`."""
-        return self.start.update("own", 0, without=without, before_step=observe).updates
-
-    def restore(self) -> None:
-        """See `StepAgain`."""
-        self.start.snapshot.restore()
-
-
-def drawn_by(
-    config: RunConfig, policy: Policy, task: Task, spec: ForkSpec, seed: int
-) -> Callable[[], tuple[Drawn, Tensor]]:
-    """Draws of the present policy for `StepAgain`, with the same prompts and random numbers each time."""
-    drawer, examples = Drawer(config, policy, task), heldout_order(config, task).take(spec.prompts)
-
-    def draw() -> tuple[Drawn, Tensor]:
-        greedy = greedy_success(policy, task, examples, config.rollout)
-        return drawer(examples, spec.samples, seed), greedy
-
-    return draw
+Observe = Callable[[PendingUpdate], None]
+"""Sees an update between its gradient and the optimizer's step."""
 
 
 def without_tokens(
@@ -242,8 +89,6 @@ def without_tokens(
     Raises:
         UserError: the input is wrong, the checkpoint is not that before the step, or the step has too few tokens with a gradient.
     """
-    from sharpscope.forks.recorded import TrainerStep
-
     tell = on_progress or (lambda text: None)
     loaded = load_run(run)
     if step not in set(loaded.steps["step"]):
@@ -261,13 +106,13 @@ def without_tokens(
             f"run {run}: was recorded in another trainer; give its checkpoint before step {step} with --model"
         )
     if model is not None:
-        config = None if task is None else resolve("fork", None, model, task, None, overrides)
+        other = None if task is None else resolve("fork", None, model, task, None, overrides)
         set_threads(threads, model)
-        again: StepAgain = TrainerStep(loaded, step, model, config, spec, tell)
+        again = trainer_step(loaded, step, model, other, spec, tell)
     else:
         config = resolve("fork", run, None, task, None, overrides)
         set_threads(config.threads if threads is None else threads, config.policy.model)
-        again = RunStep(config, Path(run), step, spec, tell)
+        again = run_step(config, Path(run), step, spec, tell)
     _write(loaded, again, name, kept, tell)
     return load_run(run), name
 
@@ -284,7 +129,7 @@ def _write(run: Run, again: StepAgain, name: str, settings: Mapping[str, Any], t
         if places:
             left_out = torch.zeros(again.rollouts.completion_mask.shape, dtype=torch.bool)
             left_out[tuple(torch.tensor(places).T)] = True
-            made = again.update(left_out)
+            made = again.update(left_out, None)
         readings = again.measure() | update_readings(made)
         common = {"step": again.step - 1, "fork": name, "batch": 0, "arm": arm, "reference": ALL}
         common |= {"comparison": "step", "scale": 1.0}
@@ -309,3 +154,253 @@ def update_readings(updates: Sequence[UpdateResult]) -> dict[str, Reading]:
         for name, value in values.items():
             sums.setdefault(name, []).append(value)
     return {name: Reading(math.fsum(values) / len(values)) for name, values in sums.items()}
+
+
+@dataclass
+class StepAgain:
+    """A step of a run that can be made again from its state, and what is measured of the present weights."""
+
+    step: int
+    scorer: Scorer
+    rollouts: Rollouts
+    temperature: float
+    seed: int
+    update: Callable[[Tensor | None, Observe | None], Sequence[UpdateResult]]
+    """Restores the state and makes the step without the tokens (N, T) marked; the model keeps its weights."""
+    restore: Callable[[], None]  # puts the state back
+    held_out: Callable[[], tuple[Drawn, Tensor]] | None
+    """Draws completions of held-out prompts: sampled ones, and the greedy answers' success; None: there are no prompts."""
+    probes: ProbesSpec
+    fixed: FixedRollouts | None = None
+    """Completions on whose tokens entropy and KL are measured; None: those that `held_out` draws at the state."""
+    rho: float = math.nan  # of the sharpness; replaced where its rise at the state is a large part of the ceiling
+    before: dict[str, Tensor] | None = None  # accuracy of each prompt at the state, by outcome
+
+    def measure(self) -> dict[str, Reading]:
+        """Accuracy on held-out prompts, entropy and KL at fixed completions, sharpness on the present policy's own completions.
+
+        The first measurement is that of the state. Without held-out prompts there is no accuracy, and the sharpness is that of the
+        nll of the fixed completions.
+        """
+        found, first = {}, self.before is None
+        before = self.before = self.before or {}
+        objective = None
+        if self.held_out is not None:
+            drawn, greedy = self.held_out()
+            present = FixedRollouts.scored(drawn, self.scorer)
+            self.fixed, objective = self.fixed or present, present.failure_objective(self.temperature)
+            _, prompt = drawn.rollouts.group.cpu().unique(return_inverse=True)
+            sums = torch.zeros(len(greedy), dtype=torch.float64).index_add_(0, prompt, drawn.correct.double().cpu())
+            correct = {"accuracy_greedy": greedy, "accuracy": sums / torch.bincount(prompt)}  # (prompts,)
+            for name, values in correct.items():
+                change = values - before.setdefault(name, values)
+                found[name] = Reading(float(values.mean()), float(change.std()) / math.sqrt(len(change)))
+        fixed = self.fixed
+        assert fixed is not None
+        stats = self.scorer.statistics(fixed.rollouts)
+        at_fixed = {"entropy": Reading(fixed.entropy(stats)), "kl": Reading(fixed.kl(stats.logp))}
+        objective = objective or Objective("nll", rollout_batch(fixed.rollouts), self.temperature)
+        return at_fixed | found | self._sharpness(objective, first)
+
+    def _sharpness(self, objective: Objective, first: bool) -> dict[str, Reading]:
+        """SAM sharpness with its saturation; at the state the radius is replaced where the saturation is large."""
+        with limited_surface(self.scorer.model, objective, self.probes) as surface:
+            at = surface.gradient()
+            norm = float(at[1].double().norm())
+
+            def rise() -> tuple[float, float]:
+                """Sharpness and ceiling; NaN without a radius or a gradient."""
+                if not (math.isfinite(self.rho) and norm > 0):
+                    return math.nan, math.nan
+                found = sharpness(surface, None, self.rho, "sam", at=at)
+                return found.value, found.ceiling
+
+            value, ceiling = rise()
+            if first and objective.name == "nll" and math.isnan(value):
+                self.rho = 0.05 * at[0] / max(norm, 1e-12)  # a rise of about 5 % of the loss
+                value, ceiling = rise()
+            elif first and objective.name != "nll" and not value <= MAX_SATURATION * ceiling:
+                self.rho = find_radius(surface).rho
+                value, ceiling = rise()
+        unbounded = math.isfinite(value) and math.isnan(ceiling)
+        return {"sam_sharpness": Reading(value)} | ({} if unbounded else {"saturation": Reading(value / ceiling)})
+
+    def leading(self, top: int) -> tuple[Places, list[float], Places, Sequence[UpdateResult]]:
+        """The `top` tokens with the largest |share| of the step, their shares, as many others, and the updates, which are made."""
+        rollouts, model, width = self.rollouts, self.scorer.model, self.rollouts.prompt_width
+        shares = torch.full(rollouts.completion_mask.shape, math.nan, dtype=torch.float64)
+        parameters, observed = [p for p in model.parameters() if p.requires_grad], []
+
+        def observe(update: PendingUpdate) -> None:
+            observed.append(update.index)
+            if not update.grad_norm > 0:
+                return
+            part = rollouts.rows(update.rows)
+            gradient = [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in parameters]
+            coef = F.pad(update.loss_coef.to(part.input_ids.device), (width, 0)).to(gradient[0].dtype)
+            given = (part.input_ids, (coef != 0).long(), coef, gradient, part.attention_mask, self.temperature)
+            found = attribute(model, *given)[:, width:].double().cpu() / update.grad_norm**2
+            first = update.first_use & shares[update.rows].isnan()
+            shares[update.rows] = torch.where(first, found, shares[update.rows])
+
+        made = self.update(None, observe)
+        size = shares.abs().nan_to_num(0.0).flatten()
+        order = size.argsort(descending=True, stable=True)
+        order = order[size[order] > 0]
+        if len(order) < 2 * top:
+            raise UserError(
+                f"--without-tokens top:{top}: only {len(order)} tokens of step {self.step} have a part in its gradient; give at most "
+                f"{len(order) // 2}"
+            )
+        rest = order[top:][torch.randperm(len(order) - top, generator=generator(self.seed, "without", self.step))[:top]]
+        leading, others = ([divmod(int(one), shares.shape[1]) for one in chosen] for chosen in (order[:top], rest))
+        return leading, [float(shares[place]) / max(len(observed), 1) for place in leading], others, made
+
+
+def drawn_by(
+    config: RunConfig, policy: Policy, task: Task, spec: ForkSpec, seed: int
+) -> Callable[[], tuple[Drawn, Tensor]]:
+    """Draws of the present policy for `StepAgain`, with the same prompts and random numbers each time."""
+    drawer, examples = Drawer(config, policy, task), heldout_order(config, task).take(spec.prompts)
+
+    def draw() -> tuple[Drawn, Tensor]:
+        greedy = greedy_success(policy, task, examples, config.rollout)
+        return drawer(examples, spec.samples, seed), greedy
+
+    return draw
+
+
+def run_step(config: RunConfig, run: Path, step: int, spec: ForkSpec, tell: Tell) -> StepAgain:
+    """Step `step` of one of our runs, from the nearest checkpoint before it; the steps between are made again."""
+    found = {step_of(folder): folder for folder in checkpoints(run) if damage(folder) is None}
+    nearest = max((at for at in found if at < step), default=0)
+    start = Start(config, {"own": config.method}, found.get(nearest))
+    if nearest + 1 < step:
+        tell(f"the nearest checkpoint is of step {nearest}: steps {nearest + 1} to {step - 1} are made again")
+    start.advance(step - 1 - nearest, tell)
+    rollouts = start.rollouts(start.methods["own"], 0).rollouts
+    if as_recorded(run, step, rollouts.texts) is False:
+        tell(
+            f"the completions of step {step} are not those that the run recorded: it ran on another machine or version"
+        )
+    radius = run_radius(config, run if nearest else None)
+    return StepAgain(
+        step,
+        start.scorer,
+        rollouts,
+        config.rollout.temperature,
+        config.seed,
+        lambda without, observe: start.update("own", 0, without=without, before_step=observe).updates,
+        start.snapshot.restore,
+        drawn_by(config, start.policy, start.task, spec, derive(config.seed, "fork heldout", start.step, 0)),
+        config.probes,
+        rho=math.nan if radius is None else radius,
+    )
+
+
+def trainer_step(
+    run: Run, step: int, checkpoint: str, config: RunConfig | None, spec: ForkSpec, tell: Tell
+) -> StepAgain:
+    """Step `step` of a recorded run from the checkpoint before it: gradients are Σ c·∇log π with the recorded coefficients.
+
+    The coefficients of a token in later updates of the step are those that were recorded, also where earlier updates differ.
+    """
+    policy = load_policy(PolicySpec(model=checkpoint))
+    if step not in run.token_steps or run.rollouts["token_ids"].isna().all():
+        raise UserError(
+            f"--step {step}: the run has no tokens with IDs there; record it again with recording.tokens_every=1"
+        )
+    rows = step_rows(run, step, run.arrow("tokens", [step]), policy)
+    if rows.frame["row_probability"].notna().any():
+        raise UserError(
+            f"--step {step}: the run has a sample of its tokens; record it again with more recording.token_rows"
+        )
+    gap = float(np.nanmean(np.abs(rows.column(rows.stats.logp) - rows.frame["logp"].to_numpy(dtype=float))))
+    if gap > WRONG:
+        raise UserError(
+            f"--model {checkpoint}: its log-probabilities differ from those recorded before step {step} by {gap:.2g} nats a token "
+            f"(limit {WRONG:g}); give the checkpoint that was saved after step {step - 1}"
+        )
+    parameters, groups = [p for p in policy.model.parameters() if p.requires_grad], layer_groups(policy.model)
+    optimizer = load_adamw(Path(checkpoint), policy.model)
+    snapshot = Snapshot(policy.model, optimizer)
+    updates = run.updates[run.updates["step"] == step].sort_values("update").to_dict("records")
+    first_use, coef = rows.tensor("update"), torch.nan_to_num(rows.tensor("loss_coef"))
+    again = run.uses[run.uses["step"] == step]
+    row_of = dict(zip(rows.frame["rollout"][rows.known].astype(int), rows.at[0].tolist(), strict=True))
+    coefs = []  # (N, T) of each update
+    for recorded in updates:
+        values = torch.where(first_use == recorded["update"], coef, 0.0)
+        for use in again[again["update"] == recorded["update"]].to_dict("records"):
+            values[row_of[int(use["rollout"])], int(use["position"])] += float(use["loss_coef"])
+        coefs.append(values)
+
+    def update(without: Tensor | None, observe: Observe | None) -> Sequence[UpdateResult]:
+        snapshot.restore()
+        made: list[UpdateResult] = []
+        for recorded, values in zip(updates, coefs, strict=True):
+            coef = values if without is None else values.masked_fill(without, 0.0)
+            for parameter, part in zip(parameters, rows.gradient(coef), strict=True):
+                parameter.grad = part
+            norm = gradient_norms(parameters, groups)
+            if observe is not None:
+                if not made and abs(norm.total / recorded["grad_norm"] - 1) > NORM_GAP:
+                    was = f"{norm.total:.3g}, the recorded one {recorded['grad_norm']:.3g}"
+                    tell(f"the gradient's norm at the checkpoint is {was}")
+                number, every = int(recorded["update"]), torch.arange(len(values))
+                observe(PendingUpdate(number, every, first_use == number, coef, norm.total))
+            clipped = float(recorded["clip_factor"])
+            factor = clip_factor(norm.total, recorded["grad_norm"] * clipped if clipped < 1 else None)
+            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
+            for group in optimizer.param_groups:
+                group["lr"] = float(recorded["lr"])
+            optimizer.step()
+            moved = update_norms(optimizer, groups)
+            norms = (norm.total, norm.total, moved.total, factor)
+            made.append(UpdateResult(math.nan, *norms, False, layers=(norm.layers, moved.layers)))
+        return made
+
+    draw = None
+    if config is not None:
+        draw = drawn_by(config, policy, make_task(config.task), spec, derive(config.seed, "fork heldout", step))
+    fixed = FixedRollouts(rows.rollouts, torch.zeros(len(rows.rollouts)), rows.stats)
+    made = (update, snapshot.restore, draw, ProbesSpec(), fixed)
+    return StepAgain(step, rows.scorer, rows.rollouts, rows.temperature, int(run.seed or 0), *made)
+
+
+def load_adamw(folder: Path, model: nn.Module) -> torch.optim.AdamW:
+    """AdamW over a model's trainable parameters with the state that a trainer saved.
+
+    Trainers order parameters by groups (with and without weight decay); each parameter, in the model's order, is the next of the
+    one group whose next moment has its shape.
+
+    Raises:
+        UserError: there is no such file, or its moments are not those of the model's parameters.
+    """
+    path = next((folder / name for name in STATES if (folder / name).is_file()), None)
+    if path is None:
+        raise UserError(
+            f"--model {folder}: has no {STATES[0]}, the optimizer's state; give a checkpoint folder of the trainer"
+        )
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    groups, moments = state["param_groups"], state["state"]
+    waiting = [list(group["params"]) for group in groups]
+    chosen: list[list[Tensor]] = [[] for _ in groups]
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        shapes = [moments.get(left[0], {}).get("exp_avg") if left else None for left in waiting]
+        fits = [at for at, moment in enumerate(shapes) if getattr(moment, "shape", None) == parameter.shape]
+        if len(fits) != 1:
+            raise UserError(
+                f"--model {path}: its moments do not fit the parameter {name}; it must be AdamW's state of this model"
+            )
+        waiting[fits[0]].pop(0)
+        chosen[fits[0]].append(parameter)
+    if any(waiting):
+        raise UserError(f"--model {path}: has moments of more parameters than the model trains")
+    made = [{"params": some, "weight_decay": one["weight_decay"]} for some, one in zip(chosen, groups, strict=True)]
+    first = groups[0]
+    optimizer = torch.optim.AdamW(made, lr=first["lr"], betas=tuple(first["betas"]), eps=first["eps"])
+    optimizer.load_state_dict({"state": moments, "param_groups": [{**g, "fused": None} for g in groups]})
+    return optimizer

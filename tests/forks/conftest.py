@@ -1,12 +1,18 @@
-"""A trained run with all of its checkpoints."""
+"""A trained run with all of its checkpoints, and states that arms start from."""
 
 from __future__ import annotations
 
 import pytest
 
-from sharpscope.config import build_config
+from sharpscope.config import ForkSpec, build_config
+from sharpscope.config.methods import parse_method
+from sharpscope.forks.experiment import Measure
+from sharpscope.forks.start import Start
 from sharpscope.training import train
+from sharpscope.training.checkpoint import checkpoint_dir
 from tests.conftest import TOY
+
+SMALL = {"prompts": 3, "batches": 2}
 
 
 @pytest.fixture(scope="package")
@@ -24,3 +30,19 @@ def trained(tiny_policy, tmp_path_factory):
     config = build_config(values=values | changes)
     assert train(config).status == "finished"
     return config
+
+
+def start_of(config, step=0, *, warm_up=4, **arms) -> Start:
+    folder = checkpoint_dir(config.run_dir, step) if step else None
+    return Start(config, arms or {"own": config.method}, folder, warm_up=warm_up, calibrating=2)
+
+
+def rows_of(start, spec=None, batch=0):
+    """Rows of all arms on a batch."""
+    spec = spec or ForkSpec(**SMALL)
+    return list(Measure(start, spec, spec.rho).batch_rows("x", batch))
+
+
+def arm_method(text, config):
+    """The method as an arm of a fork from a run."""
+    return parse_method(text).with_preset(config.default_preset, "auto")

@@ -19,7 +19,8 @@ from sharpscope.config import build_config
 from sharpscope.config.method import CurvatureTokens
 from sharpscope.errors import UserError
 from sharpscope.forks import rotate
-from sharpscope.forks.rotating import _as_recorded, _Start, weight_curves
+from sharpscope.forks.rotating import _Start, weight_curves
+from sharpscope.forks.start import as_recorded
 from sharpscope.objective import named_method
 from sharpscope.training import train
 from sharpscope.training.learner import Learner
@@ -57,7 +58,7 @@ def test_a_checkpoint_gives_the_numbers_of_the_trace(folder, step):
     np.testing.assert_allclose(own[columns].astype(float), traced[columns].astype(float), rtol=1e-3)
     assert own["gradient_rotation"] > 0.1 and own["rotation_bound"] == pytest.approx(9.594, abs=1e-3)
     assert found.noise == pytest.approx(traced["noise_rotation"], abs=0.01)
-    assert _as_recorded(folder, step, ["another"]) is False and _as_recorded(folder, 9, []) is None
+    assert as_recorded(folder, step, ["another"]) is False and as_recorded(folder, 9, []) is None
     assert found.batch["step"] == step and found.batch["recorded"] is True and found.batch["tokens"] == traced["tokens"]
 
 
@@ -83,7 +84,7 @@ def test_what_an_update_does_is_measured_and_taken_back(tiny_policy):
     before = [p.clone() for p in AutoModelForCausalLM.from_pretrained(tiny_policy).parameters()]
     start, batch, stats = start_of(tiny_policy)
     advantage = batch.advantage
-    found = start.measured("grpo", batch, stats, {})[0]
+    found = start.measured("grpo", batch, stats)[0]
     for parameter, kept in zip(start.policy.model.parameters(), before, strict=True):
         assert torch.equal(parameter, kept) and parameter.grad is None
     own = start.learner(start.methods["grpo"]).curvature(batch.rollouts, advantage, CurvatureTokens())[..., 1]
@@ -110,7 +111,7 @@ def test_what_an_update_does_is_measured_and_taken_back(tiny_policy):
 
 def test_the_share_of_the_gradient_that_a_selection_keeps(tiny_policy):
     start, batch, stats = start_of(tiny_policy, "high-entropy")
-    found = start.measured("high-entropy", batch, stats, {})[0]
+    found = start.measured("high-entropy", batch, stats)[0]
     mask = batch.rollouts.completion_mask.bool()
     mass = batch.advantage.abs()[:, None] / mask.sum(1, keepdim=True).clamp(min=1) * stats.logit_grad_norm * mask
     kept = mask & (stats.entropy >= stats.entropy[mask].topk(math.ceil(0.2 * int(mask.sum()))).values.min())

@@ -19,8 +19,7 @@ from sharpscope.cli.app import main
 from sharpscope.config import ForkSpec, build_config
 from sharpscope.errors import UserError
 from sharpscope.forks import start as start_module
-from sharpscope.forks.recorded import TrainerStep
-from sharpscope.forks.without import ALL, RunStep, without_tokens
+from sharpscope.forks.without import ALL, run_step, trainer_step, without_tokens
 from sharpscope.training import loop, train
 from sharpscope.training.checkpoint import checkpoint_dir
 from tests.conftest import TOY
@@ -62,7 +61,7 @@ def spiked(tiny_policy, tmp_path_factory):
 
 def test_the_state_before_a_step_is_that_of_the_run(spiked):
     """From the checkpoint of step 2, step 3 made again gives step 4 the run's own coefficients, norms and completions."""
-    own = RunStep(spiked, spiked.run_dir, STEP, ForkSpec(**SMALL, warm_up=0), lambda text: None)
+    own = run_step(spiked, spiked.run_dir, STEP, ForkSpec(**SMALL, warm_up=0), lambda text: None)
     updates = own.update(None, None)
     row = sharpscope.load_run(spiked.run_dir).updates.query(f"step == {STEP}").iloc[0]
     assert updates[0].grad_norm == row["grad_norm"] and updates[0].update_norm == row["update_norm"]
@@ -73,7 +72,7 @@ def test_the_state_before_a_step_is_that_of_the_run(spiked):
 
 def test_without_tokens_the_gradient_is_that_of_the_other_coefficients(spiked):
     """Against the sum of c·∇log π over the other tokens, by autograd."""
-    own = RunStep(spiked, spiked.run_dir, STEP, ForkSpec(**SMALL, warm_up=0), lambda text: None)
+    own = run_step(spiked, spiked.run_dir, STEP, ForkSpec(**SMALL, warm_up=0), lambda text: None)
     coefs, gradients = [], []
     own.update(None, lambda update: coefs.append((update.rows, update.loss_coef)))
     own.restore()
@@ -114,7 +113,7 @@ def test_the_planted_token_is_named_first_by_shares_layers_and_the_counterfactua
 
 
 def test_a_step_with_too_few_tokens_is_refused(spiked):
-    own = RunStep(spiked, spiked.run_dir, 1, ForkSpec(**SMALL, warm_up=0), lambda text: None)
+    own = run_step(spiked, spiked.run_dir, 1, ForkSpec(**SMALL, warm_up=0), lambda text: None)
     with pytest.raises(UserError, match="top:5000"):
         own.leading(5000)
 
@@ -139,7 +138,7 @@ def test_a_step_of_another_trainer_is_made_again_from_its_checkpoint(trl_run):
     run, folder = trl_run
     step = 2
     done = int((run.updates["step"] < step).sum())
-    other = TrainerStep(run, step, str(folder / f"checkpoint-{done}"), None, ForkSpec(**SMALL), lambda text: None)
+    other = trainer_step(run, step, str(folder / f"checkpoint-{done}"), None, ForkSpec(**SMALL), lambda text: None)
     made = other.update(None, None)
     recorded = run.updates[run.updates["step"] == step]
     assert [one.grad_norm for one in made] == pytest.approx(list(recorded["grad_norm"]), rel=1e-3)
