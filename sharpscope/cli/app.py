@@ -14,7 +14,6 @@ from typer.core import TyperGroup
 from sharpscope import __version__
 from sharpscope.cli import (
     describe,
-    evaluating,
     exchanging,
     forking,
     inspecting,
@@ -38,7 +37,7 @@ PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "probe": probing.probe,
         "rotate": forking.rotate,
         "fork": forking.fork,
-        "eval": evaluating.evaluate,
+        "eval": running.evaluate,
     },
     "Study": {"study": studying.study},
     "Exchange": {"import": exchanging.import_, "export": exchanging.export},
