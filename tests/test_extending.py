@@ -29,7 +29,7 @@ from tests.analysis.claims.frames import study as planted
 from tests.objective.data import as_batch, make_case, step_of, weights_of
 from tests.objective.test_objective import compare
 from tests.oracles import objective as oracle
-from tests.probes.small_lm import all_scored, small_model
+from tests.probes.surfaces import all_scored, small_model
 
 ROOT = Path(__file__).parents[1]
 

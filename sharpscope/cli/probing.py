@@ -259,13 +259,12 @@ def _report(found: Found, out: Path, recorded: pd.DataFrame | None, json: bool) 
     import pandas as pd
 
     from sharpscope.analysis.sections import Section
-    from sharpscope.probes import frame, problems
+    from sharpscope.probes import problems
 
     tables: list[pd.DataFrame] = []
     for label, step, measured in found:
-        new = frame(measured.estimates, step)
-        new.insert(1, "checkpoint", label)
-        tables.append(new)
+        rows = [{"step": step, "checkpoint": label} | vars(estimate) for estimate in measured.estimates]
+        tables.append(pd.DataFrame(rows).drop(columns="prompt_values"))
         out.mkdir(parents=True, exist_ok=True)
         aside = out / "probes.parquet.tmp"
         pd.concat(tables, ignore_index=True).to_parquet(aside, index=False)
@@ -276,8 +275,8 @@ def _report(found: Found, out: Path, recorded: pd.DataFrame | None, json: bool) 
         estimates = pd.concat(tables, ignore_index=True)
         said = sentences(estimates, recorded)
         if json:
-            rows = estimates.replace({pd.NA: None}).to_dict("records")
-            print_json({"sentences": said, "rows": rows, "written": str(out)})
+            records = estimates.replace({pd.NA: None}).to_dict("records")
+            print_json({"sentences": said, "rows": records, "written": str(out)})
         else:
             typer.echo("\n".join(map(printable, said)))
             print_sections([Section("", _table(estimates))])
@@ -299,9 +298,7 @@ def sentences(estimates: pd.DataFrame, recorded: pd.DataFrame | None = None) -> 
     first = estimates[estimates["probe_set"] == chosen]
     lines += [line for name, rows in first.groupby("functional", sort=False) for line in _compared(str(name), rows)]
     for (label, name), rows in first.groupby(["checkpoint", "functional"], sort=False):
-        values = {row["quantity"]: row for row in rows.to_dict("records")}
-        texts = [_sharpest(values), _stability(values), *_rises(values), _radius(values)]
-        lines += [f"{label}, {name}: {text}" for text in texts if text]
+        lines += [f"{label}, {name}: {text}" for text in _texts(rows.set_index("quantity").to_dict("index"))]
     if recorded is not None and len(recorded):
         for step in dict.fromkeys(estimates["step"]):
             if said := critical_text(recorded[recorded["step"] <= step]):
@@ -309,78 +306,57 @@ def sentences(estimates: pd.DataFrame, recorded: pd.DataFrame | None = None) -> 
     return lines
 
 
-def _known(row: dict[Any, Any] | None) -> bool:
-    return row is not None and row["value"] is not None and math.isfinite(row["value"])
-
-
 def _compared(name: str, rows: pd.DataFrame) -> Iterator[str]:
     """How many times as sharp as the first checkpoint each other one is, on the same prompts and at the same radius."""
     from sharpscope.traces import MAX_SATURATION
 
     for quantity, title in (("sam", "SAM sharpness"), ("largest", "sharpest direction")):
-        same = [row for row in rows[rows["quantity"] == quantity].to_dict("records") if _known(row)]
-        same = [row for row in same if not row["saturation"] > MAX_SATURATION]
-        for row in same[1:] if same and same[0]["value"] > 0 else ():
-            one, other = (f"{r['checkpoint']} {r['value']:.3g}{_error(r)}" for r in (row, same[0]))
-            yield f"{name}, {title}: {one}, {row['value'] / same[0]['value']:.3g} times that of {other}"
+        same = rows[(rows["quantity"] == quantity) & ~(rows["saturation"] > MAX_SATURATION)]
+        first, *others = same.dropna(subset=["value"]).to_dict("records") or [{"value": 0.0}]
+        for row in others if first["value"] > 0 else ():
+            one, other = (f"{r['checkpoint']} {r['value']:.3g}{_error(r)}" for r in (row, first))
+            yield f"{name}, {title}: {one}, {row['value'] / first['value']:.3g} times that of {other}"
 
 
 def _error(row: dict[Any, Any]) -> str:
     return f" ± {row['prompt_std_error']:.2g}" if math.isfinite(row["prompt_std_error"]) else ""
 
 
-def _sharpest(values: dict[str, dict[str, Any]]) -> str:
-    """The largest eigenvalue, with how sure it is."""
-    row = values.get("largest")
-    if row is None:
-        return ""
-    if not _known(row):
-        return f"no curvature ({row['why']})"
-    sure = f"{_error(row)} over {row['prompts']:.0f} prompts" if _error(row) else ""
-    doubt = "" if row["converged"] else "; NOT converged"
-    smallest = values.get("smallest")
-    negative = f"; smallest {smallest['value']:.3g}" if smallest is not None and _known(smallest) else ""
-    limit = f"; plain gradient descent is stable along it below lr = {2 / row['value']:.2g}" if row["value"] > 0 else ""
-    return f"sharpest direction: eigenvalue {row['value']:.4g}{sure} (residual {row['residual']:.1g}{doubt}){negative}{limit}"
-
-
-def _stability(values: dict[str, dict[str, Any]]) -> str:
-    """Whether AdamW's step is beyond what the sharpest direction allows."""
-    row, limit = values.get("preconditioned_largest"), values.get("preconditioned_threshold")
-    if row is None or limit is None or not _known(row) or row["value"] <= 0:
-        return ""
-    factor = limit["value"] / row["value"]
-    sure = "" if row["converged"] else " (not converged)"
-    if factor >= 1:
-        return f"AdamW's step is within its stable range by a factor of {factor:.3g} along the sharpest direction{sure}"
-    return f"AdamW's step is BEYOND its stable range by a factor of {1 / factor:.3g} along the sharpest direction{sure}"
-
-
-def _radius(values: dict[str, dict[str, Any]]) -> str:
-    """The radius that was chosen for the model, or why none was."""
-    row = values.get("radius")
-    if row is None:
-        return ""
-    return f"radius {row['value']:.3g}, chosen from losses at {row['samples']:.0f} radii" if _known(row) else row["why"]
-
-
-def _rises(values: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Sharpness with its saturation."""
+def _texts(rows: dict[Any, dict[Any, Any]]) -> Iterator[str]:
+    """The largest eigenvalue, AdamW's step along it, sharpness with its saturation and the chosen radius, from rows by quantity."""
     from sharpscope.traces import MAX_SATURATION
 
+    known = {quantity: row for quantity, row in rows.items() if math.isfinite(row["value"])}
+    if row := known.get("largest"):
+        value = row["value"]
+        sure = f"{_error(row)} over {row['prompts']:.0f} prompts" if _error(row) else ""
+        doubt = "" if row["converged"] else "; NOT converged"
+        negative = f"; smallest {known['smallest']['value']:.3g}" if "smallest" in known else ""
+        limit = f"; plain gradient descent is stable along it below lr = {2 / value:.2g}" if value > 0 else ""
+        yield f"sharpest direction: eigenvalue {value:.4g}{sure} (residual {row['residual']:.1g}{doubt}){negative}{limit}"
+    elif "largest" in rows:
+        yield f"no curvature ({rows['largest']['why']})"
+    row = known.get("preconditioned_largest")
+    if row and row["value"] > 0 and "preconditioned_threshold" in known:
+        factor = known["preconditioned_threshold"]["value"] / row["value"]
+        place, by = ("within", factor) if factor >= 1 else ("BEYOND", 1 / factor)
+        sure = "" if row["converged"] else " (not converged)"
+        yield f"AdamW's step is {place} its stable range by a factor of {by:.3g} along the sharpest direction{sure}"
     for kind in ("sam", "asam"):
-        row = values.get(kind)
-        if row is None or not _known(row):
+        if not (row := known.get(kind)):
             continue
-        share = row["saturation"]
-        if math.isnan(share):
-            first = values.get(f"{kind}_first_order")
-            bound = f", {row['value'] / first['value']:.2f} of its first-order term" if first and first["value"] else ""
-        elif share > MAX_SATURATION:
+        share, first = row["saturation"], known.get(f"{kind}_first_order")
+        if share > MAX_SATURATION:
             bound = f", SATURATED: {share:.0%} of the largest possible rise, so it measures accuracy; use a smaller rho"
-        else:
+        elif math.isfinite(share):
             bound = f", {share:.1%} of the largest possible rise (its value per unit of 1 − loss)"
+        else:
+            bound = f", {row['value'] / first['value']:.2f} of its first-order term" if first and first["value"] else ""
         yield f"{kind.upper()} sharpness at radius {row['rho']:.3g}: {row['value']:.3g}{_error(row)}{bound}"
+    if row := known.get("radius"):
+        yield f"radius {row['value']:.3g}, chosen from losses at {row['samples']:.0f} radii"
+    elif "radius" in rows:
+        yield rows["radius"]["why"]
 
 
 def _table(estimates: pd.DataFrame) -> pd.DataFrame:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from sharpscope.config.base import Spec
 
@@ -17,31 +17,25 @@ Split = Literal["train", "heldout"]
 Check = Literal["off", "first", "always"]
 """When probes are compared with autograd on the model: never, at first use, or at every call."""
 
-# What each preset changes of the defaults below, which are those of `light`; fields set by the user take precedence.
-PRESETS: dict[str, dict[str, Any]] = {
-    "off": {"every": 0},
-    "standard": {
-        "every": 25,
-        "kinds": ("sam", "asam"),
-        "functionals": ("nll", "expected_failure"),
-        "prompts": 128,
-        "heldout_prompts": 128,
-        "splits": ("train", "heldout"),
-        "curvature_prompts": 12,
-    },
-    "full": {
-        "every": 25,
-        "kinds": ("sam", "asam"),
-        "functionals": ("nll", "expected_failure"),
-        "prompts": 64,
-        "heldout_prompts": 64,
-        "splits": ("train", "heldout"),
-        "curvature_prompts": 64,
-        "top": 5,
-        "max_products": 300,
-        "trace_probes": 32,
-    },
+_STANDARD: dict[str, Any] = {
+    "every": 25,
+    "kinds": ("sam", "asam"),
+    "functionals": ("nll", "expected_failure"),
+    "prompts": 128,
+    "heldout_prompts": 128,
+    "splits": ("train", "heldout"),
+    "curvature_prompts": 12,
 }
+_FULL = {
+    "prompts": 64,
+    "heldout_prompts": 64,
+    "curvature_prompts": 64,
+    "top": 5,
+    "max_products": 300,
+    "trace_probes": 32,
+}
+# What each preset changes of the defaults below, which are those of `light`; fields set by the user take precedence.
+PRESETS: dict[str, dict[str, Any]] = {"off": {"every": 0}, "standard": _STANDARD, "full": _STANDARD | _FULL}
 
 
 class ProbesSpec(Spec):
@@ -79,7 +73,8 @@ class ProbesSpec(Spec):
     top: int = Field(2, ge=1, le=100, description="Number of largest Hessian eigenvalues.")
     max_products: int = Field(60, ge=4)
     """Maximum number of Hessian-vector products for the eigenpairs; if reached, converged = false."""
-    trace_probes: int = Field(4, ge=0, description="Random vectors for the trace; 0: no trace.")
+    trace_probes: Literal[0] | Annotated[int, Field(ge=2)] = 4
+    """Random vectors for the trace, at least 2 for a standard error; 0: no trace."""
     microbatch_tokens: int = Field(4096, ge=64)
     """Maximum size of a probe's forward pass, including padding [tokens]."""
     memory_mb: float = Field(2048.0, gt=0)
@@ -99,13 +94,6 @@ class ProbesSpec(Spec):
         if self.preset == "off" and self.every != 0:
             raise ValueError(f"every = {self.every}: preset off probes nothing; set another preset, or every to 0")
         return self
-
-    @field_validator("trace_probes")
-    @classmethod
-    def _trace_probes(cls, value: int) -> int:
-        if value == 1:
-            raise ValueError("must be at least 2 (for a standard error), or 0 for no trace")
-        return value
 
     def interval(self, steps: int) -> int:
         """Interval between probes in a run of `steps` steps [steps]; 0: never."""

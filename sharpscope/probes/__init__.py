@@ -10,7 +10,7 @@ from sharpscope.config.probes import ProbesSpec
 from sharpscope.probes.attribution import attribute, coming_step, failure_coefficients, logp_gradient
 from sharpscope.probes.critical import CriticalSharpness, critical_sharpness, update_direction, update_slope
 from sharpscope.probes.directions import NOISE_BOUND, Rotation, noise_rotation, rotation
-from sharpscope.probes.estimate import Estimate, columns, frame, labeled, problems, prompt_columns
+from sharpscope.probes.estimate import Estimate, columns, labeled, problems, prompt_columns
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.hessian import Curvature, adamw_preconditioner, adamw_threshold, curvature
 from sharpscope.probes.language_model import Objective, lm_surface, rollout_batch

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -131,9 +131,7 @@ def critical_sharpness(
     if not (guess > 0 and math.isfinite(guess)):
         raise UserError(f"guess, {guess}: must be positive and finite; use the learning rate")
     if not 0 < tolerance < 1 or max_evaluations < 4:
-        raise UserError(
-            f"tolerance, {tolerance}, max_evaluations, {max_evaluations}: in (0, 1), and at least 4 evaluations"
-        )
+        raise UserError(f"tolerance {tolerance}, max_evaluations {max_evaluations}: must be in (0, 1), and at least 4")
     began = time.perf_counter()
     line = _Line(loss_fn, parameters, direction)
     try:
@@ -142,10 +140,9 @@ def critical_sharpness(
             noise = max(4 * line.loss_resolution, line.resolution / 8) * abs(loss)
         left = max_evaluations - line.evaluations
         search = _Search(lambda eta: line.loss(eta) - loss, noise, slope, tolerance, left)
-        if not math.isfinite(loss):
-            outcome: Outcome = "not finite"
-        else:
-            outcome = "not descent" if slope is not None and slope <= 0 else search.run(guess)
+        outcome: Outcome = "not descent" if math.isfinite(loss) else "not finite"
+        if math.isfinite(loss) and (slope is None or slope > 0):
+            outcome = search.run(guess)
         found = outcome == "found"
         rounding = line.rounding(search.root) if found else math.nan
         std_error = search.std_error(line.by_prompt) if found else math.nan
@@ -176,17 +173,20 @@ def _reason(outcome: Outcome, loss: float, search: _Search, noise: float, roundi
     }[outcome]
 
 
+@dataclass
 class _Search:
     """Root of f(η)/η for f(η) = L(θ − η·Δ) − L(θ), from f alone."""
 
-    def __init__(
-        self, f: Callable[[float], float], noise: float, slope: float | None, tolerance: float, budget: int
-    ) -> None:
-        self.f, self.noise, self.slope, self.tolerance, self.left = f, noise, slope, tolerance, budget
-        self.lower, self.upper = 0.0, math.inf
-        self.depth = 0.0
-        self.root = math.nan
-        self.quotient: dict[float, float] = {}  # f(η)/η of each η tried
+    f: Callable[[float], float]
+    noise: float
+    slope: float | None
+    tolerance: float
+    left: int  # evaluations
+    lower: float = 0.0
+    upper: float = math.inf
+    depth: float = 0.0
+    root: float = math.nan
+    quotient: dict[float, float] = field(default_factory=dict)  # f(η)/η of each η tried
 
     @property
     def first_slope(self) -> float:
@@ -196,7 +196,7 @@ class _Search:
     def run(self, guess: float) -> Outcome:
         """Bracket the crossing, narrow the bracket, and set `root`."""
         eta = guess
-        while not self._bracketed:
+        while not (self.lower > 0 and math.isfinite(self.upper)):
             if not self.left or not guess / RANGE <= eta <= guess * RANGE:
                 return self._without_bracket()
             self._try(eta)
@@ -233,17 +233,14 @@ class _Search:
             return math.nan
         return 2 / (self.root**2 * rise) * float(each.std()) / math.sqrt(len(each))
 
-    @property
-    def _bracketed(self) -> bool:
-        return self.lower > 0 and math.isfinite(self.upper)
-
     def _try(self, eta: float) -> None:
         self.left -= 1
         rise = self.f(eta)
-        above = not rise <= self.noise  # a loss that is not finite is above
-        self.quotient[eta] = rise / eta if math.isfinite(rise) else math.inf
-        self.depth = max(self.depth, -rise) if math.isfinite(rise) else self.depth
-        if above:
+        if not math.isfinite(rise):
+            rise = math.inf  # above the start
+        self.quotient[eta] = rise / eta
+        self.depth = max(self.depth, -rise)
+        if rise > self.noise:
             self.upper = min(self.upper, eta)
             self.lower = self.lower if self.lower < self.upper else 0.0
         elif eta < self.upper:
@@ -319,9 +316,8 @@ class _Line:
                 continue
             weights, along = local_part(tensor), local_part(part)
             if weights.shape != along.shape:
-                raise UserError(
-                    f"direction, a tensor of shape {tuple(part.shape)}: its parameter's is {tuple(tensor.shape)}"
-                )
+                given = f"direction, a tensor of shape {tuple(part.shape)}"
+                raise UserError(f"{given}: its parameter's is {tuple(tensor.shape)}")
             self.moves.append((tensor, weights, weights.clone(), along))
         self.resolution = max((torch.finfo(w.dtype).eps for _, w, _, _ in self.moves), default=0.0)
         self.loss_resolution = torch.finfo(torch.float64).eps
@@ -337,10 +333,8 @@ class _Line:
         """A loss as one number, the same in every process; values by prompt are kept."""
         if isinstance(value, Tensor):
             if value.numel() < 1 or value.dim() > 1 or not value.is_floating_point():
-                raise UserError(
-                    f"loss_fn, a tensor of shape {tuple(value.shape)}: must return one floating-point number, or a vector of one "
-                    "value for each prompt"
-                )
+                given = f"loss_fn, a tensor of shape {tuple(value.shape)}"
+                raise UserError(f"{given}: must return one floating-point number, or a vector of one for each prompt")
             self.loss_resolution = torch.finfo(value.dtype).eps
             if value.dim() == 1:
                 each = self.by_prompt[eta] = distributed.broadcast(value.detach().double().cpu())

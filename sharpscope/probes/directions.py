@@ -72,10 +72,8 @@ def noise_rotation(first: Gradient, second: Gradient, share: float = 0.5) -> flo
         noise turns the gradient by 90°. NaN if g is zero or not finite.
 
     Raises:
-        ValueError: different numbers of tensors, or a share outside (0, 1).
+        ValueError: different numbers of tensors.
     """
-    if not 0 < share < 1:
-        raise ValueError(f"share = {share}: must be in (0, 1)")
     product, whole = _sums(first, second, lambda a, b: (a @ b, (a + b) @ (a + b)), count=2)
     if not (0 < whole < math.inf):
         return math.nan
@@ -92,7 +90,6 @@ def _sums(first: Gradient, second: Gradient, terms: Any, *, count: int) -> list[
     """Sums over all parameters of `terms` of two flat float64 tensors."""
 
     def each() -> Iterator[tuple[Tensor, list[float]]]:
-        """A parameter's tensor, and the terms of this process's part."""
         for a, b in zip(first, second, strict=True):
             like = b if a is None else a
             if like is not None:

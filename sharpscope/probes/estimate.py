@@ -11,7 +11,6 @@ from sharpscope.errors import UserError, first_line
 from sharpscope.traces.schema import MAX_SATURATION
 
 if TYPE_CHECKING:
-    import pandas as pd
     from torch import Tensor
 
 
@@ -40,7 +39,6 @@ class Estimate:
     prompt_values: tuple[float, ...] = ()  # with mean `value`; rows of the `probe_prompts` table
 
 
-ESTIMATE_COLUMNS = tuple(field.name for field in fields(Estimate) if field.name != "prompt_values")
 _LABELS = ("probe_set", "functional", "parameters", "quantity", "rho", "seed")
 
 
@@ -81,10 +79,10 @@ def problems(estimates: Iterable[Estimate]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def columns(estimates: Iterable[Estimate], *, why: bool = False) -> dict[str, list[Any]]:
-    """Estimates as columns of the `probes` table, without `step`; NaN becomes None. `why`: also the reasons, no column of it."""
+def columns(estimates: Iterable[Estimate]) -> dict[str, list[Any]]:
+    """Estimates as columns of the `probes` table, without `step`; NaN becomes None."""
     rows = list(estimates)
-    names = [name for name in ESTIMATE_COLUMNS if why or name != "why"]
+    names = [field.name for field in fields(Estimate) if field.name not in ("why", "prompt_values")]
     return {name: [_cell(getattr(row, name)) for row in rows] for name in names}
 
 
@@ -102,13 +100,3 @@ def prompt_columns(estimates: Iterable[Estimate]) -> dict[str, list[Any]]:
 
 def _cell(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
-
-
-def frame(estimates: Iterable[Estimate], step: int = 0) -> pd.DataFrame:
-    """The `probes` table of one step as a data frame, with the reasons in the column `why`."""
-    import pandas as pd
-
-    table = pd.DataFrame(columns(estimates, why=True))
-    table.insert(0, "step", step)
-    numbers = ("value", "std_error", "rho", "residual", "seconds", "prompt_std_error", "ceiling", "saturation")
-    return table.astype(dict.fromkeys(numbers, "float64"))

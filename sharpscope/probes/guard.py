@@ -1,7 +1,8 @@
-"""Restore a model bit for bit after a probe, also if the probe raises; and remember facts about a model until it changes."""
+"""Restore a model bit for bit after a probe, also if the probe raises; facts about a model: groups of parameters, and a cache."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FunctionType, MethodType, NoneType
@@ -12,6 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+_LAYER = re.compile(r"\.(?:layers|h|blocks|block)\.(\d+)\.")
+_WORDS = {
+    "norm": ("norm", "ln_", ".ln"),
+    "attention": ("attn", "attention"),
+    "mlp": ("mlp", "expert", "feed_forward", "ffn"),
+    "embedding": ("embed", "wpe", "wte"),
+}
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module, such as the training mode
 _SCALARS = (bool, int, float, str, NoneType, torch.dtype)
 _known: WeakKeyDictionary[Any, tuple[Any, list[ref[Any]], dict[str, Any]]] = WeakKeyDictionary()
@@ -190,3 +198,22 @@ def _plain(value: Any, depth: int = 3) -> Any:
     if depth and isinstance(value, dict):
         return type(value), {str(name): _plain(part, depth - 1) for name, part in value.items()}
     return type(value)
+
+
+def group_names(model: nn.Module, named: dict[str, nn.Parameter]) -> dict[str, tuple[str, ...]]:
+    """The groups of each parameter: its kind, and `layers.<i>` if it is in a decoder layer.
+
+    Kinds are `embedding` (with a tied output layer), `attention`, `mlp`, `norm` (also of queries and keys), `head`, `other`.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    fixed = {id(p): "head" for p in (head.parameters() if head is not None else ())}
+    fixed |= {id(p): "embedding" for p in embedding.parameters()}
+    names = {id(p): name.lower() for name, p in model.named_parameters()}
+    groups: dict[str, tuple[str, ...]] = {}
+    for name, parameter in named.items():
+        words = names[id(parameter)]
+        by_name = (kind for kind, parts in _WORDS.items() if any(part in words for part in parts))
+        kind = fixed.get(id(parameter)) or next(by_name, "other")
+        layer = _LAYER.search(f".{name}")
+        groups[name] = (kind,) if layer is None else (kind, f"layers.{layer.group(1)}")
+    return groups

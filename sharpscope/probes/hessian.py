@@ -180,6 +180,11 @@ def curvature(
         return replace(found, checked=checked, seconds=time.perf_counter() - began)
 
 
+def residual(operator: Operator, value: float, vector: Tensor) -> float:
+    """‖Hv − λv‖₂ of a unit vector (P,)."""
+    return length((operator @ vector).sub_(vector, alpha=float(value)))
+
+
 def _by_lanczos(
     hessian: Operator, start: Curvature, top: int, lower: int, capacity: int, tolerance: float, max_products: int
 ) -> Curvature:
@@ -188,8 +193,7 @@ def _by_lanczos(
     limits: dict[str, Any] = {"tolerance": tolerance, "max_products": max_products, "capacity": capacity}
     try:
         pairs = eigenpairs(hessian, top, lower, generator=sub_generator(start.seed, "eigenvalues"), **limits)
-        both = zip(pairs.values, pairs.vectors, strict=True)
-        residuals = np.array([length((hessian @ vector).sub_(vector, alpha=float(value))) for value, vector in both])
+        residuals = np.array([residual(hessian, *pair) for pair in zip(pairs.values, pairs.vectors, strict=True)])
         bound, why, upper = tolerance * float(np.abs(pairs.values).max()), pairs.why, pairs.upper
         if not why and residuals.max() > max(2 * bound, 1e-300):
             why = (
@@ -256,28 +260,28 @@ def _by_pyhessian(
     nothing = {"data": (torch.zeros(0), torch.zeros(0)), "cuda": parameters[0].is_cuda}  # the closure has the data
     problem = library.hessian(model, lambda loss, _: loss, **nothing)
     values, vectors = problem.eigenvalues(maxIter=max_products, tol=tolerance, top_n=top)
-    samples = np.full(1, np.nan)
-    if start.trace_probes:
-        samples = np.array(problem.trace(maxIter=max_products, tol=tolerance))
+    samples = problem.trace(maxIter=max_products, tol=tolerance) if start.trace_probes else []
     model.zero_grad()
     found: list[tuple[float, float, Tensor]] = []
-    for value, parts in zip(values, vectors, strict=True):
+    for value, parts in zip(map(float, values), vectors, strict=True):
         flat = flatten(parts, parameters)
         flat = flat / length(flat)
-        found.append((float(value), length((hessian @ flat).sub_(flat, alpha=float(value))), flat))
+        found.append((value, residual(hessian, value, flat), flat))
     upper = sorted((one for one in found if one[0] > 0), key=lambda one: -one[0])
-    lower = [(value, residual) for value, residual, _ in found if value < 0]
+    lower = [one[:2] for one in found if one[0] < 0]
     worst = max(one[1] for one in found) / max(abs(one[0]) for one in found)
     why = f"PyHessian stopped at a residual of {worst:.1e} of its largest |eigenvalue|" if worst > tolerance else ""
-    result = replace(start, trace=float(samples.mean()), why=why)
+    result = replace(start, trace_probes=len(samples), why=why)
+    if samples:
+        result = replace(result, trace=float(np.mean(samples)))
     if len(samples) > 1:
-        result = replace(result, trace_std_error=float(samples.std(ddof=1)) / len(samples) ** 0.5)
+        result = replace(result, trace_std_error=float(np.std(samples, ddof=1)) / len(samples) ** 0.5)
     if upper:
         tops, residuals = (np.array([one[i] for one in upper]) for i in (0, 1))
         result = replace(result, top=tops, residuals=residuals, vectors=torch.stack([one[2] for one in upper]))
     if lower:
         result = replace(result, smallest=min(lower)[0], smallest_residual=min(lower)[1])
-    return replace(result, trace_probes=len(samples) if start.trace_probes else 0)
+    return result
 
 
 def adamw_preconditioner(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:

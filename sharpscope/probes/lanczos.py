@@ -151,16 +151,9 @@ def eigenpairs(
 ) -> Eigenpairs:
     """The `upper` largest and `lower` smallest (signed) eigenvalues of a symmetric operator, by Lanczos from a random start.
 
-    An eigenvalue that occurs several times is found once, unless the subspace becomes invariant.
-
-    Args:
-        operator: on (P,).
-        upper, lower: number of eigenpairs at each end.
-        tolerance: bound of the residuals ‖Hv − λv‖ relative to the largest |λ|. The error of an eigenvalue is at most the
-            residual, and about residual²/gap. Values must also change by less over STEADY products.
-        max_products: maximum number of products.
-        capacity: number of vectors (P,) in memory, at least 2·(upper + lower) + 3; beyond it Lanczos restarts.
-        generator: of the random starting vector.
+    An eigenvalue that occurs several times is found once, unless the subspace becomes invariant. `tolerance` bounds the residuals
+    ‖Hv − λv‖ relative to the largest |λ|; the error of an eigenvalue is at most the residual, and about residual²/gap. Values must
+    also change by less over STEADY products. Beyond `capacity` vectors (P,), at least 2·(upper + lower) + 3, Lanczos restarts.
 
     Raises:
         FloatingPointError: a product is NaN or infinite.
@@ -208,13 +201,7 @@ def hutchpp(operator: Operator, subspace: Krylov, probes: int, generator: torch.
 
     tr H = tr(Q H Qᵀ) + E gᵀ(I − QᵀQ) H (I − QᵀQ) g. A Krylov subspace of j products captures outlying eigenvectors better than
     H times a random matrix, and its projection needs no further product (arXiv 2205.01736). Q does not depend on the probes, so
-    their spread gives the standard error of the whole estimate.
-
-    Args:
-        operator: on (P,).
-        subspace: Q, of any dimension.
-        probes: number of random probes, at least 2; one product each.
-        generator: of the probes.
+    their spread gives the standard error of the whole estimate. Each of at least 2 probes takes one product.
 
     Raises:
         FloatingPointError: a product is NaN or infinite.

@@ -52,8 +52,7 @@ class TokenBatch:
     def rows(self, index: Tensor) -> TokenBatch:
         """The rows `index`, truncated to the longest of them."""
         width = int(self.lengths[index].max())
-        grids = (grid[index, :width] for grid in (self.input_ids, self.scored, self.anchor_logp))
-        ids, scored, anchors = grids
+        ids, scored, anchors = (grid[index, :width] for grid in (self.input_ids, self.scored, self.anchor_logp))
         return TokenBatch(ids, self.lengths[index], scored, anchors, self.reward[index])
 
     @cached_property
@@ -168,10 +167,8 @@ class Objective:
         """One value for each prompt, whose mean is L and whose standard error of the mean is that of L over prompts, (k,).
 
         The values are L + k·(s_i − w_i·L), s_i the prompt's part of L and w_i its `prompt_weight`: those of the linearized
-        ratio estimator Σ s_i/Σ w_i, so that prompts with more tokens or rows weigh more. They are linear in the shares.
-
-        Args:
-            shares: (N,) parts of L (see `row_shares`), or of a derivative of L, by row.
+        ratio estimator Σ s_i/Σ w_i, so that prompts with more tokens or rows weigh more. They are linear in the shares (N,), which
+        are the rows' parts of L (see `row_shares`) or of a derivative of L.
         """
         weight = self.prompt_weight
         prompt = torch.tensor(self.batch.prompts)
@@ -185,9 +182,7 @@ class Objective:
     def row_shares(self, index: Tensor, logp: Tensor) -> Tensor:
         """The part of L that each of the rows `index` (n,) contributes, (n,); the parts of all rows sum to L.
 
-        Args:
-            index: (n,) rows.
-            logp: (n, width) log-probabilities with their graph, used on scored tokens only.
+        The log-probabilities (n, width) have their graph and are used on scored tokens only.
         """
         batch, width = self.batch, logp.shape[1]
         scored = batch.scored[index, :width]

@@ -140,9 +140,8 @@ def sharpness(
                 value, by_prompt, why = math.nan, None, "the perturbed loss is not finite"
             elif abs(value) <= rounding and rounding > 0:
                 why = f"{value:.1e} is within rounding of the loss {loss:.3g}; use a larger rho or float64"
-        norm, ceiling = along if scale is None else length(gradient), surface.ceiling(loss)
-        seconds = time.perf_counter() - began
-        return Sharpness(value, rho * along, norm, loss, ceiling, rho, kind, why, seconds, error, by_prompt)
+        rest = (length(gradient), loss, surface.ceiling(loss), rho, kind, why, time.perf_counter() - began)
+        return Sharpness(value, rho * along, *rest, error, by_prompt)
 
 
 @dataclass(frozen=True)
@@ -167,10 +166,7 @@ def find_radius(surface: Surface) -> Radius:
     The saturation (rise / ceiling) is a growing function of the radius. From the radius at which the first-order term predicts
     `TARGET_SATURATION`, the radius is changed by growing factors until the target is bracketed, then log rho is bisected. The search
     ends within a factor of 4/3 of the target, or after `EVALUATIONS` losses with the best radius whose saturation is between
-    `MIN_SATURATION` and `MAX_SATURATION`.
-
-    Args:
-        surface: of a loss with a ceiling, such as `expected_failure`; already guarded.
+    `MIN_SATURATION` and `MAX_SATURATION`. The surface is guarded, and its loss has a ceiling, such as `expected_failure`.
     """
     began = time.perf_counter()
     loss, gradient = surface.gradient()

@@ -61,9 +61,9 @@ class ProbeSet:
         text = json.dumps(canonical, sort_keys=True, ensure_ascii=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def name(self, split: str | None = None) -> str:
+    def name(self, split: str) -> str:
         """Value of the `probe_set` column: `<task>/<split>@<hash>`."""
-        return f"{self.task}/{split or 'all'}@{self.content_hash}"
+        return f"{self.task}/{split}@{self.content_hash}"
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -133,16 +133,11 @@ class ProbeSet:
             raise UserError(
                 f"probe_set, {path}: cannot be read as one ({type(problem).__name__}: {problem})"
             ) from problem
-        items = tuple(
-            ProbeItem(
-                row["split"],
-                Example.from_row(row["prompt"], row["answer"], json.loads(row["meta"])),
-                tuple(row["prompt_ids"]),
-                tuple(row["solution"]),
-            )
-            for row in table.to_pylist()
-        )
-        loaded = ProbeSet(key["task"], key["policy"], int(key["seed"]), items)
+        items = []
+        for row in table.to_pylist():
+            example = Example.from_row(row["prompt"], row["answer"], json.loads(row["meta"]))
+            items.append(ProbeItem(row["split"], example, tuple(row["prompt_ids"]), tuple(row["solution"])))
+        loaded = ProbeSet(key["task"], key["policy"], int(key["seed"]), tuple(items))
         if loaded.content_hash != key["hash"]:
             raise UserError(
                 f"probe_set, {path}: its contents do not match its hash {key['hash']}; it was changed or damaged"
@@ -155,47 +150,34 @@ def build_probe_set(
     draw: Draw,
     encode: Callable[[Sequence[Example]], Sequence[Sequence[int]]],
     *,
+    name: str,
     policy: str,
-    seed: int = 0,
-    train: int = 32,
-    heldout: int = 32,
+    seed: int,
+    train: int,
+    heldout: int,
     tries: int = 8,
-    task_name: str | None = None,
 ) -> ProbeSet:
-    """Choose prompts and, for each, the first of several completions that the task scores as correct.
+    """Choose prompts and, for each, the first of `tries` completions of the initial policy that the task scores as correct.
 
-    Args:
-        task: has the splits `train` and `heldout`.
-        draw: rollouts of the initial policy.
-        encode: prompts as token ids, as the policy sees them.
-        policy: name of the initial policy.
-        seed: of the choice and of the completions.
-        train, heldout: prompts of each split; all there are if fewer.
-        tries: completions per prompt among which a solution is looked for.
-        task_name: in the key; None: the task's own.
+    `encode` gives prompts as token ids, as the policy sees them; `name` (of the task) and `policy` are kept in the key. A split with
+    fewer than `train` or `heldout` prompts is taken whole.
 
     Raises:
         UserError: the task has no training prompts.
     """
     splits = task.splits()
+    if not splits.get("train"):
+        raise UserError(f"task, {task.name}: has no training prompts to probe")
     items: list[ProbeItem] = []
     for split, count in zip(SPLITS, (train, heldout), strict=True):
-        examples = _choose(splits.get(split, []), count, seed)
-        if not examples and split == "train":
-            raise UserError(f"task, {task.name}: has no training prompts to probe")
-        if not examples:
-            continue
-        solutions = _solutions(draw(examples, tries, seed), len(examples))
-        items += [
-            ProbeItem(split, example, tuple(ids), solution)
-            for example, ids, solution in zip(examples, encode(examples), solutions, strict=True)
-        ]
-    return ProbeSet(task_name or task.name, policy, seed, tuple(items))
-
-
-def _choose(examples: Sequence[Example], count: int, seed: int) -> list[Example]:
-    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
-    return [examples[i] for i in order[:count].tolist()]
+        given = splits.get(split, [])
+        order = torch.randperm(len(given), generator=torch.Generator().manual_seed(seed))
+        examples = [given[i] for i in order[:count].tolist()]
+        if examples:
+            solutions = _solutions(draw(examples, tries, seed), len(examples))
+            found = zip(examples, encode(examples), solutions, strict=True)
+            items += [ProbeItem(split, example, tuple(ids), solution) for example, ids, solution in found]
+    return ProbeSet(name, policy, seed, tuple(items))
 
 
 def _solutions(drawn: Drawn, prompts: int) -> list[tuple[int, ...]]:
@@ -205,14 +187,13 @@ def _solutions(drawn: Drawn, prompts: int) -> list[tuple[int, ...]]:
     """
     rollouts = drawn.rollouts
     solutions: list[tuple[int, ...]] = [()] * prompts
-    ended = [False] * prompts
-    for row in range(len(rollouts.input_ids)):
-        prompt, length = int(rollouts.group[row]), int(rollouts.completion_mask[row].sum())
-        complete = length > 0 and bool(rollouts.completion_mask[row, :length].all())
-        ends = not bool(rollouts.truncated[row])
-        better = not solutions[prompt] or (ends and not ended[prompt])
-        if complete and better and float(drawn.correct[row]) == 1.0:
-            solutions[prompt], ended[prompt] = tuple(rollouts.completion_ids[row, :length].tolist()), ends
+    for cut in (False, True):
+        for row in range(len(rollouts.input_ids)):
+            prompt, length = int(rollouts.group[row]), int(rollouts.completion_mask[row].sum())
+            complete = length > 0 and bool(rollouts.completion_mask[row, :length].all())
+            right = float(drawn.correct[row]) == 1.0 and bool(rollouts.truncated[row]) == cut
+            if complete and right and not solutions[prompt]:
+                solutions[prompt] = tuple(rollouts.completion_ids[row, :length].tolist())
     return solutions
 
 

@@ -49,7 +49,7 @@ class ProbeBatch:
 class Measured:
     """Results of some probes of one loss of one batch."""
 
-    estimates: tuple[Estimate, ...]
+    estimates: list[Estimate]
     radius: Radius | None = None  # of the perturbations; None before it is known
 
 
@@ -84,8 +84,7 @@ def run(
         if batch.objectives and radius is None and spec.kinds:
             radius = choose_radius(model, batch, spec)
             if radius.evaluations or radius.why:
-                row = radius.estimate()
-                yield Measured(tuple(labeled([row], functional="expected_failure", **labels)), radius)
+                yield Measured(labeled([radius.estimate()], functional="expected_failure", **labels), radius)
         for objective in batch.objectives:
             with limited_surface(model, objective, spec) as surface:
                 loss, gradient, base = surface.gradient_by_prompt()
@@ -93,7 +92,7 @@ def run(
                 point = Point(surface, spec, batch.seed, (loss, gradient), base, rho, optimizer, backend)
                 for probe in PROBES.values():
                     for rows in probe(point):
-                        yield Measured(tuple(labeled(rows, functional=objective.name, **labels)), radius)
+                        yield Measured(labeled(rows, functional=objective.name, **labels), radius)
 
 
 def choose_radius(model: nn.Module, batch: ProbeBatch, spec: ProbesSpec) -> Radius:
@@ -205,22 +204,17 @@ def probe_set_batches(
 ) -> Iterator[ProbeBatch]:
     """Batches of a probe set, one for each split that the spec names, whose completions are drawn when it is requested.
 
-    Args:
-        probe_set: fixed prompts.
-        spec: names the losses, the splits and the numbers of completions.
-        draw: draws completions of the probed model.
-        temperature: of the completions and the losses.
-        seed: of a split.
+    `temperature` is that of the completions and the losses, `seed` that of a split.
     """
     for split in probe_set.splits:
         if split in spec.splits:
-            part = seed(split)
-            objectives = [
-                Objective("nll", probe_set.solutions(split), temperature)
-                if name == "nll"
-                else rollout_objective(name, probe_set.draw(split, spec.samples, draw, part), temperature=temperature)
-                for name in dict.fromkeys(spec.functionals)
-            ]
+            objectives, part = [], seed(split)
+            for name in dict.fromkeys(spec.functionals):
+                if name == "nll":
+                    objectives.append(Objective(name, probe_set.solutions(split), temperature))
+                else:
+                    drawn = probe_set.draw(split, spec.samples, draw, part)
+                    objectives.append(rollout_objective(name, drawn, temperature=temperature))
             yield ProbeBatch(probe_set.name(split), tuple(objectives), part)
 
 
@@ -273,17 +267,10 @@ def text_batches(
     seed: int = 0,
     label: str = "data",
 ) -> list[ProbeBatch]:
-    """The batch of given texts for `run`.
+    """The batch of given texts (see `read_rows`) for `run`, with `label` in the `probe_set` column.
 
     `nll` needs only texts. `expected_failure` needs rewards and assumes that the policy wrote the completions: the anchors
     are its own log-probabilities.
-
-    Args:
-        policy: from `sharpscope.policy.load_policy`.
-        rows: see `read_rows`.
-        functionals: names of the objectives.
-        seed: of every random vector.
-        label: value of the `probe_set` column.
 
     Raises:
         UserError: missing rewards, or rows that are empty or too long.

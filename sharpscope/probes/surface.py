@@ -146,13 +146,8 @@ def opened(
         )
     surface = Surface(loss_fn, parameters)
     known = remembered_closure(loss_fn, surface.parameters) if check == "first" else {}
-    with (
-        random_state(),
-        gradients(parameters),
-        working_precision(parameters),
-        sdpa_kernel(SDPBackend.MATH),
-        torch.enable_grad(),
-    ):
+    precision, attention = working_precision(parameters), sdpa_kernel(SDPBackend.MATH)
+    with random_state(), gradients(parameters), precision, attention, torch.enable_grad():
         first, rounding = surface.value(), 64 * torch.finfo(common_dtype(surface.parameters)).eps
 
         def compare(calls: int) -> None:
@@ -178,13 +173,9 @@ def length(vector: Tensor) -> float:
 
 def flatten(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
     """Detached tensors concatenated to (P,), with None as zeros, in the widest dtype and on the first device of `like`."""
-    dtype, device = common_dtype(like), like[0].device
-    parts = [
-        torch.zeros(reference.numel(), dtype=dtype, device=device)
-        if tensor is None
-        else tensor.detach().reshape(-1).to(device=device, dtype=dtype)
-        for tensor, reference in zip(tensors, like, strict=True)
-    ]
+    place: dict[str, Any] = {"dtype": common_dtype(like), "device": like[0].device}
+    pairs = zip(tensors, like, strict=True)
+    parts = [torch.zeros(r.numel(), **place) if t is None else t.detach().reshape(-1).to(**place) for t, r in pairs]
     return torch.cat(parts)
 
 
@@ -275,12 +266,7 @@ def check_products(surface: Surface, operator: Operator, name: str = "loss_fn") 
     """Relative error of one Hessian product of a surface, by finite differences.
 
     Let v be the normalized gradient plus a random unit vector. H v is compared with the central difference
-    (∇L(θ + εv) − ∇L(θ − εv))/2ε of gradients, and ⟨∇L, v⟩ with that of losses. It takes tens of gradients.
-
-    Args:
-        surface: already guarded.
-        operator: its Hessian.
-        name: what is checked, for the message.
+    (∇L(θ + εv) − ∇L(θ − εv))/2ε of gradients, and ⟨∇L, v⟩ with that of losses. It takes tens of gradients of the guarded surface.
 
     Returns:
         The largest ‖difference‖/‖product‖. NaN if the check is inconclusive: a product is not finite, or finite differences at

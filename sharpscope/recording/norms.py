@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sharpscope import distributed
 from sharpscope.policy.sharding import copies, is_shard
-from sharpscope.probes.parameter_groups import group_names
+from sharpscope.probes.guard import group_names
 from sharpscope.probes.surface import length
 
 

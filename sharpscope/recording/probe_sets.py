@@ -100,7 +100,7 @@ def _built(config: RunConfig, initial: Policy, task: Task) -> ProbeSet:
         seed=config.probes.probe_set_seed,
         train=config.probes.prompts,
         heldout=config.probes.heldout_prompts,
-        task_name=task_key(config),
+        name=task_key(config),
     )
 
 

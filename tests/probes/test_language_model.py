@@ -1,19 +1,27 @@
-"""The loss surface of causal language models against dense float64 Hessians of at most 3,000 parameters."""
+"""Token batches, objectives and probe sets; the loss surface of causal models against dense float64 Hessians of at most 3,000 parameters."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 import torch
+from pydantic import ValidationError
 
 from sharpscope.errors import UserError
-from sharpscope.probes import curvature
-from sharpscope.probes.language_model import Objective, lm_surface, token_batch
+from sharpscope.policy import completions_of
+from sharpscope.probes import ProbesSpec, build_probe_set, columns, curvature, probe_set_batches, run
+from sharpscope.probes.language_model import Objective, lm_surface, rollout_batch, token_batch
+from sharpscope.probes.probe_set import Drawn, ProbeSet
+from sharpscope.tasks.base import Example
 from tests.models import random_batch, tiny_model
 from tests.oracles.curvature import all_completions, dense_hessian, flat, functional_value, logp_of
-from tests.probes.small_lm import OBJECTIVES, SMALL, TEMPERATURE, VOCAB, all_scored, objective, rewards, small_model
+from tests.probes.surfaces import OBJECTIVES, SMALL, TEMPERATURE, VOCAB, all_scored, objective, rewards, small_model
 
 
 @functools.cache
@@ -151,3 +159,170 @@ def test_expected_failure_has_the_hessian_of_the_exact_expectation_over_all_comp
     with lm_surface(model, Objective("expected_failure", tokens)) as surface:
         torch.testing.assert_close((surface.hessian() @ vector) / scale, dense @ vector, rtol=1e-8, atol=1e-10)
         assert (1 - surface.value()) / scale == pytest.approx(1 - float(failure(theta)))
+
+
+def made(name: str, **rest):
+    batch = random_batch(rows=4)
+    generator = torch.Generator().manual_seed(1)
+    reward = torch.rand(4, generator=generator, dtype=torch.float64)
+    anchor = -torch.rand(batch["mask"].shape, generator=generator, dtype=torch.float64)
+    given = (batch["input_ids"], batch["attention_mask"], batch["mask"])
+    return batch, reward, anchor, Objective(name, token_batch(*given, anchor_logp=anchor, reward=reward), **rest)
+
+
+def packed(values: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
+    """Row by row: real positions first."""
+    out = torch.zeros_like(values)
+    for i in range(len(values)):
+        real = values[i][attention[i].bool()]
+        out[i, : len(real)] = real
+    return out[:, : int(attention.sum(1).max())]
+
+
+def test_padding_moves_to_the_end_and_nothing_else_changes():
+    batch, reward, anchor, objective = made("nll")
+    tokens = objective.batch
+    attention = batch["attention_mask"]
+    assert tokens.lengths.tolist() == attention.sum(1).tolist()
+    inside = torch.arange(tokens.input_ids.shape[1]) < tokens.lengths[:, None]
+    assert torch.equal(tokens.input_ids[inside], packed(batch["input_ids"], attention)[inside])
+    assert torch.equal(tokens.scored, packed(batch["mask"], attention).bool())
+    assert torch.equal(tokens.anchor_logp, packed(anchor * batch["mask"], attention))
+    assert torch.equal(tokens.reward, reward)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_shares_of_any_partition_sum_to_the_functional_written_token_by_token(name):
+    batch, reward, anchor, objective = made(name)
+    logp = -torch.rand(batch["mask"].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    expected = float(functional_value(name, logp, batch["mask"], reward, anchor))
+    rows = packed(logp, batch["attention_mask"])
+    for partition in ([[0, 1, 2, 3]], [[0], [3, 1], [2]], [[3], [2], [1], [0]]):
+        total = 0.0
+        for index in partition:
+            width = int(objective.batch.lengths[index].max())
+            total += float(objective.row_shares(torch.tensor(index), rows[index, :width]).sum())
+        assert total == pytest.approx(expected, abs=1e-12)
+
+
+def test_rollouts_become_rows_with_their_loss_tokens():
+    rollouts = SimpleNamespace(
+        input_ids=torch.tensor([[0, 5, 6, 7, 8], [4, 5, 9, 0, 0]]),
+        attention_mask=torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
+        completion_mask=torch.tensor([[1, 0, 1], [1, 0, 0]]),  # the middle token came from a tool
+        behavior_logp=torch.tensor([[-1.0, 0.0, -2.0], [-3.0, 0.0, 0.0]]),
+        reward=torch.tensor([1.0, 0.0]),
+    )
+    batch = rollout_batch(rollouts)
+    assert batch.input_ids[0].tolist() == [5, 6, 7, 8] and batch.lengths.tolist() == [4, 3]
+    assert batch.scored.tolist() == [[False, True, False, True], [False, False, True, False]]
+    assert batch.anchor_logp.tolist() == [[0, -1, 0, -2], [0, 0, -3, 0]]
+    assert batch.reward.tolist() == [1, 0]
+
+
+class Toy:
+    """Prompts 'p0'…; a completion is correct if its first token is even."""
+
+    name = "toy"
+
+    def splits(self):
+        meta = {"level": 1, "people": ["A", "B"]}
+        return {
+            "train": [Example(f"p{i}", str(i), {"id": f"t{i}"} | meta) for i in range(10)],
+            "heldout": [Example(f"h{i}", str(i), {"id": f"h{i}"} | meta) for i in range(4)],
+        }
+
+
+def encode(examples):
+    return [[2 + ord(c) % 30 for c in example.prompt] for example in examples]
+
+
+def draw(examples, samples, seed):
+    """Random completions of 2 to 4 tokens, as `Drawn`."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [ids for ids in encode(examples) for _ in range(samples)]
+    lengths = torch.randint(2, 5, (len(prompts),), generator=generator)
+    tokens = torch.randint(2, 37, (len(prompts), 4), generator=generator)
+    correct = (tokens[:, 0] % 2 == 0).float()
+    made = completions_of(prompts, [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)])
+    group = torch.arange(len(examples)).repeat_interleave(samples)
+    zeros = torch.zeros_like(made.behavior_logp)
+    made = replace(made, behavior_logp=zeros, group=group, truncated=lengths == 4)
+    return Drawn(made.with_reward(correct * 3 - 1), correct)
+
+
+def built():
+    return build_probe_set(Toy(), draw, encode, name="toy", policy="embedded:toy", seed=5, train=6, heldout=3, tries=4)
+
+
+def test_solutions_are_correct_whole_and_scored():
+    found = built()
+    solved = [item for item in found.items if item.solution]
+    assert solved and all(item.solution[0] % 2 == 0 and 2 <= len(item.solution) < 4 for item in solved)
+    batch = found.solutions("train")
+    rows = [item for item in found.split("train") if item.solution]
+    assert len(batch) == len(rows)
+    for row, item in enumerate(rows):
+        length = int(batch.lengths[row])
+        assert batch.input_ids[row, :length].tolist() == [*item.prompt_ids, *item.solution]
+        scored = batch.scored[row]
+        assert int(scored.sum()) == len(item.solution) and not scored[: len(item.prompt_ids)].any()
+
+
+def test_a_file_comes_back_equal_and_a_changed_one_is_refused(tmp_path):
+    found = built()
+    path = found.save(tmp_path / "deep" / "set.parquet")
+    back = ProbeSet.load(path)
+    assert back == found and back.content_hash == found.content_hash
+    assert list(tmp_path.rglob("*.tmp")) == []
+    table = pq.read_table(path)
+    assert table.column_names == ["split", "prompt", "answer", "meta", "prompt_ids", "solution"]
+    changed = table.set_column(1, "prompt", table.column("prompt").cast("string").take(list(range(8, -1, -1))))
+    pq.write_table(changed.replace_schema_metadata(table.schema.metadata), path)
+    with pytest.raises(UserError, match="changed or damaged"):
+        ProbeSet.load(path)
+    (tmp_path / "no.parquet").write_bytes(b"nothing")
+    for name in ("no.parquet", "missing.parquet"):
+        with pytest.raises(UserError, match="cannot be read"):
+            ProbeSet.load(tmp_path / name)
+
+
+def test_a_round_of_probes_fills_the_tables_columns_and_is_repeated_to_the_digit():
+    model = tiny_model("qwen2", dtype=torch.float32, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+    limits = {"curvature_prompts": 6, "trace_probes": 4, "max_products": 12, "samples": 2}
+    spec = ProbesSpec(functionals=("nll", "expected_failure"), rho=0.2, kinds=("sam", "asam"), **limits)
+    found = built()
+
+    def measured():
+        batches = probe_set_batches(found, spec, draw, seed=lambda part: 1)
+        return [row for one in run(model, batches, spec) for row in one.estimates]
+
+    rows = measured()
+    frame = pd.DataFrame(columns(rows)).assign(step=3)
+    for name in ("nll", "expected_failure"):
+        quantities = set(frame.loc[frame["functional"] == name, "quantity"])
+        assert quantities >= {"loss", "gradient_norm", "sam", "sam_first_order", "asam", "largest", "smallest", "trace"}
+    assert set(frame["probe_set"]) == {found.name("train")} and set(frame["parameters"]) == {"all"}
+    assert not frame.duplicated(["probe", "functional", "quantity", "rho", "seed"]).any()
+    rises = frame[frame["quantity"] == "sam"].set_index("functional")
+    losses = frame[frame["quantity"] == "loss"].set_index("functional")["value"]
+    assert rises["saturation"].isna()["nll"] and rises["ceiling"].isna()["nll"]
+    assert rises["ceiling"]["expected_failure"] == pytest.approx(1 - losses["expected_failure"])
+    assert [(e.quantity, e.value) for e in rows] == [(e.quantity, e.value) for e in measured()]
+
+
+def test_presets_give_way_to_what_is_set():
+    assert ProbesSpec(preset="off").every == 0 and ProbesSpec(preset="off").interval(200) == 0
+    light = ProbesSpec()
+    assert light.preset == "light" and light.every is None and not light.curvature_prompts and light.critical_sharpness
+    assert light.rho == "auto" and light.samples >= 8
+    assert light.interval(100) == 100 and ProbesSpec(every=25).interval(100) == 25
+    spec = ProbesSpec(preset="full", top=2, every=10, rho=0.1)
+    assert (spec.top, spec.every, spec.rho) == (2, 10, 0.1)
+    assert ProbesSpec.model_validate(spec.model_dump()) == spec  # a resolved configuration says the same again
+    for wrong in ({"rho": 0}, {"rho": "best"}, {"trace_probes": 1}, {"preset": "cheapest"}, {"unknown": 1}):
+        with pytest.raises(ValidationError):
+            ProbesSpec(**wrong)
+    for off in ({"every": 25, "preset": "off"}, {"every": 25, "preset": False}):
+        with pytest.raises(ValidationError, match="preset off probes nothing"):
+            ProbesSpec(**off)

@@ -14,8 +14,7 @@ from sharpscope.probes import Objective, lm_surface, problems
 from sharpscope.probes.language_model import token_batch
 from sharpscope.probes.perturbation import find_radius
 from sharpscope.probes.surface import moved
-from tests.probes.small_lm import small_model
-from tests.probes.spectra import operator
+from tests.probes.surfaces import operator, small_model
 
 
 def quadratic(values, gradient, dtype=torch.float64):

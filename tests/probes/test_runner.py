@@ -1,9 +1,11 @@
-"""A round of probes leaves no trace, one failing measure leaves the others, and nothing unreliable goes unsaid."""
+"""A round of probes leaves no trace, one failing measure leaves the others, and nothing unreliable goes unsaid; texts."""
 
 from __future__ import annotations
 
+import json
 import math
 
+import pandas as pd
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from sharpscope.probes import (
     curvature,
     lm_surface,
     problems,
+    read_rows,
     run,
     runner,
 )
@@ -92,16 +95,6 @@ def test_errors_over_prompts_that_cannot_be_had_leave_the_eigenvalue(monkeypatch
     assert math.isfinite(rows["trace"].value)
 
 
-def test_what_was_measured_before_an_interruption_is_there(monkeypatch):
-    model, batch = tiny_model("qwen2", dtype=torch.float32), random_batch()
-    monkeypatch.setattr(runner, "curvature", lambda *given, **options: (_ for _ in ()).throw(KeyboardInterrupt))
-    seen = []
-    with pytest.raises(KeyboardInterrupt):
-        for one in run(model, [ProbeBatch("x", (objective(batch, "nll"),))], SPEC):
-            seen += one.estimates
-    assert {"loss", "sam", "asam"} <= {row.quantity for row in seen}
-
-
 @pytest.mark.parametrize("name", ["expected_failure", "nll"])
 def test_the_radius_is_chosen_once_on_the_model_at_hand(name):
     model, batch = tiny_model("qwen2", dtype=torch.float32), random_batch()
@@ -138,22 +131,6 @@ def test_a_model_that_is_not_finite_gives_reasons_for_every_missing_number():
     assert len(problems(rows.values())) >= len(missing)
 
 
-def test_curvature_with_wrong_products_is_left_out_with_a_reason(monkeypatch):
-    model, batch = tiny_model(), random_batch()
-    inner = language.graph_product
-
-    def doubled(*given):
-        product = inner(*given)
-        return lambda vector: 2 * product(vector)
-
-    monkeypatch.setattr(language, "graph_product", doubled)
-    rows = rows_of(probed(model, objective(batch)))
-    assert "left out" in rows["largest"].why and "finite difference" in rows["largest"].why
-    assert math.isfinite(rows["sam"].value)
-    trusting = probed(model, objective(batch), SPEC.model_copy(update={"check": "off"}))
-    assert math.isfinite(rows_of(trusting)["largest"].value)
-
-
 def test_the_preconditioned_eigenvalue_is_that_of_a_single_call():
     model, batch = tiny_model("qwen2", dtype=torch.float32), random_batch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -167,3 +144,57 @@ def test_the_preconditioned_eigenvalue_is_that_of_a_single_call():
     shared = rows["preconditioned_largest"]
     assert shared.converged and shared.value == pytest.approx(alone.largest, rel=1e-3)
     assert rows["preconditioned_threshold"].value == pytest.approx(38 / 1e-3)
+
+
+def test_data_files_are_read_and_mistakes_named(tmp_path):
+    rows = [{"prompt": "1", "completion": "b", "reward": 1}, {"prompt": "a", "completion": "c", "truncated": True}]
+    path = tmp_path / "d.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    found = read_rows(path)
+    assert found[["prompt", "completion", "truncated"]].values.tolist() == [["1", "b", False], ["a", "c", True]]
+    assert found["reward"].tolist() == [1.0, pytest.approx(math.nan, nan_ok=True)] and found["meta"].tolist() == [
+        {},
+        {},
+    ]
+    pd.DataFrame(rows[:1]).to_parquet(tmp_path / "d.parquet")
+    pd.testing.assert_frame_equal(read_rows(tmp_path / "d.parquet"), found[:1])
+    for text, message in (
+        ("{", "cannot be read as jsonl"),
+        ('{"prompt": "a"}', "row 1: needs the texts"),
+        ("", "no rows"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=message):
+            read_rows(path)
+    with pytest.raises(UserError, match="no such file"):
+        read_rows(tmp_path / "x.jsonl")
+
+
+def test_texts_are_probed(tiny_policy):
+    from sharpscope.policy import PolicySpec, load_policy
+    from sharpscope.probes import run, text_batches
+
+    policy = load_policy(PolicySpec(model=str(tiny_policy)))
+
+    def frame(*rows):
+        made = pd.DataFrame(rows, columns=["prompt", "completion", "reward"])
+        return made.assign(truncated=False, meta=[{}] * len(rows))
+
+    rows = frame(("What is it?", "one", 1.0), ("What is it?", "two words", 0.0), ("Why?", "so", 0.5))
+    batches = text_batches(policy, rows, ("nll", "expected_failure"))
+    found = [row for one in run(policy.model, batches, ProbesSpec(rho=0.1)) for row in one.estimates]
+    loss = {row.functional: row.value for row in found if row.quantity == "loss"}
+    assert loss["expected_failure"] == pytest.approx(0.5)
+    total, count = 0.0, 0
+    for row in rows.itertuples():
+        prompt = policy.tokenizer(row.prompt)["input_ids"]
+        completion = [*policy.tokenizer(row.completion, add_special_tokens=False)["input_ids"], policy.eos_ids[0]]
+        logits = policy.model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0].detach().float()
+        logp = torch.log_softmax(logits, -1)
+        total -= sum(float(logp[len(prompt) - 1 + t, token]) for t, token in enumerate(completion))
+        count += len(completion)
+    assert loss["nll"] == pytest.approx(total / count, rel=1e-4)
+    with pytest.raises(UserError, match="have no reward"):
+        text_batches(policy, frame(("a", "b", None)), ("expected_failure",))
+    with pytest.raises(UserError, match="context is"):
+        text_batches(policy, frame(("a", "b " * 5000, 1.0)))

@@ -15,8 +15,7 @@ from transformers import DynamicCache
 from sharpscope.errors import UserError
 from sharpscope.policy import Head, backbone, bare, check_head, output_head
 from sharpscope.policy.cache import cache_keyword, check_cacheable
-from sharpscope.probes.guard import attention_implementation, remembered
-from sharpscope.probes.parameter_groups import group_names
+from sharpscope.probes.guard import attention_implementation, group_names, remembered
 from sharpscope.probes.token_gradients import attention as attn
 from sharpscope.probes.token_gradients.rows import safe_width
 from sharpscope.probes.token_gradients.uses import UseRecorder
