@@ -25,18 +25,12 @@ if TYPE_CHECKING:
     from sharpscope.traces import load_run as load_run
     from sharpscope.traces import load_runs as load_runs
 
+_PROBES = ("attribute", "critical_sharpness", "curvature", "score_norms", "sharpness", "update_direction")
 _MODULES = {
+    **dict.fromkeys(_PROBES, "sharpscope.probes"),
+    **dict.fromkeys(("fork", "rotate"), "sharpscope.forks"),
+    **dict.fromkeys(("load_run", "load_runs"), "sharpscope.traces"),
     "record": "sharpscope.integrations.record",
-    "load_run": "sharpscope.traces",
-    "load_runs": "sharpscope.traces",
-    "fork": "sharpscope.forks",
-    "score_norms": "sharpscope.probes",
-    "attribute": "sharpscope.probes",
-    "critical_sharpness": "sharpscope.probes",
-    "curvature": "sharpscope.probes",
-    "sharpness": "sharpscope.probes",
-    "update_direction": "sharpscope.probes",
-    "rotate": "sharpscope.forks",
     "weight_bounds": "sharpscope.config",
 }
 

@@ -20,11 +20,8 @@ class NonFiniteError(UserError):
 class CheckError(UserError):
     """The results of a probe differ from autograd for this model, so they are not reported.
 
-    Attributes:
-        message: the error message.
-        probe: name of the check: a method of `score_norms`, `derivative`, `gradient`, `shares`, `surface` or `hessian`.
-        error: largest relative error.
-        tolerance: largest relative error allowed for the model's precision.
+    `probe` names the check: a method of `score_norms`, `derivative`, `gradient`, `shares`, `surface` or `hessian`. `error` is the
+    largest relative error, `tolerance` the largest that is allowed for the model's precision.
     """
 
     def __init__(self, message: str, probe: str, error: float, tolerance: float) -> None:

@@ -19,18 +19,10 @@ def package_yaml(package: str, file: str) -> Any:
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
-def data_roots() -> tuple[Path, ...]:
-    """Folders searched for data, in order: that of an installed wheel, that of a checkout."""
-    return (PACKAGE / "_data", PACKAGE.parent / "data")
-
-
 def data_path(*parts: str) -> Path:
     """Path of a packaged file or folder, such as `data_path("policies", "knights_knaves")`.
 
     A wheel contains the data in `sharpscope/_data`; an editable install uses `data` of the checkout.
-
-    Args:
-        parts: path components relative to the data folder.
 
     Raises:
         UserError: the path does not exist, or is outside the data folder.
@@ -38,10 +30,9 @@ def data_path(*parts: str) -> Path:
     path = Path(*parts)
     if not parts or path.is_absolute() or ".." in path.parts:
         raise UserError(f"data path '{path}': outside the packaged data; use a relative path without '..'")
-    for root in data_roots():
+    roots = (PACKAGE / "_data", PACKAGE.parent / "data")
+    for root in roots:
         if (root / path).exists():
             return root / path
-    places = " or ".join(map(str, data_roots()))
-    raise UserError(
-        f"data '{path.as_posix()}': not found in {places}; install the package again or use a full checkout"
-    )
+    places = " or ".join(map(str, roots))
+    raise UserError(f"data '{path.as_posix()}': not found in {places}; install the package again or use a checkout")

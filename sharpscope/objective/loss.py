@@ -91,15 +91,12 @@ def policy_loss(
 
 @dataclass
 class MethodState:
-    """What a method keeps between updates.
+    """What a method keeps between updates."""
 
-    Attributes:
-        weight: the settings of a token weight that moves from step to step, as of the last one.
-        norms: moving average of the gradient norm of each module type (`module_clip`).
-    """
-
-    weight: dict[str, Any] = field(default_factory=dict)
-    norms: dict[str, float] = field(default_factory=dict)
+    weight: dict[str, Any] = field(
+        default_factory=dict
+    )  # settings of a weight that moves from step to step, as of the last
+    norms: dict[str, float] = field(default_factory=dict)  # moving averages of norms by module type (`module_clip`)
 
     @classmethod
     def stored(cls, values: Mapping[str, Any]) -> MethodState:

@@ -25,43 +25,30 @@ class StepTensors:
     """One step's completions and their statistics under the policy at the START of the step.
 
     That policy is π_old: it stays fixed over the step's updates, and so does everything derived from it (weights,
-    covariances, masks). This is our choice; on the first update it is the current policy.
-
-    Attributes:
-        mask: (N, T) bool or 0/1, true where the policy chose the token and it counts in the loss.
-        group: (N,) integer, the prompt that a completion answers.
-        advantage: from `estimate_advantages`: (N,) one for each completion, or (N, T) one for each token.
-        behavior_logp: (N, T) [nats] the denominator of the ratio: under π_old, or as sampled where nothing else is known.
-        logp: (N, T) [nats] under π_old.
-        logit: (N, T) undivided logit of the sampled token under π_old.
-        entropy: (N, T) [nats].
-        collision: (N, T) Σ_j p_j².
-        polarity: (N, T) the bracket of the entropy-change formula, ΔH = −η·A·polarity.
-        progress: share of the training done, in [0, 1], for schedules.
-        sampler_logp: (N, T) [nats] as the sampler drew the tokens, before top-p and top-k; None: not known.
-        gradient_mass: (N, T) from `gradient_mass`: the size of each token's gradient by its logits at weight 1, up to a
-            common factor; None: not known.
-        proxy_logp: (N, T) [nats] under π_old without tokens below `PROXY_MIN_P`, renormalized; −inf for a token that
-            is left out; None: not computed.
-        curvature: (N, T, 2) m_H and m_F of `CurvatureTokens`; None: not computed.
-
-    Values at masked-out places are never read, so they may be anything.
+    covariances, masks). This is our choice; on the first update it is the current policy. Values at masked-out places are never
+    read, so they may be anything.
     """
 
-    mask: Tensor
-    group: Tensor
-    advantage: Tensor
-    behavior_logp: Tensor
-    logp: Tensor
-    logit: Tensor
-    entropy: Tensor
-    collision: Tensor
-    polarity: Tensor
-    progress: float = 0.0
-    sampler_logp: Tensor | None = None
-    gradient_mass: Tensor | None = None
-    proxy_logp: Tensor | None = None
-    curvature: Tensor | None = None
+    mask: Tensor  # (N, T) bool or 0/1, true where the policy chose the token and it counts in the loss
+    group: Tensor  # (N,) integer, the prompt that a completion answers
+    advantage: Tensor  # from `estimate_advantages`: (N,) one for each completion, or (N, T) one for each token
+    behavior_logp: (
+        Tensor  # (N, T) [nats] denominator of the ratio: under π_old, or as sampled where nothing else is known
+    )
+    logp: Tensor  # (N, T) [nats] under π_old
+    logit: Tensor  # (N, T) undivided logit of the sampled token under π_old
+    entropy: Tensor  # (N, T) [nats]
+    collision: Tensor  # (N, T) Σ_j p_j²
+    polarity: Tensor  # (N, T) the bracket of the entropy-change formula, ΔH = −η·A·polarity
+    progress: float = 0.0  # share of the training done, in [0, 1], for schedules
+    sampler_logp: Tensor | None = None  # (N, T) [nats] as the sampler drew the tokens, before top-p; None: not known
+    gradient_mass: Tensor | None = (
+        None  # (N, T) from `gradient_mass`, the size of each token's gradient; None: not known
+    )
+    proxy_logp: Tensor | None = (
+        None  # (N, T) [nats] under the policy that Lp-Reg filters; −inf for a token that is left out
+    )
+    curvature: Tensor | None = None  # (N, T, 2) m_H and m_F of `CurvatureTokens`
 
     def __post_init__(self) -> None:
         if self.mask.dim() != 2:
@@ -126,36 +113,22 @@ class StepTensors:
 
 @dataclass(frozen=True)
 class Plan:
-    """Tensors computed once per step and fixed over its updates; each is (N, T) and without gradient.
+    """Tensors computed once per step and fixed over its updates; each is (N, T) and without gradient."""
 
-    Attributes:
-        mask: bool, loss tokens.
-        advantage: of each token, before weights; 0 outside the mask.
-        weight: token weight w ≥ 0; 0 outside the mask.
-        keep: bool, tokens that take part in the surrogate (all loss tokens, or those that a token selection leaves).
-        pass_index: int8, the optimizer pass a token belongs to; −1 outside the mask.
-        penalty: coefficient of the extra divergence of a token (KL-Cov, Lp-Reg), else 0.
-        proxy_logp: log-probability under the filtered policy that Lp-Reg compares with [nats]; 0 where it has no penalty.
-        behavior_logp: denominator of the ratio [nats].
-        sampler_logp: log-probability under the policy that drew the token [nats]; `behavior_logp` where it is not known.
-        correction: factor of the surrogate for the difference between those two; 1 without a correction.
-        progress: share of the training done, at which the method's schedules are read.
-        warnings: what a person should know about this step; each text is the same at every step, so it can be shown
-            once.
-    """
-
-    mask: Tensor
-    advantage: Tensor
-    weight: Tensor
-    keep: Tensor
-    pass_index: Tensor
-    penalty: Tensor
-    proxy_logp: Tensor
-    behavior_logp: Tensor
-    sampler_logp: Tensor
-    correction: Tensor
-    progress: float = 0.0
-    warnings: tuple[str, ...] = ()
+    mask: Tensor  # bool, loss tokens
+    advantage: Tensor  # of each token, before weights; 0 outside the mask
+    weight: Tensor  # token weight w ≥ 0; 0 outside the mask
+    keep: (
+        Tensor  # bool, tokens that take part in the surrogate (all loss tokens, or those that a token selection leaves)
+    )
+    pass_index: Tensor  # int8, the optimizer pass a token belongs to; −1 outside the mask
+    penalty: Tensor  # 1 where a token has an extra divergence (KL-Cov, Lp-Reg), else 0
+    proxy_logp: Tensor  # under the filtered policy that Lp-Reg compares with [nats]; 0 where it has no penalty
+    behavior_logp: Tensor  # denominator of the ratio [nats]
+    sampler_logp: Tensor  # under the policy that drew the token [nats]; `behavior_logp` where it is not known
+    correction: Tensor  # factor of the surrogate for the difference between those two; 1 without a correction
+    progress: float = 0.0  # share of the training done, at which the method's schedules are read
+    warnings: tuple[str, ...] = ()  # what a person should know; the same text at every step, so it can be shown once
 
     def rows(self, index: Tensor | slice) -> Plan:
         """The same for the completions `index` (any index of a tensor's first dimension)."""
@@ -168,23 +141,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """This microbatch's share of one update's loss, and what happened to each token (all but `loss` are detached).
+    """This microbatch's share of one update's loss, and what happened to each token (all but `loss` are detached)."""
 
-    Attributes:
-        loss: scalar with gradient; the loss of an update is the sum over its microbatches.
-        ratio: (n, T) the ratio that is clipped, before any weight: token's, sequence's or power mean; 1 outside the
-            mask.
-        clipped: (n, T) int8: −1 where the lower bound acts, 1 where the upper bound does, else 0. For `ppo` these are
-            the tokens whose surrogate has no gradient; for `cispo` those whose coefficient is bounded.
-        kl: (n, T) [nats] k3 against the reference policy, unweighted; 0 without a reference and outside the mask.
-        divergence: scalar with gradient, the KL term of `loss`; None without one.
-    """
-
-    loss: Tensor
-    ratio: Tensor
-    clipped: Tensor
-    kl: Tensor
-    divergence: Tensor | None = None
+    loss: Tensor  # scalar with gradient; the loss of an update is the sum over its microbatches
+    ratio: Tensor  # (n, T) the ratio that is clipped, before any weight; 1 outside the mask
+    clipped: (
+        Tensor  # (n, T) int8: −1 where the lower bound acts, 1 where the upper bound does, else 0 (`clipped_objective`)
+    )
+    kl: Tensor  # (n, T) [nats] k3 against the reference policy, unweighted; 0 without a reference and outside the mask
+    divergence: Tensor | None = None  # scalar with gradient, the KL term of `loss`; None without one
 
 
 def per_token(advantage: Tensor, like: Tensor) -> Tensor:
