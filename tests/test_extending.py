@@ -24,8 +24,8 @@ from sharpscope.config.probes import ProbesSpec
 from sharpscope.config.token_weights import Weighting
 from sharpscope.probes import runner
 from sharpscope.probes.estimate import Estimate
-from tests.analysis.claims.frames import frame_run
-from tests.analysis.claims.frames import study as planted
+from tests.analysis.claims.planted import frame_run
+from tests.analysis.claims.planted import study as planted
 from tests.objective.data import as_batch, make_case, step_of, weights_of
 from tests.objective.test_objective import compare
 from tests.oracles import objective as oracle

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from sharpscope.analysis.claims import judge, study_of, write_claims
-from sharpscope.analysis.claims.declaration import declared_rules, quote
+from sharpscope.analysis.claims.registry import declared_rules, quote
 from sharpscope.analysis.claims.writers import claims_json
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.sweeps import read_sweep

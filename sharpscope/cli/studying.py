@@ -47,17 +47,17 @@ def plan(
     import pandas as pd
 
     from sharpscope.analysis.claims import claim_names
-    from sharpscope.analysis.power import NOTE, powers_of_answers, powers_of_runs
+    from sharpscope.analysis.claims.writers import NOTE, powers_of_answers, powers_of_runs
     from sharpscope.analysis.sections import Section
     from sharpscope.errors import UserError
 
     if not runs and baseline_accuracy is None:
         raise UserError("study plan: give runs, or --baseline-accuracy and --answers")
     names, terms = claim_names(claim), _terms(None, baseline, treatment)
-    powers, lines = powers_of_runs(_study(runs, terms, treatment, None), names) if runs else ([], [])
+    rows, lines = powers_of_runs(_study(runs, terms, treatment, None), names) if runs else ([], [])
     if baseline_accuracy is not None:
-        powers += powers_of_answers(baseline_accuracy, answers, terms)
-    rows = [power.row() for power in powers if power.claim.split()[0] in names]
+        rows += powers_of_answers(baseline_accuracy, answers, terms)
+    rows = [row for row in rows if row["claim"].split()[0] in names]
     sections = [Section("", "\n".join(lines))] if lines else []
     print_sections(sections + ([Section("What the claims need", pd.DataFrame(rows), NOTE)] if rows else []))
 
@@ -78,11 +78,10 @@ def declare(
     Example:
       sharpscope study declare experiments/studies/1/study.yaml
     """
-    from sharpscope import __version__
-    from sharpscope.analysis.claims.declaration import declaration_file, declared_rules
-    from sharpscope.analysis.claims.declaration import declare as freeze
+    from sharpscope.analysis.claims.registry import declaration_file, declared_rules
+    from sharpscope.analysis.claims.registry import declare as freeze
 
-    what, changed = freeze(file, declared_rules(_terms(file), _radius(file)), __version__, why)
+    what, changed = freeze(file, declared_rules(_terms(file), _radius(file)), why)
     for line in changed:
         typer.echo(f"  {printable(line)}")
     typer.echo(f"{file}: {what}. Written: {declaration_file(file)}")
@@ -109,7 +108,7 @@ def claims(
       sharpscope study claims runs/study --study experiments/studies/1/study.yaml --out results
     """
     from sharpscope.analysis.claims import claim_names, judge
-    from sharpscope.analysis.claims.declaration import declared_rules, quote
+    from sharpscope.analysis.claims.registry import declared_rules, quote
     from sharpscope.analysis.claims.writers import UNDECLARED, write_claims
 
     names, declared = claim_names(claim), UNDECLARED
@@ -134,7 +133,7 @@ def claims(
 
 def _terms(file: Path | None, baseline: str | None = None, treatment: str | None = None) -> ClaimsSpec:
     """The rules of a study file, or the default ones, with the methods asked for."""
-    from sharpscope.analysis.claims.declaration import check_terms
+    from sharpscope.analysis.claims.registry import check_terms
     from sharpscope.config import ClaimsSpec
     from sharpscope.sweeps import read_sweep
 

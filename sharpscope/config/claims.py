@@ -22,7 +22,3 @@ class ClaimsSpec(Spec):
     least_rotation: float = Field(5.0, ge=0)
     """Mean rotation of the update that a method must cause to be compared [degrees]; by default half of what weights in
     [1, 1.4] can do to orthogonal token gradients, arctan(0.4/(2·√1.4)) = 9.6°."""
-
-    def margin(self, claim: str, default: float) -> float:
-        """The declared margin of a claim, or `default`, that of its rule."""
-        return self.margins.get(claim, default)

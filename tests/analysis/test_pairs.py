@@ -11,7 +11,7 @@ from scipy import stats
 
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.statistics import sign_flip_p
-from tests.analysis.claims.frames import FrameRun, frame_run, paired_study
+from tests.analysis.claims.planted import FrameRun, frame_run, paired_study
 
 HELDOUT = "held-out accuracy, greedy"
 SHARPNESS = "SAM sharpness of expected_failure per unit of 1 − loss"

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import math
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import scipy.stats
 
-from experiments.studies.reliability import halves, lengthened
+from sharpscope.analysis.measures import answer_noise
 from sharpscope.analysis.statistics import (
     ClusterSlope,
     accuracy_interval,
     cluster_moments,
     contrast_interval,
     mean_interval,
+    series_mean,
     sign_flip_interval,
     sign_flip_p,
     smallest_sign_flip_p,
+    to_halve,
     weighted_ranks,
 )
 
@@ -84,10 +86,10 @@ def test_accuracy_interval_counts_prompts_where_their_completions_agree_and_comp
         assert result.high - result.low == pytest.approx(ends.high - ends.low, rel=0.02)
 
 
-@pytest.mark.parametrize("correlation", [0.0, 0.2, 0.6])
-@pytest.mark.parametrize("truth", [0.005, 0.5, 0.995])
-def test_accuracy_interval_covers_near_0_near_1_and_between(truth, correlation):
-    """Prompts' own accuracies from a beta distribution, 4 completions each; mean ± 1.96 standard errors fails near 0 and 1."""
+@pytest.mark.parametrize("correlation", [0.0, 0.6])
+@pytest.mark.parametrize("truth", [0.005, 0.5])
+def test_accuracy_interval_covers_near_0_and_between(truth, correlation):
+    """Prompts' own accuracies from a beta distribution, 4 completions each; mean ± 1.96 standard errors fails near 0."""
     rng, n, k, draws = np.random.default_rng(0), 60, 4, 400
     own = np.full((draws, n), truth)
     if correlation:
@@ -100,22 +102,42 @@ def test_accuracy_interval_covers_near_0_near_1_and_between(truth, correlation):
         assert np.mean(abs(means - truth) <= 1.96 * errors) < 0.9
 
 
-# -- Reliability of two measurements against simulated measures of known reliability
+def evaluated(level: str, share: np.ndarray, k: int) -> dict[str, object]:
+    n = len(share)
+    row = {"split": "heldout", "step": 5, "temperature": 1.0, "level": level, "n": n, "k": k}
+    return row | {"accuracy": share.mean(), "std_error": share.std(ddof=1) / np.sqrt(n)}
 
 
-@pytest.mark.parametrize("noise", [0.3, 1.0, 2.0])
-def test_arms_that_differ_make_no_measure_reliable_within_arms(noise):
-    """Of policies with true values N(0, 1) in an arm, measured with noise, the two halves correlate by 1/(1 + noise²)."""
-    rng = np.random.default_rng(0)
-    arms = pd.Series(np.repeat(np.arange(60), 12))
-    truth = rng.normal(size=720) + 3.0 * arms
-    first, second = (pd.Series(np.exp(0.1 * (truth + noise * rng.normal(size=720)))) for _ in range(2))
-    everywhere, inside = halves(first, second, arms)
-    assert inside == pytest.approx(1 / (1 + noise**2), abs=0.07) and everywhere > 0.99
-    full, times = lengthened(inside)
-    assert full == pytest.approx(1 / (1 + noise**2 / 2), abs=0.07)
-    assert times * full / (1 + (times - 1) * full) == pytest.approx(0.9)  # Spearman and Brown give the target back
-    assert math.isnan(lengthened(-0.1)[0]) and lengthened(-0.1)[1] == math.inf
+def test_the_noise_of_answers_is_that_of_asking_the_same_prompts_again():
+    """Two levels whose prompts have probabilities of their own; only the answers are drawn again."""
+    rng, k, found = np.random.default_rng(0), 4, []
+    levels = {"2": rng.beta(1, 1, 200), "3": rng.beta(0.3, 1, 100)}
+    for _ in range(200):
+        rows = [evaluated(name, rng.binomial(k, q) / k, k) for name, q in levels.items()]
+        found.append(answer_noise(SimpleNamespace(eval=pd.DataFrame(rows)), "heldout", 5))
+    q = np.concatenate(list(levels.values()))
+    assert np.mean(found) == pytest.approx((q * (1 - q)).sum() / len(q) ** 2 / k, rel=0.03)
+    single = pd.DataFrame([evaluated("all", (np.arange(50) < 20).astype(float), 1)])
+    assert answer_noise(SimpleNamespace(eval=single), "heldout", 5) == pytest.approx(0.4 * 0.6 / 50)  # an upper bound
+    assert answer_noise(SimpleNamespace(eval=single), "heldout", 6) is None
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.6])
+def test_the_error_of_a_series_is_the_scatter_of_its_mean(rho):
+    rng, x = np.random.default_rng(1), np.zeros((400, 300))
+    for t in range(1, 300):
+        x[:, t] = rho * x[:, t - 1] + rng.normal(size=400)
+    means, errors = np.transpose([series_mean(row[50:]) for row in x])
+    assert np.sqrt((errors**2).mean()) == pytest.approx(means.std(), rel=0.12)
+    assert means[0] == x[0, 50:].mean() and np.isnan(series_mean(np.ones(3))[1]) and series_mean(np.ones(9))[1] == 0
+
+
+def test_the_seeds_that_halve_an_interval():
+    def width(n: int) -> float:
+        return scipy.stats.t.ppf(0.975, n - 1) / np.sqrt(n)
+
+    for n in (2, 3, 8, 30):
+        assert width(to_halve(n)) <= width(n) / 2 < width(to_halve(n) - 1)
 
 
 # -- Slopes within clusters against least squares, and the coverage of their intervals

@@ -19,7 +19,7 @@ from sharpscope.analysis.tokens import Reducer, scan
 from sharpscope.integrations.completions import Labels
 from sharpscope.integrations.importers import import_files
 from sharpscope.traces import TraceWriter, load_run
-from tests.analysis.claims.frames import frame_run, tokens_frame
+from tests.analysis.claims.planted import frame_run, tokens_frame
 from tests.traces.rows import new_run
 
 GROUPS = ["0.attention", "0.mlp", "head"]

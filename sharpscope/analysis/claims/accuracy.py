@@ -14,14 +14,13 @@ from typing import Any
 import pandas as pd
 
 from sharpscope.analysis.claims import one_update
-from sharpscope.analysis.claims.base import ClaimData, declared, mean_estimate, pairing_notes
+from sharpscope.analysis.claims.base import ClaimData, Statistic, declared, is_shown, mean_estimate, paired
 from sharpscope.analysis.measures import GREEDY, SAMPLED, dose_of, evaluations, gap, last_evaluation, train_accuracy
 from sharpscope.analysis.statistics import sign_flip_p
 from sharpscope.analysis.study import GRID, Pair, Pairing, PairMeasure, Study, grid_settings, most_common
 from sharpscope.config import control_label
 from sharpscope.traces import Run
 
-UNIT = "share of completions"
 NOT_GREEDY = "no pair was evaluated greedily on held-out prompts at one step; set evaluation.temperatures to [0, 1]"
 RIVALS = ("reverse", "shuffled")
 """Controls that C10 names."""
@@ -40,31 +39,39 @@ def evaluated(temperature: float, split: str = "heldout", column: str = "accurac
 def _at_last_step(value: Callable[[Run, int], Any], **evaluation: Any) -> PairMeasure:
     """`value` of both runs at the last step at which both have the `evaluation` (held out, at temperature 1)."""
 
-    def _measure(first: Run, second: Run) -> tuple[float | None, float | None] | None:
-        step = last_evaluation(first, second, **evaluation)
-        return None if step is None else (value(first, step), value(second, step))
+    def _measure(*pair: Run) -> tuple[float | None, float | None] | None:
+        step = last_evaluation(*pair, **evaluation)
+        return None if step is None else (value(pair[0], step), value(pair[1], step))
 
     return _measure
 
 
 def compare_accuracy(study: Study, pairings: Mapping[str, Pairing], required: Collection[str]) -> ClaimData:
     """Greedy held-out accuracy of each pairing as parts; those that are not `required`, T = 1 and pass@k are further numbers."""
-    greedy = {name: study.differences(pairing, evaluated(GREEDY)) for name, pairing in pairings.items()}
-    sampled = {name: study.differences(pairing, evaluated(SAMPLED)) for name, pairing in pairings.items()}
-    others = []
-    for name, pairing in pairings.items():
-        numbers = {} if name in required else {"accuracy, greedy": greedy[name]}
-        numbers |= {"accuracy, T = 1": sampled[name]}
-        numbers |= {"pass@k, T = 1": study.differences(pairing, evaluated(SAMPLED, column="pass_at_k"))}
-        against = f" against {name}" * bool(name)
-        others += [mean_estimate(f"held-out {n}{against}", data, UNIT, "", "points") for n, data in numbers.items()]
+    measures = {
+        "accuracy, greedy": evaluated(GREEDY),
+        "accuracy, T = 1": evaluated(SAMPLED),
+        "pass@k, T = 1": evaluated(SAMPLED, column="pass_at_k"),
+    }
+    found = {what: {n: study.differences(p, one) for n, p in pairings.items()} for what, one in measures.items()}
+    greedy, sampled, _ = found.values()
+    others = tuple(
+        _points(f"held-out {what}{f' against {name}' * bool(name)}", each[name])
+        for name in pairings
+        for what, each in found.items()
+        if each is not greedy or name not in required
+    )
     lacking = [name for name in required if not len(greedy[name])]
     if lacking:
         rest = [name for name in lacking if not len(sampled[name]) and name]
         missing = f"no run of {', '.join(rest)} that pairs with one of {study.treatment}" if rest else NOT_GREEDY
-        return ClaimData(missing=missing, others=tuple(others))
-    found = greedy_finding({n: greedy[n] for n in required}, {n: sampled[n] for n in required}, study.terms.level)
-    return replace(found, others=tuple(others))
+        return ClaimData(missing=missing, others=others)
+    parts = ({name: each[name] for name in required} for each in (greedy, sampled))
+    return replace(greedy_finding(*parts, study.terms.level), others=others)
+
+
+def _points(name: str, differences: pd.DataFrame) -> Statistic | None:
+    return mean_estimate(name, differences, "share of completions", "points")
 
 
 def greedy_finding(greedy: Mapping[str, pd.DataFrame], sampled: Mapping[str, pd.DataFrame], level: float) -> ClaimData:
@@ -81,10 +88,10 @@ def temperature_effect(greedy: pd.DataFrame, sampled: pd.DataFrame, level: float
         return None
     a, b = (both[column].to_numpy(dtype=float) for column in ("difference", "difference_sampled"))
     same_sign = a.mean() * b.mean() >= 0
-    found = [sign_flip_p(values) <= level for values in (a, b)]
+    cold, hot = (sign_flip_p(values) <= level for values in (a, b))
     against = f" against {name}" if name else ""
     numbers = f"greedy {100 * a.mean():+.2g} points, T = 1 {100 * b.mean():+.2g} points{against}"
-    if found[1] and not (found[0] and same_sign):
+    if hot and not (cold and same_sign):
         return True, f"the effect depends on the temperature: {numbers}, shown at T = 1 only"
     return None if same_sign else (False, f"the effect depends on the temperature, its signs differ: {numbers}")
 
@@ -99,32 +106,27 @@ def repeats(run: Run) -> float | None:
     return float(len(run.steps) * per_step / (size * (len(people) if isinstance(people, list | tuple) else 1)))
 
 
-def generalization(study: Study) -> ClaimData:
+@paired
+def generalization(study: Study, pairing: Pairing) -> ClaimData:
     """Difference of held-out accuracy at the last shared evaluation."""
-    pairing = study.pairing()
-    if pairing.missing:
-        return ClaimData(missing=pairing.missing)
     finding = compare_accuracy(study, {"": pairing}, [""])
     passes = [r for r in (repeats(study.finished[name]) for name in pairing.names) if r is not None]
-    if passes and min(passes) < 1:
-        why = f"training went {min(passes):.2g} times through its set: without repeats there can be no gap"
-        return replace(finding, missing=why)
-    away = study.differences(pairing, evaluated(GREEDY, "unseen"))
-    worse = len(away) and away["difference"].mean() < 0
-    worse = worse and sign_flip_p(away["difference"].to_numpy(), "less") <= study.terms.level
-    gaps = study.differences(pairing, _at_last_step(gap))
-    trained = study.differences(pairing, _at_last_step(lambda run, step: (train_accuracy(run, step) or (None,))[0]))
-    others = (
-        mean_estimate("accuracy on unseen sizes, greedy", away, UNIT, "", "points"),
-        mean_estimate("training accuracy, T = 1", trained, UNIT, "", "points"),
-        mean_estimate("gap, training − held-out, T = 1", gaps, UNIT, "lower is better", "points"),
-    )
     through = f"training went {min(passes):.2g} times through its set" if passes else "repeats are not known"
+    if passes and min(passes) < 1:
+        return replace(finding, missing=f"{through}: without repeats there can be no gap")
+    away = study.differences(pairing, evaluated(GREEDY, "unseen"))
+    not_worse = ("unseen sizes are not shown to be worse", not is_shown(study, away, "less"))
+    trained = _at_last_step(lambda run, step: (train_accuracy(run, step) or (None,))[0])
+    others = (
+        _points("accuracy on unseen sizes, greedy", away),
+        _points("training accuracy, T = 1", study.differences(pairing, trained)),
+        _points("gap, training − held-out, T = 1", study.differences(pairing, _at_last_step(gap))),
+    )
     return replace(
         finding,
-        conditions=(("unseen sizes are not shown to be worse", not worse),) if len(away) else (),
+        conditions=(not_worse,) if len(away) else (),
         others=finding.others + others,
-        notes=(*finding.notes, *pairing_notes(study, pairing), through),
+        notes=(*finding.notes, through),
     )
 
 
@@ -169,11 +171,11 @@ def alignment(study: Study) -> ClaimData:
 def rate_pairings(study: Study) -> dict[float, Pairing]:
     """Learning rate → pairs of the treatment, at its own rate, with the baseline at that rate, all else equal."""
     rate = (GRID["learning rate"],)
-    treated = study.of(study.treatment)
+    treated = dict(sorted(study.of(study.treatment).items()))
     if not treated:
         return {}
     main = most_common(sorted(study.setting_key(run) for run in treated.values()))
-    inside = {name: run for name, run in sorted(treated.items()) if study.setting_key(run) == main}
+    inside = {name: run for name, run in treated.items() if study.setting_key(run) == main}
     ground = study.setting_key(next(iter(inside.values())), rate)
     by_seed = {run.seed: name for name, run in reversed(inside.items())}
     result: dict[float, dict[Any, Pair]] = {}
@@ -186,33 +188,28 @@ def rate_pairings(study: Study) -> dict[float, Pairing]:
 
 def rates(study: Study) -> ClaimData:
     """Held-out accuracy of the treatment minus that of the baseline at each learning rate; it must beat every one."""
-    pairings = rate_pairings(study)
-    treated = study.of(study.treatment)
+    pairings, method = rate_pairings(study), study.treatment
     if not pairings:
-        return ClaimData(missing=f"no run of {study.baseline if treated else study.treatment} to compare")
-    treated_rate = grid_settings(study.finished[next(iter(pairings.values())).pairs[0].treatment]).get("learning rate")
-    if treated_rate is None:
-        return ClaimData(
-            missing=f"the learning rate of {study.treatment} is not recorded (optimizer.lr in config.yaml)"
-        )
+        return ClaimData(missing=f"no run of {study.baseline if study.of(method) else method} to compare")
+    own = grid_settings(study.finished[next(iter(pairings.values())).pairs[0].treatment]).get("learning rate")
+    if own is None:
+        return ClaimData(missing=f"the learning rate of {method} is not recorded (optimizer.lr in config.yaml)")
     named = {rate: f"{study.baseline} at lr {rate:g}" for rate in pairings}
-    tested = [rate for rate, pairing in pairings.items() if len(pairing.pairs) >= RATE_SEEDS]
+    seeds = {rate: len(pairing.pairs) for rate, pairing in pairings.items()}
+    tested = [rate for rate in pairings if seeds[rate] >= RATE_SEEDS]
     finding = compare_accuracy(study, {named[r]: p for r, p in pairings.items()}, [named[r] for r in tested])
-    below, above = (any(sign * r > sign * treated_rate for r in tested) for sign in (-1, 1))
-    sides = {"below": below, "above": above, "equal to": treated_rate in tested}
+    sides = {
+        "below": min(tested, default=own) < own,
+        "above": max(tested, default=own) > own,
+        "equal to": own in tested,
+    }
     if lacking := [side for side, there in sides.items() if not there]:
-        why = (
-            f"no learning rate of {study.baseline} {' and '.join(lacking)} that of {study.treatment} ({treated_rate:g}) has "
-            f"{RATE_SEEDS} seeds in common with it"
-        )
-        return replace(finding, missing=why)
-    few = [
-        f"lr {rate:g} has {len(pairing.pairs)} seeds, too few for the rule: shown, not tested"
-        for rate, pairing in pairings.items()
-        if rate not in tested
-    ]
-    at = f"{study.treatment} at lr {treated_rate:g} against {study.baseline} at {', '.join(f'{rate:g}' for rate in tested)}"
-    return replace(finding, notes=(*finding.notes, at, *few))
+        why = f"no learning rate of {study.baseline} {' and '.join(lacking)} that of {method} ({own:g}) has"
+        return replace(finding, missing=f"{why} {RATE_SEEDS} seeds in common with it")
+    at = f"{method} at lr {own:g} against {study.baseline} at {', '.join(f'{rate:g}' for rate in tested)}"
+    few = [r for r in pairings if r not in tested]
+    notes = [f"lr {rate:g} has {seeds[rate]} seeds, too few for the rule: shown, not tested" for rate in few]
+    return replace(finding, notes=(*finding.notes, at, *notes))
 
 
 C7 = declared("C7", generalization, other=one_update.C7)

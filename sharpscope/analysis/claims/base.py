@@ -86,7 +86,7 @@ class Statistic:
     def line(self) -> str:
         """Value, interval, p and n on one line."""
         few = "" if (self.n or 0) >= INDICATIVE else ", indicative"
-        interval = self.ends(self.interval) or (f"{self.ends(self.t)} (t{few})" if self.t is not None else "")
+        interval = self.ends(self.interval) or f"{self.ends(self.t)} (t{few})" * (self.t is not None)
         parts = [f"{self.text} {interval}".rstrip()]
         parts += [] if self.p_value is None else [f"p = {self.p_value:.2g}"]
         parts += [] if self.n is None else [f"n = {self.n}"]
@@ -97,16 +97,27 @@ class Statistic:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; what is not a finite number is null."""
-        return dict(_json(asdict(self))) | {"shown": self.line}
+        return dict(_json(asdict(self) | {"shown": self.line}))
 
 
-def mean_estimate(name: str, values: Any, unit: str, note: str = "", scale: Scale = "plain") -> Statistic | None:
+def _numbers(values: Any) -> NDArray[np.float64]:
+    """Numbers (n,), or the column `difference` of a frame."""
+    return np.asarray(values["difference"] if isinstance(values, pd.DataFrame) else values, dtype=np.float64)
+
+
+def mean_estimate(name: str, values: Any, unit: str, scale: Scale = "plain") -> Statistic | None:
     """Mean over clusters, of numbers (n,) or a frame's column `difference`, with intervals and sign-flip p; None for no values."""
-    data = np.asarray(values["difference"] if isinstance(values, pd.DataFrame) else values, dtype=np.float64)
+    data = _numbers(values)
     if not len(data):
         return None
     interval, t = contrast_interval(data), mean_interval(data)
-    return Statistic(name, float(np.mean(data)), unit, interval, sign_flip_p(data), len(data), note, scale, t)
+    return Statistic(name, float(np.mean(data)), unit, interval, sign_flip_p(data), len(data), "", scale, t)
+
+
+def is_shown(study: Study, values: Any, side: Literal["greater", "less"], shift: float = 0.0) -> bool:
+    """Whether a mean over clusters is shown to be above or below `shift`, one-sided at the study's level; not without values."""
+    data = _numbers(values)
+    return len(data) > 0 and sign_flip_p(data, side, shift) <= study.terms.level
 
 
 @dataclass(frozen=True)
@@ -234,13 +245,17 @@ class Claim:
         """The title with the methods compared."""
         return self.title.replace("{treatment}", terms.treatment).replace("{baseline}", terms.baseline)
 
+    def margin_in(self, terms: ClaimsSpec) -> float:
+        """The declared margin, or that of the rule."""
+        return terms.margins.get(self.key, self.margin)
+
     def rule_text(self, terms: ClaimsSpec) -> str:
         """The rule with the declared margin."""
-        return self.rule.replace("{margin}", margin_text(terms.margin(self.key, self.margin), self.scale))
+        return self.rule.replace("{margin}", margin_text(self.margin_in(terms), self.scale))
 
     def margin_of_parts(self, terms: ClaimsSpec) -> float:
         """The margin on the scale of the numbers tested."""
-        margin = terms.margin(self.key, self.margin)
+        margin = self.margin_in(terms)
         return log_margin(margin, self.direction) if self.scale == "log" and self.direction else margin
 
     def test(self, finding: ClaimData, terms: ClaimsSpec) -> tuple[Statistic | None, Evidence, int]:
@@ -266,7 +281,7 @@ class Claim:
         joined = every([*tests.values(), *finding.evidence])
         if not finding.evidence:
             joined = replace(joined, p_supported=tests[weakest].p_supported)
-        effect = mean_estimate(name, data, self.effect_unit, "", self.scale)
+        effect = mean_estimate(name, data, self.effect_unit, self.scale)
         assert effect is not None
         effect = replace(effect, median=float(np.median(data)), worst=(float(data[worst]), cluster))
         return effect, joined, min([*map(len, values.values()), *([finding.n] if finding.n else [])])
@@ -352,7 +367,7 @@ class Verdict:
         """Rule, numbers and remarks, one a line."""
         claim = self.claim
         least = f", least rotation of the update {self.terms.least_rotation:g}°" if claim.compares else ""
-        margin = margin_text(self.terms.margin(claim.key, claim.margin), claim.scale)
+        margin = margin_text(claim.margin_in(self.terms), claim.scale)
         lines = [f"reason: {self.reason}", f"source: {claim.source}", f"rule: {claim.rule_text(self.terms)}"]
         level = f"level {100 * self.terms.level:g} %, margin {margin}{least}"
         lines.append(f"{level}; n: {claim.unit}, at least {claim.minimal_n}")
@@ -390,18 +405,16 @@ class Verdict:
             "n": self.n,
             "unit_of_n": claim.unit,
             "rule": claim.rule_text(self.terms),
-            "margin": self.terms.margin(claim.key, claim.margin),
+            "margin": claim.margin_in(self.terms),
             "level": self.terms.level,
             "conditions": [{"text": text, "met": met} for text, met in finding.conditions],
             "dose": None if finding.dose is None else asdict(finding.dose),
             "notes": list(finding.notes),
-        }
-        return {
-            **_json(values),
             "effect": None if self.effect is None else self.effect.to_dict(),
             "others": [estimate.to_dict() for estimate in self.others],
             "other": None if self.other is None else self.other.to_dict(),
         }
+        return dict(_json(values))
 
 
 def decide(claim: Claim, finding: ClaimData, terms: ClaimsSpec) -> Verdict:
@@ -470,12 +483,19 @@ def too_few(claim: Claim, n: int, evidence: Evidence, level: float) -> str:
     return ""
 
 
-def pairing_notes(study: Study, pairing: Pairing) -> tuple[str, ...]:
-    """Notes on the pairs: their setting, and pairs of other settings."""
-    notes = [f"{study.treatment} against {study.baseline}" + (f" at {pairing.setting}" if pairing.setting else "")]
-    if pairing.left_out:
-        notes.append(f"{pairing.left_out} pairs of other settings are not used")
-    return tuple(notes)
+def paired(measure: Callable[[Study, Pairing], ClaimData]) -> Callable[[Study], ClaimData]:
+    """The measure of a claim about pairs of runs: untestable where there is none; notes name their setting, and other pairs."""
+
+    def _measured(study: Study) -> ClaimData:
+        pairing = study.pairing()
+        if pairing.missing:
+            return ClaimData(missing=pairing.missing)
+        notes = [f"{study.treatment} against {study.baseline}" + f" at {pairing.setting}" * bool(pairing.setting)]
+        notes += [f"{pairing.left_out} pairs of other settings are not used"] * bool(pairing.left_out)
+        found = measure(study, pairing)
+        return replace(found, notes=(*found.notes, *notes))
+
+    return _measured
 
 
 def _json(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""C8 and C13: smoothness of the gradient norm, and gradient shares of lucky and of confident tokens; checks of the recording.
+"""C8, C12 and C13: smoothness of the gradient norm, change of entropy, gradient shares of lucky and of confident tokens; checks.
 
 Checks are facts that hold whatever a method does, so that a violation means a wrong recording: C1 (bounds of the logit gradient) is
 a property of the softmax; C13 on the same gradient follows from how weights are made. They give no verdict.
@@ -6,6 +6,8 @@ a property of the softmax; C13 on the same gradient follows from how weights are
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +16,18 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from sharpscope.analysis.claims.base import ClaimData, declared, log_margin, mean_estimate, pairing_notes
-from sharpscope.analysis.measures import log_ratios
+from sharpscope.analysis.claims import one_update
+from sharpscope.analysis.claims.base import (
+    ClaimData,
+    declared,
+    directional,
+    is_shown,
+    log_margin,
+    mean_estimate,
+    paired,
+)
+from sharpscope.analysis.measures import by_step, dose_of, log_ratios, probe_rows
 from sharpscope.analysis.spikes import SPIKE_Z
-from sharpscope.analysis.statistics import sign_flip_p
 from sharpscope.analysis.study import Pairing, PairMeasure, Study
 from sharpscope.analysis.tokens import INCLUSION, Columns, Reducer, complement, inverse_inclusion
 from sharpscope.traces import Run
@@ -25,9 +35,6 @@ from sharpscope.traces.rules import MINIMUM, robust_z
 
 FEWEST = 20
 """Steps with a gradient that a run must have [steps]."""
-LOW, HIGH = 0.25, 0.9
-"""Probabilities below which a token is unlikely, above which it is confident."""
-LOG = "ln(treatment / baseline)"
 
 
 def roughness(norms: NDArray[np.float64]) -> float | None:
@@ -58,25 +65,141 @@ def _of_norms(measure: Callable[[NDArray[np.float64]], float | None]) -> PairMea
     return _both
 
 
-def smoothness(study: Study) -> ClaimData:
+@paired
+def smoothness(study: Study, pairing: Pairing) -> ClaimData:
     """Log ratio of the roughness of ln‖g‖, treatment over baseline."""
-    pairing = study.pairing()
-    if pairing.missing:
-        return ClaimData(missing=pairing.missing)
     rough = log_ratios(study.differences(pairing, _of_norms(roughness)))
     if not len(rough):
         return ClaimData(missing=f"no pair has {FEWEST} steps with a gradient norm")
     spikes = study.differences(pairing, _of_norms(spike_rate))
-    more = len(spikes) and sign_flip_p(spikes["difference"].to_numpy(), "greater") <= study.terms.level
     return ClaimData(
         parts={"": rough},
-        conditions=(("spikes are not shown to be more frequent", not more),),
-        others=(mean_estimate("spike rate", spikes, "share of steps", "", "points"),),
-        notes=pairing_notes(study, pairing),
+        conditions=(("spikes are not shown to be more frequent", not is_shown(study, spikes, "greater")),),
+        others=(mean_estimate("spike rate", spikes, "share of steps", "points"),),
     )
 
 
 C8 = declared("C8", smoothness)
+
+# -- C12: polarity predicts the change of entropy, and covariance-aware weights stabilize it
+
+STABLE = "cov-grpo"
+CORRELATION = 0.1
+"""Partial correlation that matters."""
+FEWEST_CHANGES = 15
+"""Changes of entropy with a prediction that a run must have [changes]."""
+
+
+def _predicted(tokens: Columns, run: Run) -> dict[str, Any] | None:
+    push = tokens["loss_coef"].astype(np.float64) * tokens["polarity"].astype(np.float64)
+    good = np.isfinite(push)
+    # c = ∂L/∂ln π, so a descent step of size η on the token's logits changes its entropy by +η·c·polarity
+    return {"push": float(push[good].mean())} if good.any() else None
+
+
+PUSH = Reducer("C12", ("loss_coef", "polarity"), _predicted, needs="polarity")
+
+
+def fixed_entropy(run: Run) -> pd.Series:
+    """Step → entropy after it at the probe set's fixed tokens, the stored solutions of its training prompts [nats]."""
+    return probe_rows(run, "entropy", "nll").groupby("step")["value"].mean().sort_index()
+
+
+def prediction_frame(study: Study) -> pd.DataFrame:
+    """run, seed, step, predicted (Σ lr·updates·mean c·polarity) and measured change of entropy at fixed tokens [nats].
+
+    A row is the change between two successive measurements, `step` the later one, if every step between has a prediction. The
+    tokens measured are the same throughout, and none of those that the prediction is made of.
+    """
+    pushes: dict[str, dict[int, float]] = {}
+    for result in study.results(PUSH.name, study.alike(study.baseline, study.treatment)):
+        pushes.setdefault(result.run, {})[result.step] = result.values["push"]
+    rows = []
+    for name, push in pushes.items():
+        run = study.finished[name]
+        measured, steps = fixed_entropy(run), by_step(run)
+        for before, after in itertools.pairwise(measured.index.astype(int)):
+            between = range(before + 1, after + 1)
+            if all(step in push and step in steps.index for step in between):
+                predicted = sum(float(steps["lr"][step] * steps["updates"][step]) * push[step] for step in between)
+                rows.append((name, run.seed, after, predicted, float(measured[after] - measured[before])))
+    frame = pd.DataFrame(rows, columns=["run", "seed", "step", "predicted", "measured"])
+    frame = frame.astype({"predicted": float, "measured": float})
+    return frame[np.isfinite(frame["predicted"]) & np.isfinite(frame["measured"])]
+
+
+def partial_correlation(
+    predicted: NDArray[np.float64], measured: NDArray[np.float64], step: NDArray[np.float64]
+) -> float | None:
+    """Correlation of predicted and measured change (T,) after removing a parabola in the step from both."""
+    if len(step) < FEWEST_CHANGES:
+        return None
+    design = np.vander((step - step.mean()) / (np.ptp(step) or 1.0), 3)
+    left = [v - design @ np.linalg.lstsq(design, v, rcond=None)[0] for v in (predicted, measured)]
+    norms = [float(np.linalg.norm(v)) for v in left]
+    return float(left[0] @ left[1] / (norms[0] * norms[1])) if min(norms) > 0 else None
+
+
+def drift(run: Run) -> float | None:
+    """ln(H at the last measurement / H at the first) at fixed tokens: negative where entropy falls."""
+    entropy = fixed_entropy(run).to_numpy(dtype=float)
+    return math.log(entropy[-1] / entropy[0]) if len(entropy) > 1 and min(entropy[0], entropy[-1]) > 0 else None
+
+
+def entropy(study: Study) -> ClaimData:
+    """Drift of entropy under covariance-aware weights, and the correlation of predicted and measured change within a run."""
+    frame = prediction_frame(study)
+    drifts, treated = (
+        study.differences(study.pairing(method), lambda *pair: (drift(pair[0]), drift(pair[1])))
+        for method in (STABLE, study.treatment)
+    )
+    columns = ["predicted", "measured", "step"]
+    found = [
+        (rows["seed"].iloc[0], partial_correlation(*rows[columns].to_numpy(float).T))
+        for _, rows in frame.groupby("run")
+    ]
+    by_run = pd.DataFrame(found, columns=["seed", "r"]).astype({"r": float})
+    by_seed = by_run.groupby("seed")["r"].mean().dropna().to_numpy()
+    others = (
+        mean_estimate("partial correlation of predicted and measured change", by_seed, "correlation"),
+        mean_estimate(f"drift of entropy of {study.treatment}", treated, "ln(end / start), difference", "log"),
+    )
+    if not len(by_seed):
+        return ClaimData(missing=_unmeasured(study), others=others)
+    if not len(drifts):
+        why = (
+            f"no pair of {STABLE} and {study.baseline} with entropy at fixed tokens: half of the claim cannot be tested"
+        )
+        return ClaimData(missing=why, others=others)
+    means = drifts[["baseline", "treatment"]].mean().abs()
+    closer = bool(means["treatment"] < means["baseline"])
+    return ClaimData(
+        parts={"": drifts},
+        evidence=(directional(by_seed, "higher", CORRELATION),),
+        n=len(by_seed),
+        conditions=((f"the mean drift under {STABLE} is closer to 0 than under {study.baseline}", closer),),
+        others=others,
+        notes=(f"{len(frame)} changes of entropy in {frame['run'].nunique()} runs",),
+        dose=dose_of(study.alike(STABLE).values(), STABLE),
+    )
+
+
+def _unmeasured(study: Study) -> str:
+    """Reason why no run has enough changes of entropy with a prediction."""
+    runs = study.alike(study.baseline, study.treatment)
+    if not study.results(PUSH.name, runs):
+        return f"no run has {' and '.join(PUSH.columns)} of its tokens (recording.tokens_every=1)"
+    if all(len(fixed_entropy(run)) < 2 for run in runs.values()):
+        return "no run has entropy at the fixed tokens of the probe set (recording.probe_entropy_every=1)"
+    return f"no run has {FEWEST_CHANGES} changes of entropy at fixed tokens with a prediction at every step between"
+
+
+C12 = declared("C12", entropy, PUSH, other=one_update.C12)
+
+# -- C13: the treatment damps lucky spikes while keeping confident tokens
+
+LOW, HIGH = 0.25, 0.9
+"""Probabilities below which a token is unlikely, above which it is confident."""
 
 
 def _shares(tokens: Columns, run: Run) -> dict[str, Any] | None:
@@ -101,11 +224,10 @@ SHARES = Reducer("C13", _READ, _shares, needs="score_norm_local")
 
 
 def share_frame(study: Study, *methods: str) -> pd.DataFrame:
-    """run, method, seed, step and the gradient shares of the methods' runs."""
-    columns = ["run", "method", "seed", "step", "lucky", "confident", "lucky_unweighted", "confident_unweighted"]
+    """run, seed, step and the gradient shares of the methods' runs."""
     results = study.results(SHARES.name, study.alike(*methods))
-    rows = [{"run": r.run, "method": r.method, "seed": r.seed, "step": r.step, **r.values} for r in results]
-    return pd.DataFrame(rows, columns=columns)
+    columns = ["run", "seed", "step", "lucky", "confident", "lucky_unweighted", "confident_unweighted"]
+    return pd.DataFrame([{"run": r.run, "seed": r.seed, "step": r.step, **r.values} for r in results], columns=columns)
 
 
 def _between(shares: pd.DataFrame, pairing: Pairing, column: str) -> pd.DataFrame:
@@ -119,23 +241,20 @@ def _between(shares: pd.DataFrame, pairing: Pairing, column: str) -> pd.DataFram
     return log_ratios(pd.DataFrame(rows, columns=["seed", "baseline", "treatment"]))
 
 
-def lucky_spikes(study: Study) -> ClaimData:
+@paired
+def lucky_spikes(study: Study, pairing: Pairing) -> ClaimData:
     """Log ratio of the lucky tokens' gradient share, treatment over baseline, paired by seed."""
-    pairing = study.pairing()
-    if pairing.missing:
-        return ClaimData(missing=pairing.missing)
     shares = share_frame(study, study.baseline, study.treatment)
     lucky, sure = (_between(shares, pairing, column) for column in ("lucky", "confident"))
     if not len(lucky):
         return ClaimData(missing="no pair has score_norm_local at one step")
-    margin = study.terms.margin(C13.key, C13.margin)
-    values = sure["difference"].to_numpy()
-    kept = len(values) and sign_flip_p(values, "greater", shift=-log_margin(margin, "lower")) <= study.terms.level
+    margin = C13.margin_in(study.terms)
+    kept = is_shown(study, sure, "greater", -log_margin(margin, "lower"))
     return ClaimData(
         parts={"": lucky},
-        conditions=((f"confident tokens are shown to lose less than {margin:.0%} of their share", bool(kept)),),
-        others=(mean_estimate("confident tokens' gradient share", sure, LOG, "", "log"),),
-        notes=(f"lucky: π < {LOW:g} and A > 0; confident: π > {HIGH:g}", *pairing_notes(study, pairing)),
+        conditions=((f"confident tokens are shown to lose less than {margin:.0%} of their share", kept),),
+        others=(mean_estimate("confident tokens' gradient share", sure, C13.effect_unit, "log"),),
+        notes=(f"lucky: π < {LOW:g} and A > 0; confident: π > {HIGH:g}",),
     )
 
 
@@ -161,12 +280,6 @@ class Check:
         return f"{self.name:<18}{word:<13}{self.title}: {self.text}"
 
 
-def rounding(logit: NDArray[Any], logp: NDArray[Any], temperature: float) -> NDArray[np.float64]:
-    """Absolute error of 1 − π from float32 (n,): ln π is a difference of numbers of the size of the logits over T."""
-    size = np.abs(np.asarray(logit, dtype=np.float64)) / temperature
-    return np.asarray(4 * EPSILON * (1 + size + np.abs(np.asarray(logp, dtype=np.float64))))
-
-
 def _violations(tokens: Columns, run: Run) -> dict[str, float] | None:
     norm = tokens["logit_grad_norm"].astype(np.float64)
     seen = np.isfinite(norm)
@@ -175,7 +288,10 @@ def _violations(tokens: Columns, run: Run) -> dict[str, float] | None:
     logp = tokens["logp"][seen]
     logit = np.nan_to_num(tokens["logit"][seen], nan=32.0)  # not recorded: allow for a large one
     rest = complement(logp)
-    slack = rounding(logit, logp, float((run.config.get("rollout") or {}).get("temperature") or 1.0))
+    # float32's rounding of 1 − π: ln π is a difference of numbers of the size of the logits over T
+    temperature = float((run.config.get("rollout") or {}).get("temperature") or 1.0)
+    size = np.abs(np.asarray(logit, dtype=np.float64)) / temperature
+    slack = 4 * EPSILON * (1 + size + np.abs(np.asarray(logp, dtype=np.float64)))
     vocabulary = run.info.get("vocabulary") or 0
     factor = np.sqrt(vocabulary / (vocabulary - 1)) if vocabulary > 1 else 1.0  # the limit where V is not known
     below = norm[seen] * (1 + 1e-5) < factor * (rest - slack)
@@ -207,7 +323,7 @@ def direct_shares(study: Study, column: str) -> pd.DataFrame:
 def same_gradient(study: Study) -> Check:
     """Weights that rise or fall with probability move the shares of lucky and of confident tokens in opposite directions."""
     title = f"the weights of {study.treatment} move the gradient shares of lucky and confident tokens in opposite directions"
-    lucky, sure = (mean_estimate(name, direct_shares(study, name), "ln", "", "log") for name in ("lucky", "confident"))
+    lucky, sure = (mean_estimate(name, direct_shares(study, name), "ln", "log") for name in ("lucky", "confident"))
     if lucky is None or sure is None:
         return Check("C13", title, None, f"no run of {study.treatment} has score_norm_local at a step")
     text = f"lucky (π < {LOW:g}, A > 0) {lucky.line}; confident (π > {HIGH:g}) {sure.text}"

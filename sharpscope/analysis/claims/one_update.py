@@ -6,7 +6,6 @@ matched KL. These versions are reported with those between runs and never change
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -72,25 +71,25 @@ def dose(study: Study, arm: str) -> Dose:
     return Dose(arm, float(values.mean()) if len(values) else None)
 
 
-def _finding(study: Study, parts: dict[str, pd.DataFrame], arm: str, notes: Sequence[str] = ()) -> ClaimData:
+def _finding(study: Study, parts: dict[str, pd.DataFrame], arm: str, *notes: str) -> ClaimData:
     by_state = "batch" not in next(iter(parts.values()))
     about = "clusters: " + ("states" if by_state else "batches; the verdict is about these states")
-    return ClaimData(parts=parts, notes=(about, *notes), dose=dose(study, arm))
+    return ClaimData(parts, notes=(about, *notes), dose=dose(study, arm))
 
 
-def _nothing(study: Study, outcome: str, arm: str, rival: str, arms: Sequence[str]) -> ClaimData:
-    command = f"{COMMAND} {','.join(dict.fromkeys([study.baseline, *arms]))}"
-    return ClaimData(missing=f"no counterfactual update measures {outcome} of {arm} and {rival} ({command})")
+def _nothing(study: Study, outcome: str, arm: str, *rivals: str) -> ClaimData:
+    command = f"{COMMAND} {','.join(dict.fromkeys([study.baseline, arm, *rivals]))}"
+    return ClaimData(missing=f"no counterfactual update measures {outcome} of {arm} and {rivals[0]} ({command})")
 
 
 def _changes(study: Study, arm: str, *rivals: str, outcome: str = "heldout_failure") -> ClaimData:
     """Differences between an arm's change of an outcome and those of its rivals, as shares of the reference's change."""
     parts = {}
-    for rival in rivals:
+    for number, rival in enumerate(rivals):
         frame = paired(study, arm, rival, outcome)
         frame = clusters(frame.assign(share=(frame["change"] - frame["rival_change"]) / frame["gain"]), "share")
         if not len(frame):
-            return _nothing(study, outcome, arm, rival, [name for one in rivals for name in (arm, one)])
+            return _nothing(study, outcome, arm, *rivals[number:], *rivals[:number])
         parts["" if len(rivals) == 1 else rival] = frame
     return _finding(study, parts, arm)
 
@@ -102,7 +101,7 @@ def _sharpness(study: Study) -> ClaimData:
     failure = paired(study, arm, rival, "train_failure")[[*KEY, "value", "rival"]]
     frame = frame.merge(failure, on=KEY, suffixes=("", "_failure"))
     if not len(frame):
-        return _nothing(study, "sam_sharpness and train_failure", arm, rival, [arm])
+        return _nothing(study, "sam_sharpness and train_failure", arm, rival)
     units = [frame[name] / (1 - frame[f"{name}_failure"]) for name in ("value", "rival")]
     most = pd.concat(units, axis=1).astype(float).max(axis=1)
     fit = (most <= MAX_SATURATION) & (frame["value"] > 0) & (frame["rival"] > 0)
@@ -111,8 +110,8 @@ def _sharpness(study: Study) -> ClaimData:
         why += f", the limit is {MAX_SATURATION:g}; fork with a smaller radius"
         return ClaimData(missing=why, dose=dose(study, arm))
     parts = {"": clusters(frame.assign(ratio=np.log((units[0] / units[1])[fit].astype(float))), "ratio")}
-    notes = [f"{(~fit).sum()} of {len(frame)} batches are saturated and left out"] if not fit.all() else []
-    return _finding(study, parts, arm, notes)
+    left_out = f"{(~fit).sum()} of {len(frame)} batches are saturated and left out"
+    return _finding(study, parts, arm, *([] if fit.all() else [left_out]))
 
 
 def _alignment(study: Study) -> ClaimData:
@@ -120,21 +119,23 @@ def _alignment(study: Study) -> ClaimData:
 
 
 def unlikely(study: Study) -> ClaimData:
-    """Change of held-out failure by an update with the unlikely tokens alone, in units of the reference's change."""
+    """Change of held-out failure by an update with the unlikely tokens alone, in units of the reference's change.
+
+    The arms are named `low` and `high`, or by the selection of tokens that they learn from.
+    """
     name = f"{study.baseline}+tokens.kind=probability"
     arms = sorted(outcomes(study, "heldout_failure")["arm"].unique())
-    likely = [arm for arm in arms if "side=high" in arm]
-    low = next((arm for arm in arms if arm == "low" or (arm.startswith(name) and arm not in likely)), name)
-    high = next(
-        (arm for arm in arms if arm == "high" or (arm.startswith(name) and arm in likely)), f"{name}+tokens.side=high"
-    )
+    chosen = [arm for arm in arms if arm.startswith(name)]
+    lows = [arm for arm in chosen if "side=high" not in arm] + ["low"] * ("low" in arms)
+    highs = [arm for arm in chosen if "side=high" in arm] + ["high"] * ("high" in arms)
+    low, high = [*lows, name][0], [*highs, f"{name}+tokens.side=high"][0]
     frame = paired(study, low, high, "heldout_failure")
     gained, more = frame["change"] / frame["gain"], (frame["change"] - frame["rival_change"]) / frame["gain"]
     parts = {n: clusters(frame.assign(share=values), "share") for n, values in (("the start", gained), (high, more))}
     if not len(parts["the start"]):
         arms_text = f"{study.baseline},low={name},high={name}+tokens.side=high"
         return ClaimData(missing=f"no counterfactual update with the unlikely tokens alone ({COMMAND} {arms_text})")
-    return replace(_finding(study, parts, low, [f"arms {low} and {high}"]), dose=None)
+    return replace(_finding(study, parts, low, f"arms {low} and {high}"), dose=None)
 
 
 C4 = declared("C4 (one update)", _sharpness)

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
 from sharpscope.analysis.claims import one_update
-from sharpscope.analysis.claims.base import ClaimData, Statistic, declared, mean_estimate, pairing_notes
+from sharpscope.analysis.claims.base import ClaimData, Statistic, declared, is_shown, mean_estimate, paired
 from sharpscope.analysis.measures import (
     FUNCTIONAL,
     SMOOTHING,
@@ -33,52 +32,44 @@ from sharpscope.analysis.measures import (
     shared_sharpness,
     train_accuracy,
 )
-from sharpscope.analysis.statistics import sign_flip_p
-from sharpscope.analysis.study import GRID, Pair, Study, grid_settings, most_common
+from sharpscope.analysis.study import GRID, Pair, Pairing, Study, grid_settings, most_common
 from sharpscope.traces import MAX_SATURATION, Run
 
 MEASURES = {"sam": "SAM", "asam": "adaptive (ASAM)"}
-UNIT = "ln(treatment / baseline)"
-Matching = Callable[["Run", "Run", pd.DataFrame, pd.DataFrame], tuple[int, int] | None]
 
 
-def _same_step(first: Run, second: Run, a: pd.DataFrame, b: pd.DataFrame) -> tuple[int, int] | None:
-    shared = a.index.intersection(b.index)
-    return (int(shared.max()), int(shared.max())) if len(shared) else None
-
-
-def _same_reward(first: Run, second: Run, a: pd.DataFrame, b: pd.DataFrame) -> tuple[int, int] | None:
-    """The probed steps at which each run first reached the highest reward that both reached."""
+def _same_reward(runs: Sequence[Run], curves: Sequence[pd.DataFrame]) -> list[int]:
+    """The probed steps at which each of two runs first reached the highest reward that both reached; none without rewards."""
     rewards = [
         by_step(run)["reward_mean"].rolling(SMOOTHING, min_periods=1).mean().reindex(curve.index).dropna()
-        for run, curve in ((first, a), (second, b))
+        for run, curve in zip(runs, curves, strict=True)
     ]
     if any(not len(reward) for reward in rewards):
-        return None
+        return []
     level = min(reward.max() for reward in rewards)
-    steps = [int(reward.index[int(np.argmax(reward.to_numpy() >= level))]) for reward in rewards]
-    return steps[0], steps[1]
+    return [int(reward.index[int(np.argmax(reward.to_numpy() >= level))]) for reward in rewards]
 
 
-MATCHED: dict[str, Matching] = {"step": _same_step, "reward": _same_reward}
+def compared(study: Study, pairs: Sequence[Pair], quantity: str, matched: str) -> tuple[pd.DataFrame, float | None]:
+    """(seed, and of both runs rise, per unit of 1 − loss, whether the ceiling is estimated), at the radius that all runs share.
 
-
-def compared(study: Study, pairs: list[Pair], quantity: str, matching: Matching) -> tuple[pd.DataFrame, float | None]:
-    """(seed, and of both runs rise, per unit of 1 − loss, whether the ceiling is estimated), at the radius that all runs share."""
-    both = itertools.product(("baseline", "treatment"), ("rise", "unit", "estimated"))
-    columns = ["seed", *(f"{name}_{which}" for which, name in both)]
-    names = [name for pair in pairs for name in (pair.baseline, pair.treatment)]
-    shared = shared_sharpness([study.finished[name] for name in names], quantity, one_set=False) if pairs else None
+    `matched`: both at the last `step` that both have, or at the same `reward`.
+    """
+    sides, names = ("baseline", "treatment"), ("rise", "saturation", "estimated")
+    columns = ["seed", *(f"{name.replace('saturation', 'unit')}_{side}" for side in sides for name in names)]
+    runs = {name: study.finished[name] for pair in pairs for name in (pair.baseline, pair.treatment)}
+    shared = shared_sharpness(list(runs.values()), quantity, one_set=False) if pairs else None
     if shared is None:
         return pd.DataFrame(columns=columns), None
     radius, found = shared
-    curves, rows = dict(zip(names, found, strict=True)), []
+    curves, rows = dict(zip(runs, found, strict=True)), []
     for pair in pairs:
-        a, b = curves[pair.baseline], curves[pair.treatment]
-        steps = matching(study.finished[pair.baseline], study.finished[pair.treatment], a, b)
-        if steps is not None:
-            ends = [curve.loc[step] for curve, step in zip((a, b), steps, strict=True)]
-            rows.append([pair.seed, *(end[name] for end in ends for name in ("rise", "saturation", "estimated"))])
+        both = [curves[name] for name in (pair.baseline, pair.treatment)]
+        steps = [int(step) for step in both[0].index.intersection(both[1].index).sort_values()[-1:]] * 2
+        if matched == "reward":
+            steps = _same_reward([runs[pair.baseline], runs[pair.treatment]], both)
+        ends = [curve.loc[step] for curve, step in zip(both, steps, strict=False)]
+        rows += [[pair.seed, *(end[name] for end in ends for name in names)]] if ends else []
     return pd.DataFrame(rows, columns=columns), radius
 
 
@@ -89,52 +80,44 @@ def ratios(frame: pd.DataFrame, what: str = "unit") -> pd.DataFrame:
     return log_ratios(values.loc[fit | (what == "rise"), ["seed", "baseline", "treatment"]])
 
 
-def measure(study: Study) -> ClaimData:
+@paired
+def less_sharp(study: Study, pairing: Pairing) -> ClaimData:
     """Log ratio of SAM sharpness per unit of 1 − loss at the last probed step of both."""
-    pairing = study.pairing()
-    if pairing.missing:
-        return ClaimData(missing=pairing.missing)
-    found = study.finished
-    sets = {name: probe_sets(found[name]) for pair in pairing.pairs for name in (pair.baseline, pair.treatment)}
+    sets = {name: probe_sets(study.finished[name]) for name in pairing.names}
     pairs = [pair for pair in pairing.pairs if sets[pair.baseline] and sets[pair.baseline] == sets[pair.treatment]]
-    frames = {(q, name): compared(study, pairs, q, matching) for q in MEASURES for name, matching in MATCHED.items()}
+    frames = {(q, matched): compared(study, pairs, q, matched) for q in MEASURES for matched in ("step", "reward")}
     frame, radius = frames["sam", "step"]
     if radius is None or not len(frame):
         return ClaimData(missing=f"no pair has sam sharpness of {FUNCTIONAL} at one step, radius and probe set")
-    main = ratios(frame)
+    main, unit = ratios(frame), C4.effect_unit
     others, conditions = [], []
-    for (q, name), (rows, _) in frames.items():
-        text = f"{MEASURES[q]} sharpness at matched {name}"
-        tested = ratios(rows)
-        if (q, name) != ("sam", "step"):
-            others.append(mean_estimate(f"{text}, per unit of 1 − loss", tested, UNIT, "", "log"))
-        if (q, name) in (("asam", "step"), ("sam", "reward")):
-            higher = len(tested) and sign_flip_p(tested["difference"].to_numpy(), "greater") <= study.terms.level
-            conditions.append((f"{text} is not shown to be higher", not higher))
-        if name == "step":
-            others.append(mean_estimate(f"{text}, the rise itself", ratios(rows, "rise"), UNIT, "", "log"))
+    for (q, matched), (rows, _) in frames.items():
+        text = f"{MEASURES[q]} sharpness at matched {matched}"
+        if (q, matched) != ("sam", "step"):
+            others.append(mean_estimate(f"{text}, per unit of 1 − loss", ratios(rows), unit, "log"))
+        if (q, matched) in (("asam", "step"), ("sam", "reward")):
+            conditions.append((f"{text} is not shown to be higher", not is_shown(study, ratios(rows), "greater")))
+        if matched == "step":
+            others.append(mean_estimate(f"{text}, the rise itself", ratios(rows, "rise"), unit, "log"))
     units = frame[["unit_baseline", "unit_treatment"]].to_numpy(dtype=float)
-    known = np.isfinite(units).any()
-    most = f"{np.nanmedian(units):.2f} of the largest possible rise" if known else "of unknown ceiling"
-    estimated = " (ceiling: training accuracy at that step)" if frame.filter(like="estimated").any(axis=None) else ""
-    left_out = len(frame) - len(main)
-    notes = [f"radius {radius:g}, shared by all runs; sharpness is {most}{estimated}"]
-    if left_out:
-        notes.append(f"{left_out} of {len(frame)} pairs are saturated or have no positive sharpness and are left out")
-    why = f"sharpness at radius {radius:g} is saturated: {most}{estimated}, and the limit is {MAX_SATURATION:g}; probe a smaller"
-    missing = "" if len(main) else f"{why} radius (probes.rho: auto)"
+    most = (
+        f"{np.nanmedian(units):.2f} of the largest possible rise" if np.isfinite(units).any() else "of unknown ceiling"
+    )
+    most += " (ceiling: training accuracy at that step)" * bool(frame.filter(like="estimated").any(axis=None))
+    notes = [f"radius {radius:g}, shared by all runs; sharpness is {most}"]
+    if len(main) < len(frame):
+        left_out = f"{len(frame) - len(main)} of {len(frame)} pairs"
+        notes.append(f"{left_out} are saturated or have no positive sharpness and are left out")
     if len(pairs) < len(pairing.pairs):
         notes.append(f"{len(pairing.pairs) - len(pairs)} pairs were not probed, or not on one probe set")
+    why = f"sharpness at radius {radius:g} is saturated: {most}, and the limit is {MAX_SATURATION:g}"
+    missing = "" if len(main) else f"{why}; probe a smaller radius (probes.rho: auto)"
     return ClaimData(
-        parts={"": main},
-        missing=missing,
-        conditions=tuple(conditions),
-        others=tuple(others),
-        notes=(*notes, *pairing_notes(study, pairing)),
+        {"": main}, missing=missing, conditions=tuple(conditions), others=tuple(others), notes=tuple(notes)
     )
 
 
-C4 = declared("C4", measure, other=one_update.C4)
+C4 = declared("C4", less_sharp, other=one_update.C4)
 
 # -- C6
 
@@ -154,27 +137,31 @@ def grid_frame(study: Study) -> pd.DataFrame:
     """
     keys = list(GRID.values())
     runs = study.of(study.baseline, study.treatment)
-    family = {name: study.setting_key(run, keys) for name, run in runs.items()}
-    if not family:
-        return pd.DataFrame()
-    common = most_common(sorted(family.values()))
-    inside = {name: run for name, run in sorted(runs.items()) if family[name] == common}
+    family = {name: study.setting_key(run, keys) for name, run in sorted(runs.items())}
+    common = most_common(sorted(family.values())) if family else ""
+    inside = {name: runs[name] for name, key in family.items() if key == common}
     measured = {name: run for name, run in inside.items() if all(len(probe_rows(run, q)) for q in MEASURES)}
-    curves = {q: shared_sharpness(list(measured.values()), q) for q in MEASURES} if measured else {}
-    found = {q: shared[1] for q, shared in curves.items() if shared is not None}
+    shared = {q: shared_sharpness(list(measured.values()), q) for q in MEASURES} if measured else {"": None}
+    if None in shared.values():
+        return pd.DataFrame()
+    curves = {q: dict(zip(measured, found[1], strict=True)) for q, found in shared.items() if found is not None}
     rows: list[dict[str, Any]] = []
-    for key, (name, run) in enumerate(measured.items()):
+    for name, run in measured.items():
         step = last_evaluation(run)
         value = None if step is None else gap(run, step)
-        if step is None or value is None or len(found) < len(MEASURES):
+        if step is None or value is None:
             continue
         row = {"run": name, "step": step, "method": run.method, "seed": run.seed, **grid_settings(run), "gap": value}
-        for q, each in found.items():  # of the steps probed, the one nearest to the evaluation
-            row[q] = float(each[key]["rise"].iloc[int(np.argmin(np.abs(each[key].index.to_numpy() - step)))])
+        for q, of_run in curves.items():  # of the steps probed, the one nearest to the evaluation
+            rises = of_run[name]["rise"]
+            row[q] = float(rises.iloc[int(np.argmin(np.abs(rises.index.to_numpy() - step)))])
         rows.append(row)
     frame = pd.DataFrame(rows)
-    same = [name for name in ("method", "seed", *GRID) if name in frame]
-    return frame.drop_duplicates(same, ignore_index=True) if rows else frame
+    return (
+        frame.drop_duplicates([c for c in ("method", "seed", *GRID) if c in frame], ignore_index=True)
+        if rows
+        else frame
+    )
 
 
 def shrinkage(run: Run) -> float:
@@ -219,31 +206,27 @@ def gap_noise(run: Run, step: int) -> float | None:
     return None if outside is None or inside is None else outside + inside
 
 
-def reliability(values: NDArray[np.floating], noise: NDArray[np.floating], groups: Sequence[Any]) -> float:
-    """1 − (mean noise variance)/(variance within groups), at least 0: the share of the spread that is no sampling noise.
+def reliability(frame: pd.DataFrame, strata: Sequence[str], noise: float) -> float:
+    """1 − noise/(variance of the gap within strata), at least 0: the share of the spread that is no sampling noise.
 
-    Args:
-        values, noise: (n,) a number per run and its sampling variance.
-        groups: (n,) only runs of one group are compared; a group of one run says nothing.
+    `noise`: mean variance of the runs' gaps from sampling answers. A stratum of one run says nothing.
     """
-    frame = pd.DataFrame({"value": values, "group": [repr(group) for group in groups]})
-    centered = frame["value"] - frame.groupby("group")["value"].transform("mean")
-    freedom = len(frame) - frame["group"].nunique()
-    total = float((centered**2).sum() / freedom) if freedom > 0 else 0.0
-    return max(0.0, 1 - float(np.mean(noise)) / total) if total > 0 else 0.0
+    groups = frame.groupby(list(strata))["gap"]
+    freedom = len(frame) - groups.ngroups
+    total = float(((frame["gap"] - groups.transform("mean")) ** 2).sum() / freedom) if freedom > 0 else 0.0
+    return max(0.0, 1 - noise / total) if total > 0 else 0.0
 
 
-def _unreliable(result: float, values: NDArray[np.floating], noise: NDArray[np.floating]) -> str:
+def _unreliable(result: float, gaps: pd.Series, noise: float) -> str:
     """Why a gap of reliability `result` < FLOOR cannot be predicted, and how many times as many answers would do."""
-    sampled = float(np.mean(noise))
-    total = sampled / (1 - result) if result > 0 else float(np.var(values, ddof=1))
+    total = noise / (1 - result) if result > 0 else float(np.var(gaps.to_numpy(), ddof=1))
     text = (
         f"the gap's reliability is {result:.2f}, below {FLOOR:g}: its standard deviation over the runs compared is "
-        f"{100 * total**0.5:.2g} points, that of sampling answers {100 * sampled**0.5:.2g} points"
+        f"{100 * total**0.5:.2g} points, that of sampling answers {100 * noise**0.5:.2g} points"
     )
     if result <= 0:
         return text + "; evaluate more prompts and samples"
-    more = sampled / (total - sampled) * FLOOR / (1 - FLOOR)
+    more = noise / (total - noise) * FLOOR / (1 - FLOOR)
     return text + f"; {math.ceil(10 * more) / 10:g} times as many answers would do"
 
 
@@ -255,30 +238,28 @@ def prediction(study: Study) -> ClaimData:
         return ClaimData(missing=why)
     varied = [axis for axis in GRID if axis in frame and frame[axis].nunique() > 1]
     axes, why = [axis for axis in varied if axis != HELD], ""
-    shrunk = max((shrinkage(study.finished[name]) for name in frame["run"]), default=0.0)
+    shrunk = max(shrinkage(study.finished[name]) for name in frame["run"])
     if "weight decay" in axes and shrunk < LEAST_SHRINKAGE:
         axes.remove("weight decay")
         why = f"; weight decay takes off at most {shrunk:.1%} of a weight, too little for an axis"
     if not axes:
-        named = f"{', '.join(varied) or 'no setting'}{why}"
-        return ClaimData(
-            missing=f"no grid: the runs vary {named}; group size or weight decay must vary at a fixed learning rate"
-        )
-    stratum = ["method", "seed", *(name for name in varied if name not in axes)]
+        vary = f"the runs vary {', '.join(varied) or 'no setting'}{why}"
+        return ClaimData(missing=f"no grid: {vary}; group size or weight decay must vary at a fixed learning rate")
+    strata = ["method", "seed", *(name for name in varied if name not in axes)]
     # Runs that no other run can be compared with (more seeds of one setting, other learning rates) are not in the grid.
-    frame = frame[frame.groupby(stratum)["run"].transform("size") > 1].reset_index(drop=True)
-    main, plain = (agreement(frame, quantity, axes, stratum) for quantity in ("asam", "sam"))
+    frame = frame[frame.groupby(strata)["run"].transform("size") > 1].reset_index(drop=True)
+    main, plain = (agreement(frame, quantity, axes, strata) for quantity in ("asam", "sam"))
     if not len(main):
         return ClaimData(missing="no two runs of the grid differ in one setting alone")
-    noise = [gap_noise(study.finished[row["run"]], int(row["step"])) for _, row in frame.iterrows()]
-    if any(value is None for value in noise):
+    each = [gap_noise(study.finished[name], int(step)) for name, step in zip(frame["run"], frame["step"], strict=True)]
+    if None in each:
         why = "the sampling noise of the gap is not known, so neither is its reliability: no training answers to count"
         return ClaimData(missing=why)
-    known, gaps = np.array(noise, dtype=float), frame["gap"].to_numpy()
-    reliable = reliability(gaps, known, list(frame[stratum].itertuples(index=False, name=None)))
+    noise = float(np.mean(np.array(each, dtype=float)))
+    reliable = reliability(frame, strata, noise)
     if reliable < FLOOR:
-        return ClaimData(missing=_unreliable(reliable, gaps, known) + why)
-    whole = float(kendalltau(frame["asam"], gaps).statistic)
+        return ClaimData(missing=_unreliable(reliable, frame["gap"], noise) + why)
+    whole = float(kendalltau(frame["asam"], frame["gap"]).statistic)
     common = "includes any common cause"
     return ClaimData(
         parts={"": main},

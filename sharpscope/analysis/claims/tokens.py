@@ -11,56 +11,52 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from sharpscope.analysis.claims import one_update
-from sharpscope.analysis.claims.base import ClaimData, Evidence, Statistic, declared, margin_text, mean_estimate
-from sharpscope.analysis.statistics import ClusterSlope, cluster_moments, sign_flip_p, weighted_ranks
+from sharpscope.analysis.claims.base import (
+    ClaimData,
+    Evidence,
+    Statistic,
+    declared,
+    is_shown,
+    margin_text,
+    mean_estimate,
+)
+from sharpscope.analysis.statistics import ClusterSlope, cluster_moments, weighted_ranks
 from sharpscope.analysis.study import Study
 from sharpscope.analysis.tokens import INCLUSION, Columns, Reduced, Reducer, deciles, inverse_inclusion
 from sharpscope.traces import Run
 
 # C2: the full score norm grows as 1 − π.
 
-SHARED = ("logp", "position", "collision", "logit_grad_norm", "head_grad_norm")
 LOWEST = 1e-6
 """1 − π below this is float32's rounding [1]."""
 FEWEST_SLOPE, FEWEST_CURVE, FEWEST_INFLUENCE = 8, 50, 100
 """Tokens that a step must have for its slope, its Lorenz curve and its influence to be counted [tokens]."""
 
 
-def _design(tokens: Columns, norm: NDArray[Any], weight: NDArray[Any], *, full: bool = False) -> dict[str, Any] | None:
-    """Moments of one step: ln norm on ln(1 − π), controlling position, ln ‖h‖ and collision; `full`: also of ranks."""
+def _full(tokens: Columns, run: Run) -> dict[str, Any] | None:
+    """Moments of one step: ln norm on ln(1 − π), controlling position, ln ‖h‖ and collision; and of their ranks."""
+    norm, chance = (tokens[name].astype(np.float64) for name in ("score_norm", "draw_probability"))
+    exact = np.isfinite(norm) & (tokens["score_norm_std_error"] == 0)
+    # where no token was drawn at random, no probability is recorded: all that have a norm count alike
+    weight = np.where(exact, 1.0 / np.where(chance > 0, chance, 1.0), 0.0)
     rest = -np.expm1(tokens["logp"].astype(np.float64))
     head, logit = tokens["head_grad_norm"].astype(np.float64), tokens["logit_grad_norm"].astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         hidden = np.log(head) - np.log(logit)  # ln(‖h‖/T), since ‖∂ℓ/∂W‖ = ‖∂ℓ/∂z‖·‖h‖/T
-        y, x = np.log(norm), np.log(rest)
-    controls = [tokens["position"].astype(np.float64), hidden, tokens["collision"].astype(np.float64)]
-    good = (rest > LOWEST) & np.isfinite(y) & np.isfinite(hidden) & np.isfinite(controls[2]) & (weight > 0)
+        y, x = np.log(np.where(exact, norm, np.nan)), np.log(rest)
+    position, collision = tokens["position"].astype(np.float64), tokens["collision"].astype(np.float64)
+    good = (rest > LOWEST) & np.isfinite(y) & np.isfinite(hidden) & np.isfinite(collision) & (weight > 0)
     if good.sum() < FEWEST_SLOPE:
         return None
     w = weight[good]
-    columns = [x[good], *(c[good] for c in controls), y[good]]
-    values = {"moments": cluster_moments(columns[-1], columns[0], columns[1:-1], w), "tokens": int(good.sum())}
-    if full:
-        ranks = [weighted_ranks(column, w) for column in columns]
-        values["ranks"] = cluster_moments(ranks[-1], ranks[0], ranks[1:-1], w)
-    return values
+    columns = [column[good] for column in (x, position, hidden, collision, y)]
+    ranks = [weighted_ranks(column, w) for column in columns]
+    moments = {n: cluster_moments(c[-1], c[0], c[1:-1], w) for n, c in (("moments", columns), ("ranks", ranks))}
+    return {**moments, "tokens": int(good.sum())}
 
 
-def _full(tokens: Columns, run: Run) -> dict[str, Any] | None:
-    norm, chance = tokens["score_norm"].astype(np.float64), tokens["draw_probability"].astype(np.float64)
-    exact = np.isfinite(norm) & (tokens["score_norm_std_error"] == 0)
-    # where no token was drawn at random, no probability is recorded: all that have a norm count alike
-    weight = np.where(exact, 1.0 / np.where(chance > 0, chance, 1.0), 0.0)
-    return _design(tokens, np.where(exact, norm, np.nan), weight, full=True)
-
-
-def _local(tokens: Columns, run: Run) -> dict[str, Any] | None:
-    norm = tokens["score_norm_local"].astype(np.float64)
-    return _design(tokens, norm, np.where(np.isfinite(norm), inverse_inclusion(tokens), 0.0))
-
-
-FULL = Reducer("C2", (*SHARED, "score_norm", "score_norm_std_error", "draw_probability"), _full, needs="score_norm")
-LOCAL = Reducer("C2 local", (*SHARED, "score_norm_local", INCLUSION), _local, needs="score_norm_local")
+_NEEDED = ("logp", "position", "collision", "logit_grad_norm", "head_grad_norm")
+FULL = Reducer("C2", (*_NEEDED, "score_norm", "score_norm_std_error", "draw_probability"), _full, needs="score_norm")
 
 
 def _clustered(results: Sequence[Reduced], key: str, by_step: bool = True) -> ClusterSlope:
@@ -78,17 +74,12 @@ def _slope_estimate(name: str, slope: ClusterSlope, note: str) -> Statistic:
 
 def score_norm(study: Study) -> ClaimData:
     """Slope of ln score_norm on ln(1 − π) with controls, and its equivalence to 1."""
-    alike = study.alike(study.baseline, study.treatment)
-    results, local = study.results(FULL.name, alike), study.results(LOCAL.name, alike)
-    others = []
-    if local:
-        note = "all tokens, credit through other positions left out; p of slope 0"
-        others = [_slope_estimate("slope with the local norm", _clustered(local, "moments"), note)]
+    results = study.results(FULL.name, study.alike(study.baseline, study.treatment))
     if not results:
-        return ClaimData(missing="no token has an exact score_norm", others=tuple(others))
+        return ClaimData(missing="no token has an exact score_norm")
     slope, ranks = _clustered(results, "moments"), _clustered(results, "ranks")
     seeds = _clustered(results, "moments", by_step=False)
-    margin, interval = study.terms.margin(C2.key, C2.margin), slope.interval()
+    margin, interval = C2.margin_in(study.terms), slope.interval()
     low, high = 1 - margin, 1 + margin
     inside = max(slope.p(low, "greater"), slope.p(high, "less"))
     outside = min(slope.p(low, "less"), slope.p(high, "greater"))
@@ -105,7 +96,6 @@ def score_norm(study: Study) -> ClaimData:
         others=(
             _slope_estimate("partial rank slope", ranks, "ranks in place of logarithms; p of slope 0"),
             _slope_estimate("slope, seeds as clusters", seeds, "wider question: other seeds; p of slope 0"),
-            *others,
         ),
         notes=(
             f"{sum(r.values['tokens'] for r in results)} tokens in {slope.clusters} steps of {seeds.clusters} seeds",
@@ -114,14 +104,13 @@ def score_norm(study: Study) -> ClaimData:
     )
 
 
-C2 = declared("C2", score_norm, FULL, LOCAL)
+C2 = declared("C2", score_norm, FULL)
 
 # C3: few tokens dominate the gradient, more than if the norm were 1 − π.
 
 TOP, HALF = 0.01, 0.5
 """Share of the tokens called few, and the share of the gradient that they must hold. The top tenth holds 99 % of the gradient
 already where the norm is 1 − π."""
-GRADIENT = "share of Σ|c|·‖∇ log π‖"
 
 
 def lorenz(values: NDArray[np.floating], weights: NDArray[np.floating], points: int = 101) -> NDArray[np.float64]:
@@ -156,38 +145,39 @@ def _concentration(tokens: Columns, run: Run) -> dict[str, Any] | None:
 CURVES = Reducer("C3", ("logp", "loss_coef", "score_norm_local", INCLUSION), _concentration, needs="score_norm_local")
 
 
+def _seeds_and_steps(study: Study, results: Sequence[Reduced], names: Sequence[str]) -> tuple[pd.DataFrame, list[str]]:
+    """The mean of each value by seed and step, and notes. Runs of other settings with the same seed share their puzzles."""
+    frame = pd.DataFrame(
+        [{"seed": r.seed, "step": r.step, **{name: r.values[name] for name in names}} for r in results]
+    )
+    counts = f"{frame['seed'].nunique()} seeds, {frame['step'].nunique()} recorded steps"
+    return frame.groupby(["seed", "step"], as_index=False).mean(), [counts, *study.elsewhere(study.baseline)]
+
+
 def dominance(study: Study) -> ClaimData:
     """Share of Σ|c|·‖∇ log π‖ held by the top hundredth of the tokens, beyond that of a null with norm = 1 − π."""
     results = study.results(CURVES.name, study.alike(study.baseline))
     if not results:
         return ClaimData(missing=f"no step of {study.baseline} has score_norm_local on enough tokens")
-
-    rows = [(r.seed, r.step, r.values["top_null"], r.values["top"]) for r in results]
-    frame = pd.DataFrame(rows, columns=["seed", "step", "baseline", "treatment"])
-    # runs of other settings with the same seed share their puzzles: one cluster
-    means = frame.groupby(["seed", "step"], as_index=False).mean()
+    means, notes = _seeds_and_steps(study, results, ("top_null", "top"))
+    means = means.rename(columns={"top_null": "baseline", "top": "treatment"})
     means["difference"] = means["treatment"] - means["baseline"]
-    notes = (
-        f"{frame['seed'].nunique()} seeds, {frame['step'].nunique()} recorded steps; local norms, without credit through other positions",
-        *study.elsewhere(study.baseline),
-    )
-    margin, room = study.terms.margin(C3.key, C3.margin), 1 - float(means["baseline"].mean())
+    margin, room = C3.margin_in(study.terms), 1 - float(means["baseline"].mean())
     shares = [
-        mean_estimate(name, means[column].to_numpy(), GRADIENT, scale="percent")
+        mean_estimate(name, means[column].to_numpy(), C3.effect_unit, "percent")
         for name, column in (("share of the top hundredth", "treatment"), ("the null's share", "baseline"))
     ]
     others = tuple(replace(share, p_value=None) for share in shares if share is not None)
+    missing = ""
     if room < margin:
-        why = f"the null's top hundredth holds {1 - room:.1%}, which leaves no room for {margin_text(margin, 'points')} more"
-        return ClaimData(
-            missing=f"{why}: whatever the norms are, the margin cannot be reached", others=others, notes=notes
-        )
-    half = sign_flip_p(means["treatment"].to_numpy(), "greater", shift=HALF) <= study.terms.level
+        missing = f"the null's top hundredth holds {1 - room:.1%}, which leaves no room for {margin_text(margin, 'points')} more"
+    half = is_shown(study, means["treatment"], "greater", HALF)
     return ClaimData(
-        parts={"": means},
+        parts={} if missing else {"": means},
+        missing=missing,
         conditions=(("the top hundredth of the tokens is shown to hold more than half", half),),
         others=others,
-        notes=notes,
+        notes=(*notes, "local norms, without credit through other positions"),
     )
 
 
@@ -211,7 +201,6 @@ def _by_decile(tokens: Columns, run: Run) -> dict[str, Any] | None:
 
 
 INFLUENCE = Reducer("C9", ("logp", "advantage", "heldout_influence", INCLUSION), _by_decile, needs="heldout_influence")
-HURTS = "step's mean |influence|; negative hurts"
 
 
 def influence(study: Study) -> ClaimData:
@@ -219,22 +208,17 @@ def influence(study: Study) -> ClaimData:
     results = study.results(INFLUENCE.name, study.alike(study.baseline))
     if not results:
         return ClaimData(missing=f"no step of {study.baseline} has heldout_influence on enough tokens")
-    names = ("low", "rest", "low_positive", "low_negative")  # reductions of 0.2 hold more
-    frame = pd.DataFrame([{"seed": r.seed, "step": r.step, **{k: r.values[k] for k in names}} for r in results])
-    means = frame.groupby(["seed", "step"], as_index=False).mean()
-    worse = sign_flip_p((means["low"] - means["rest"]).to_numpy(), "less") <= study.terms.level
+    means, notes = _seeds_and_steps(study, results, ("low", "rest", "low_positive", "low_negative"))
+    worse, unit = is_shown(study, means["low"] - means["rest"], "less"), _RECORDED.effect_unit
     return ClaimData(
         parts={"": means.assign(difference=means["low"])},
         conditions=(("the lowest tenth is shown to do worse than the other tokens", worse),),
         others=(
-            mean_estimate("lowest tenth, positive advantage", means["low_positive"].dropna(), HURTS),
-            mean_estimate("lowest tenth, negative advantage", means["low_negative"].dropna(), HURTS),
-            mean_estimate("all other tokens", means["rest"], HURTS),
+            mean_estimate("lowest tenth, positive advantage", means["low_positive"].dropna(), unit),
+            mean_estimate("lowest tenth, negative advantage", means["low_negative"].dropna(), unit),
+            mean_estimate("all other tokens", means["rest"], unit),
         ),
-        notes=(
-            f"{frame['seed'].nunique()} seeds, {frame['step'].nunique()} recorded steps",
-            *study.elsewhere(study.baseline),
-        ),
+        notes=tuple(notes),
     )
 
 

@@ -1,17 +1,225 @@
-"""Studies with a planted truth, one maker a claim: `make(truth, rng, seeds, tails)` → runs.
+"""Runs made of frames, and studies with a planted truth, one maker a claim: `make(truth, rng, seeds, tails)` → runs.
 
 `truth` is "effect" (of the claimed direction and of a size that matters), "none", or "wrong" (the opposite direction).
 """
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from sharpscope.analysis import claims
-from tests.analysis.claims.frames import draw, frame_run, paired_study, study, tokens_frame
+
+CONFIG: dict[str, Any] = {
+    "task": {"kind": "knights_knaves", "train_size": 100, "people": 3},
+    "policy": {"model": "embedded:knights_knaves"},
+    "optimizer": {"lr": 1e-4, "beta1": 0.9, "weight_decay": 0.0},
+    "rollout": {"prompts_per_step": 24, "group_size": 8, "temperature": 1.0},
+}
+
+
+@dataclass(eq=False)
+class FrameRun:
+    """Has what the claims read of a `sharpscope.traces.Run`."""
+
+    name: str
+    method: str
+    seed: int
+    config: dict[str, Any]
+    steps: pd.DataFrame
+    eval: pd.DataFrame
+    probes: pd.DataFrame
+    token_frame: pd.DataFrame | None = None
+    status: str = "finished"
+    task: str = "knights_knaves"
+    info: dict[str, Any] = field(default_factory=lambda: {"parameters": 900_000, "vocabulary": None})
+    reads: list[Any] = field(default_factory=list)
+    reductions: None = None
+    forks: pd.DataFrame = field(default_factory=pd.DataFrame)
+    probe_prompts: pd.DataFrame = field(default_factory=pd.DataFrame)
+    updates: pd.DataFrame = field(default_factory=pd.DataFrame)
+
+    @property
+    def token_steps(self) -> list[int]:
+        return [] if self.token_frame is None else sorted(self.token_frame["step"].unique().tolist())
+
+    def rows(self, table: str) -> int:
+        return 0 if self.token_frame is None else len(self.token_frame)
+
+    def tokens(self, steps=None, columns=None) -> pd.DataFrame:
+        frame = self.token_frame
+        self.reads.append((tuple(steps), tuple(columns)))
+        blank = {name: np.nan for name in columns if name not in frame}
+        return frame[frame["step"].isin(steps)].assign(**blank)[list(columns)]
+
+
+def study(*runs: FrameRun) -> Any:
+    """What `test_claims` takes."""
+    return SimpleNamespace(by_name={run.name: run for run in runs})
+
+
+def eval_frame(rows: list[tuple[int, str, float]], n: int = 400, shift: float = 0.0) -> pd.DataFrame:
+    """(step, split, accuracy) as greedy eval rows, and rows at temperature 1 whose accuracy is higher by `shift`."""
+    table = [
+        {"step": step, "split": split, "level": "3", "n": n, "k": 1, "accuracy": value + more, "temperature": heat}
+        for step, split, value in rows
+        for heat, more in ((0.0, 0.0), (1.0, shift))
+    ]
+    return pd.DataFrame(table, columns=["step", "split", "level", "n", "k", "accuracy", "temperature"])
+
+
+PROBE_COLUMNS = ["step", "probe_set", "functional", "parameters", "quantity", "value", "rho", "converged", "ceiling"]
+
+
+def probe_frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    base = {"probe_set": "train-0", "functional": "expected_failure", "parameters": "all"}
+    base |= {"rho": np.nan, "converged": None}
+    return pd.DataFrame([base | row for row in rows], columns=PROBE_COLUMNS)
+
+
+def steps_frame(rng: np.random.Generator, count: int, **columns: Any) -> pd.DataFrame:
+    t = np.arange(1, count + 1)
+    reward = 1 - 2 * np.exp(-t / (count / 4)) + rng.normal(0, 0.05, count)
+    base = {"step": t, "updates": 1, "reward_mean": reward, "accuracy": 0.6, "update_norm": 0.01, "lr": 1e-4}
+    base |= {"entropy_mean": 1.0 + rng.normal(0, 0.01, count), "grad_norm": np.exp(rng.normal(0, 0.3, count))}
+    return pd.DataFrame(base | columns)
+
+
+def frame_run(
+    method: str = "grpo",
+    seed: int = 0,
+    *,
+    steps: int = 40,
+    config: dict[str, Any] | None = None,
+    heldout: float = 0.5,
+    unseen: float | None = None,
+    train: float | None = None,
+    sharpness: float | None = None,
+    probes: list[dict[str, Any]] | None = None,
+    columns: dict[str, Any] | None = None,
+    tokens: pd.DataFrame | None = None,
+    noise: int = 0,
+    tag: str = "",
+    answers: int = 400,
+    ceiling: float | None = 1.0,
+    shift: float = 0.0,
+) -> FrameRun:
+    """One run. `config` is laid over CONFIG's parts; `sharpness` becomes sam, asam and largest at three steps."""
+    rng = np.random.default_rng([seed, noise, *method.encode(), *tag.encode()])
+    whole = {key: {**value, **(config or {}).get(key, {})} for key, value in CONFIG.items()}
+    whole |= {"steps": steps, "seed": seed, "name": f"{method}{tag}-{seed}", "method": {"name": method}}
+    rows: list[tuple[int, str, float]] = [(0, "heldout", 0.2), (steps, "heldout", heldout)]
+    rows += [] if unseen is None else [(steps, "unseen", unseen)]
+    rows += [] if train is None else [(steps, "train", train)]
+    surface = list(probes or [])
+    if sharpness is not None:
+        for step, functional in itertools.product((0, steps // 2, steps), ("expected_failure", "nll")):
+            value = 0.2 if step == 0 else sharpness
+            row = {"step": step, "functional": functional}
+            most = ceiling if functional == "expected_failure" else None
+            surface += [{**row, "quantity": q, "value": value, "rho": 0.05, "ceiling": most} for q in ("sam", "asam")]
+            surface.append({**row, "quantity": "largest", "value": 10 * value})
+    return FrameRun(
+        name=f"{method}{tag}-{seed}",
+        method=method,
+        seed=seed,
+        config=whole,
+        steps=steps_frame(rng, steps, **(columns or {})),
+        eval=eval_frame(rows, answers, shift),
+        probes=probe_frame(surface),
+        token_frame=tokens,
+    )
+
+
+def draw(rng: np.random.Generator, kind: str, size: int | tuple[int, ...], scale: float) -> np.ndarray:
+    """Noise: normal, or heavy-tailed (Student's t with 2 degrees of freedom, without a variance)."""
+    return scale * (rng.normal(size=size) if kind == "normal" else rng.standard_t(2, size=size))
+
+
+def tokens_frame(
+    rng: np.random.Generator,
+    steps: int = 8,
+    count: int = 300,
+    *,
+    slope: float = 1.0,
+    hidden_slope: float = 0.0,
+    low_influence: float = 0.0,
+    correlated: float = 0.0,
+    tails: str = "normal",
+    weights: bool = False,
+    concentration: float = 0.3,
+) -> pd.DataFrame:
+    """Tokens of several steps whose norm is (1 − π)^slope·‖h‖·noise, with planted influence of the lowest tenth.
+
+    Args:
+        slope: of ln score norm on ln(1 − π).
+        hidden_slope: ‖h‖ grows as (1 − π)^hidden_slope, and the norm with ‖h‖: a hidden cause where slope is 0.
+        low_influence: mean influence of the lowest tenth by probability, others 0, over noise of scale 1.
+        correlated: standard deviation of a shift of influence and ln norm that all tokens of a step share.
+        weights: weights growing with probability multiply the loss coefficient.
+        concentration: spread of the norm's noise [ln].
+    """
+    parts = []
+    for step in range(1, steps + 1):
+        rest = np.clip(rng.beta(0.3, 1.0, count), 1e-5, 1 - 1e-5)
+        logp = np.log1p(-rest)
+        hidden = np.exp(0.2 * rng.normal(size=count)) * rest**hidden_slope
+        logit_norm = rest * rng.uniform(1.05, 1.35, count)
+        shift = correlated * rng.normal()
+        reach = max(5.0, 4 * concentration)  # heavy tails are cut off
+        norm = 3 * rest**slope * hidden * np.exp(draw(rng, tails, count, concentration).clip(-reach, reach) + shift)
+        advantage = rng.normal(size=count)
+        weight = 1.0 + 0.4 * (1 - rest) if weights else np.ones(count)
+        low = rest >= np.quantile(rest, 0.9)
+        influence = draw(rng, tails, count, 1.0) + correlated * rng.normal() + low_influence * low
+        exact = np.zeros(count, dtype=bool)
+        local = 0.95 * norm
+        order = np.argsort(-local)
+        exact[order[:8]] = True
+        exact[rng.choice(order[8:], 16, replace=False)] = True
+        chance = np.full(count, 16 / (count - 8))
+        chance[order[:8]] = 1.0
+        table = {"step": step, "position": np.arange(count) % 40, "logp": logp, "logit": 10.0}
+        table |= {"collision": (1 - rest) ** 2 + rest**2 * rng.uniform(0.1, 0.8, count)}
+        table |= {"polarity": rng.normal(size=count), "advantage": advantage, "weight": weight}
+        table |= {"loss_coef": -advantage * weight / count, "heldout_influence": influence, "score_norm_local": local}
+        table |= {"logit_grad_norm": logit_norm, "head_grad_norm": logit_norm * hidden}
+        measured = {"draw_probability": chance, "score_norm": norm, "score_norm_std_error": 0.0}
+        parts.append(pd.DataFrame(table | {name: np.where(exact, v, np.nan) for name, v in measured.items()}))
+    return pd.concat(parts, ignore_index=True)
+
+
+def paired_study(
+    seeds: int,
+    effect: float = 0.0,
+    *,
+    base: float = 0.5,
+    noise: float = 0.02,
+    tails: str = "normal",
+    measure: str = "heldout",
+    rng: np.random.Generator | None = None,
+    treatment: str = "grpo-sg",
+    treatment_config: dict[str, Any] | None = None,
+    relative: bool = False,
+    **options: Any,
+) -> Any:
+    """Pairs of runs whose `measure` differs by `effect` (times `base` if `relative`); seeds shift both alike."""
+    rng = rng or np.random.default_rng(0)
+    runs = []
+    for seed in range(seeds):
+        level = base * (1 + 0.1 * rng.normal())
+        for method in ("grpo", treatment):
+            value = level + (effect * (base if relative else 1.0) if method == treatment else 0.0)
+            value += draw(rng, tails, 1, noise)[0]
+            config = treatment_config if method == treatment else None
+            runs.append(frame_run(method, seed, config=config, **{measure: value}, **options))
+    return study(*runs)
+
 
 SIGN = {"effect": 1.0, "none": 0.0, "wrong": -1.0}
 Rng = np.random.Generator
