@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtrit
 
-from sharpscope.analysis.frames import STEPS, Quantity, eval_values, sharpness_values, step_values
+from sharpscope.analysis.measures import STEPS, Quantity, eval_values, sharpness_values, step_values
 from sharpscope.analysis.spikes import find_spikes
 from sharpscope.analysis.statistics import FEWEST
 from sharpscope.analysis.study import Setting, Study

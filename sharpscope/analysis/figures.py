@@ -26,8 +26,8 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarForm
 
 from sharpscope.analysis.curves import COLORS, in_order, study_charts
 from sharpscope.analysis.forks import COMPARISONS, NAMES, UNITS, fork_differences
-from sharpscope.analysis.frames import STEPS, step_values
 from sharpscope.analysis.headline import Moved, accuracy_texts, concentration_text, largest_update, moved_tokens
+from sharpscope.analysis.measures import STEPS, step_values
 from sharpscope.analysis.report import laid_out, main_differences
 from sharpscope.analysis.sections import Marked
 from sharpscope.analysis.spikes import recorded_by

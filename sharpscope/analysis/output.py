@@ -15,9 +15,8 @@ import pandas as pd
 from sharpscope.analysis.headline import largest_update
 from sharpscope.analysis.html.page import report_html
 from sharpscope.analysis.html.tokens import of_step
-from sharpscope.analysis.loading import Paths, nothing_found, quiet
 from sharpscope.analysis.report import Page, page_of
-from sharpscope.analysis.study import last_step
+from sharpscope.analysis.study import Paths, last_step, nothing_found, quiet
 from sharpscope.analysis.text import csv_text
 from sharpscope.errors import UserError
 from sharpscope.traces import Run, Runs, load_runs, output_folder, write_atomic

@@ -13,7 +13,9 @@ import pandas as pd
 
 from sharpscope.analysis.curves import study_charts
 from sharpscope.analysis.forks import fork_differences, fork_sections
-from sharpscope.analysis.frames import (
+from sharpscope.analysis.headline import largest_update, layer_sections, moved_sections, step_sections, trained_text
+from sharpscope.analysis.html.tokens import RULE, Choice, choose, completions_dropped
+from sharpscope.analysis.measures import (
     STEPS,
     Quantity,
     Z,
@@ -25,16 +27,13 @@ from sharpscope.analysis.frames import (
     sharpness_values,
     step_values,
 )
-from sharpscope.analysis.headline import largest_update, layer_sections, moved_sections, step_sections, trained_text
-from sharpscope.analysis.html.tokens import RULE, Choice, choose, completions_dropped
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.sections import Code, Section
-from sharpscope.analysis.selection import gap_section, selection_section
 from sharpscope.analysis.spikes import LARGE, SPIKE_Z, recorded_by
 from sharpscope.analysis.statistics import mean_interval, series_mean
 from sharpscope.analysis.study import Setting, Study, flat, last_step, per_run, studies
 from sharpscope.analysis.text import interval_text, method_label, model_label, number, percent, printable, sampling
-from sharpscope.analysis.token_values import entropy_section, sampler_section
+from sharpscope.analysis.token_values import entropy_section, gap_section, sampler_section, selection_section
 from sharpscope.diagnose.report import sparkline
 from sharpscope.traces import MAX_SATURATION, Run, Runs
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import re
+import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,7 +19,7 @@ import pandas as pd
 
 from sharpscope.analysis.tokens import Reduced, Reducer, scan
 from sharpscope.config import ClaimsSpec
-from sharpscope.traces import Run, Runs
+from sharpscope.traces import DamagedPartWarning, Run, Runs
 
 NOT_A_SETTING = (
     *("seed", "name", "out", "threads", "device"),
@@ -24,6 +27,7 @@ NOT_A_SETTING = (
 )
 """Configuration in which two runs of one setting may differ: the seed, and what changes nothing of what is learned."""
 
+Paths = str | Path | Iterable[str | Path]
 PairMeasure = Callable[["Run", "Run"], tuple[float | None, float | None] | None]
 """(baseline's run, treatment's run) → a number of each; None where there is none."""
 
@@ -249,6 +253,26 @@ def studies(whole: Runs | Study) -> list[Study]:
         slug = "" if len(members) == plain else f"{number}-{words}_"
         matches.append(replace(base, runs=members, name=titles[ground], slug=slug))
     return matches
+
+
+def nothing_found(paths: Paths, runs: Runs) -> str:
+    """The message for `paths` below which there is nothing to analyze."""
+    where = runs.root if isinstance(paths, str | Path) else ", ".join(map(str, paths))
+    if runs.skipped:
+        name, why = next(iter(runs.skipped.items()))
+        return f"runs: none of the {len(runs.skipped)} below {where} can be read; {name}: {why}"
+    if len(runs):
+        return f"runs: none below {where} has a finished step yet; wait for one, or look at run.json of {runs[0].name}"
+    return f"runs: no run below {where}; make one with `sharpscope run --steps 20`, or give the folder that holds yours"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without warnings about damaged parts and runs left out: a report names them itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DamagedPartWarning)
+        warnings.filterwarnings("ignore", message=".* is left out: ")
+        yield
 
 
 def last_step(run: Run) -> int:

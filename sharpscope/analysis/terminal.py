@@ -13,11 +13,10 @@ from rich.live import Live
 from rich.text import Text
 
 from sharpscope.analysis.headline import layer_sections, sentences, step_sections
-from sharpscope.analysis.loading import quiet
 from sharpscope.analysis.report import found_sections, laid_out, run_sections, runs_sections
 from sharpscope.analysis.sections import Section, to_terminal
 from sharpscope.analysis.spikes import explain_step, notable_steps, recorded_by, spike_text
-from sharpscope.analysis.study import last_step
+from sharpscope.analysis.study import last_step, quiet
 from sharpscope.analysis.text import number, printable
 from sharpscope.analysis.token_values import needed_columns, with_values
 from sharpscope.analysis.tokens import INCLUSION, sample_text

@@ -87,7 +87,7 @@ def _methods(run: Path | None, **given: Any) -> None:
 
 def _without(run: Path | None, step: int | None, tokens: str | None, arms: dict[str, Any], **given: Any) -> None:
     """Make a step with and without its leading tokens, and print what each does."""
-    from sharpscope.analysis.without import without_sections
+    from sharpscope.analysis.forks import without_sections
     from sharpscope.errors import UserError
     from sharpscope.forks.without import without_tokens
 

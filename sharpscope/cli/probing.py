@@ -290,7 +290,7 @@ def sentences(estimates: pd.DataFrame, recorded: pd.DataFrame | None = None) -> 
         estimates: rows of the `probes` table with a column `checkpoint`.
         recorded: the `probes` table of the run, for its critical sharpness; None without one.
     """
-    from sharpscope.analysis.frames import critical_text
+    from sharpscope.analysis.measures import critical_text
 
     lines = []
     sets = estimates["probe_set"].unique()
@@ -363,7 +363,7 @@ def _table(estimates: pd.DataFrame) -> pd.DataFrame:
     """The values, a column for each checkpoint; of one checkpoint with their errors."""
     import pandas as pd
 
-    from sharpscope.analysis.frames import split_of
+    from sharpscope.analysis.measures import split_of
 
     several = estimates["checkpoint"].nunique() > 1
     rows = []

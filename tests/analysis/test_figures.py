@@ -13,7 +13,7 @@ from sharpscope.analysis import curves
 from sharpscope.analysis import figures as plots
 from sharpscope.analysis.curves import chart_of
 from sharpscope.analysis.figures import plain, save, setting_text
-from sharpscope.analysis.frames import step_values
+from sharpscope.analysis.measures import step_values
 from sharpscope.analysis.study import Study
 from sharpscope.traces import Runs, TraceWriter, load_run, load_runs
 from tests.traces.rows import new_run, rows

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from sharpscope.analysis import show, show_headline, token_sections, watch
-from sharpscope.analysis.frames import Z
 from sharpscope.analysis.headline import moved_section, moved_sections, moved_tokens
+from sharpscope.analysis.measures import Z
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.report import (
     accuracy_sections,

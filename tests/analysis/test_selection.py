@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sharpscope.analysis.selection import gap_section, gradient_gap, left_out, selection_section
+from sharpscope.analysis.token_values import gap_section, gradient_gap, left_out, selection_section
 from sharpscope.traces import TraceWriter, load_run
 from tests.traces.rows import new_run, rows
 

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import sharpscope
-from sharpscope.analysis.frames import critical_sentence
+from sharpscope.analysis.measures import critical_sentence
 from sharpscope.cli import app, probing
 from sharpscope.errors import UserError
 from tests.cli.invoking import GRPO, invoke

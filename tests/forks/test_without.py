@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 import sharpscope
+from sharpscope.analysis.forks import tokens_verdict
 from sharpscope.analysis.headline import layer_tokens
-from sharpscope.analysis.without import verdict
 from sharpscope.cli.app import main
 from sharpscope.config import ForkSpec, build_config
 from sharpscope.errors import UserError
@@ -169,7 +169,7 @@ def test_the_command_takes_a_checkpoint_of_another_trainer(trl_run, capsys):
 )
 def test_the_verdict_is_how_much_smaller_a_step_is_without_the_tokens_and_without_random_ones(gradient, kl, bounded):
     arms = ["all", "without", "others"]
-    said = verdict(pd.DataFrame([gradient, kl], index=["grad_norm", "kl"], columns=arms), arms, 12)
+    said = tokens_verdict(pd.DataFrame([gradient, kl], index=["grad_norm", "kl"], columns=arms), arms, 12)
     kl_change, random = (f"{abs(100 - 100 * v):.0f} % {'smaller' if v <= 1 else 'larger'}" for v in kl[1:])
     assert f"the step's KL is {kl_change} (" in said and f", and {random} without 12 random ones" in said
     assert "the gradient's norm is 90 % smaller" in said and ("optimizer's moments bound it" in said) == bounded

@@ -66,8 +66,8 @@ def compare_accuracy(study: Study, pairings: Mapping[str, Pairing], required: Co
         rest = [name for name in lacking if not len(sampled[name]) and name]
         missing = f"no run of {', '.join(rest)} that pairs with one of {study.treatment}" if rest else NOT_GREEDY
         return ClaimData(missing=missing, others=others)
-    parts = ({name: each[name] for name in required} for each in (greedy, sampled))
-    return replace(greedy_finding(*parts, study.terms.level), others=others)
+    cold, hot = ({name: each[name] for name in required} for each in (greedy, sampled))
+    return replace(greedy_finding(cold, hot, study.terms.level), others=others)
 
 
 def _points(name: str, differences: pd.DataFrame) -> Statistic | None:
