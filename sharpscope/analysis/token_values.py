@@ -240,20 +240,21 @@ def gradient_gap(run: Run) -> pd.DataFrame:
     updates = run.updates[run.updates["update"] == 0].set_index("step")
     columns = ["rollout", "update", "advantage", "loss_coef", "score_norm_local"]
     rows = []
-    for step, critical in found.iterrows():
-        tokens = run.tokens(steps=int(str(step)), columns=columns).astype(float)
+    for step in found.index:
+        tokens = run.tokens(steps=int(step), columns=columns)
         first = tokens[(tokens["update"] == 0) & (tokens["loss_coef"] != 0)]
         means = first.groupby("rollout")[["loss_coef", "advantage"]].mean()
         gain = float(means.loc[means["advantage"] > 0, "loss_coef"].abs().sum())
-        squares = (first["score_norm_local"] ** 2).groupby(first["rollout"]).agg(lambda each: each.sum(skipna=False))
+        norms = first["score_norm_local"].astype(float).groupby(first["rollout"])
+        squares = norms.agg(lambda each: (each**2).sum(skipna=False))
         if step not in updates.index or squares.isna().all() or gain == 0:
             continue
         lr, length = (float(updates.loc[step, name]) for name in ("lr", "update_norm"))
-        slope = max(float(critical["update_slope"]), 0.0)
+        slope = max(float(found.loc[step, "update_slope"]), 0.0)
         bound = slope / gain / (2 * (length / lr) ** 2 * GRADIENT_SQUARES * float(squares.max()))
         success = float(run.rollouts.loc[run.rollouts["step"] == step, "correct"].mean())
-        measured = float(critical.get("critical_lr", math.nan))
-        rows.append({"step": step, "success": success, "lr": lr, "critical_lr": measured, "gap_lr": bound})
+        measured = float(found.loc[step].get("critical_lr", math.nan))
+        rows.append({"step": int(step), "success": success, "lr": lr, "critical_lr": measured, "gap_lr": bound})
     return pd.DataFrame(rows)
 
 
