@@ -21,32 +21,15 @@ from tests.cli.invoking import GRPO, invoke
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example run's first completions as a data file."""
     rows = sharpscope.load_run(GRPO).rollouts.head(4)
+    rows = rows.assign(prompt=rows["prompt"].str[-150:], completion=rows["completion"].str[:80])
+    rows = rows.assign(reward=rows["correct"].astype(float), truncated=rows["truncated"].astype(bool))
     path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
-    lines = [
-        json.dumps(
-            {
-                "prompt": r.prompt[-150:],
-                "completion": r.completion[:80],
-                "reward": float(r.correct),
-                "truncated": bool(r.truncated),
-            }
-        )
-        for r in rows.itertuples()
-    ]
-    path.write_text("\n".join(lines))
+    rows[["prompt", "completion", "reward", "truncated"]].to_json(path, orient="records", lines=True)
     return path
 
 
-QUICK = [
-    part
-    for value in (
-        "max_products=12",
-        "rho=0.05",
-        "kinds=[sam]",
-        "trace_probes=2",
-    )
-    for part in ("--set", value)
-]
+SETTINGS = ("max_products=12", "rho=0.05", "kinds=[sam]", "trace_probes=2")
+QUICK = [part for value in SETTINGS for part in ("--set", value)]
 
 
 def test_probe_measures_models_on_a_file_side_by_side(tiny_policy: Path, texts: Path, tmp_path: Path):
@@ -83,7 +66,7 @@ def test_a_probe_that_is_interrupted_leaves_what_it_found(tiny_policy: Path, tex
     monkeypatch.setattr(runner, "curvature", interrupted)
     out = tmp_path / "probe"
     with pytest.raises(KeyboardInterrupt):
-        probing.probe(model=[str(tiny_policy)], data=texts, set_=[*QUICK[1::2]], threads=1, out=out)
+        probing.probe(model=[str(tiny_policy)], data=texts, set_=list(SETTINGS), threads=1, out=out)
     assert {"loss", "sam"} <= set(pd.read_parquet(out / "probes.parquet")["quantity"])
 
 

@@ -314,7 +314,6 @@ def test_rotation_is_the_angle_between_the_flat_vectors(mix, dtype):
 def test_angles_near_0_and_180_are_exact():
     a = parts(0)
     assert rotation(a, a).angle == 0.0 and rotation(a, [-x for x in a]).angle == 180.0
-    assert rotation([1.4 * x for x in a], a) == rotation([1.4 * x for x in a], a)
     assert rotation([1.4 * x for x in a], a).angle < 1e-5
     assert rotation([1.4 * x for x in a], a).scale == pytest.approx(1.4)
     first, second = np.linalg.qr(np.stack([flat(a), flat(parts(1))], 1))[0].T  # orthonormal
@@ -337,8 +336,6 @@ def test_a_missing_gradient_counts_as_zeros():
 def test_noise_rotation_is_the_formula_on_flat_vectors():
     a, b = parts(0), [0.4 * x + y for x, y in zip(parts(0), parts(1), strict=True)]
     x, y = flat(a), flat(b)
-    squared_cosine = x @ y / (0.25 * (x + y) @ (x + y))
-    assert noise_rotation(a, b) == pytest.approx(math.degrees(math.acos(math.sqrt(squared_cosine))), abs=1e-9)
     assert math.tan(math.radians(noise_rotation(a, b))) == pytest.approx(
         np.linalg.norm(x - y) / (2 * math.sqrt(x @ y)), rel=1e-9
     )

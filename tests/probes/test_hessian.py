@@ -18,7 +18,7 @@ from sharpscope.probes import adamw_preconditioner, adamw_threshold, lm_surface
 from sharpscope.probes.lanczos import Krylov, eigenpairs, hutchpp, inner
 from sharpscope.probes.surface import Operator, Surface, check_products, length
 from tests.models import tiny_model
-from tests.probes.surfaces import all_scored, generator, net_and_dense, operator, quadratic, with_spectrum
+from tests.probes.surfaces import OpaqueCube, all_scored, generator, net_and_dense, operator, quadratic, with_spectrum
 
 
 def test_tied_frozen_unused_and_linear_parameters():
@@ -267,20 +267,6 @@ def test_float32_vectors_of_a_real_model_have_the_lengths_and_products_of_float6
     operator = Operator([v], lambda x: x * squares)
     found, _ = trace(operator, 2, 0, seed=1)
     assert abs(found / exact - 1) < 1e-6  # random signs give the trace of a diagonal matrix exactly
-
-
-class OpaqueCube(torch.autograd.Function):
-    """x³ whose backward pass leaves the graph: its second derivative comes out as 0, or as a part of the truth."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        (x,) = ctx.saved_tensors
-        return cotangent * torch.from_numpy(3 * x.detach().numpy() ** 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -21,7 +21,17 @@ from sharpscope.probes.probe_set import Drawn, ProbeSet
 from sharpscope.tasks.base import Example
 from tests.models import random_batch, tiny_model
 from tests.oracles.curvature import all_completions, dense_hessian, flat, functional_value, logp_of
-from tests.probes.surfaces import OBJECTIVES, SMALL, TEMPERATURE, VOCAB, all_scored, objective, rewards, small_model
+from tests.probes.surfaces import (
+    OBJECTIVES,
+    SMALL,
+    TEMPERATURE,
+    VOCAB,
+    OpaqueCube,
+    all_scored,
+    objective,
+    rewards,
+    small_model,
+)
 
 
 @functools.cache
@@ -81,54 +91,17 @@ def test_curvature_by_prompt_is_the_quadratic_form_of_each_prompts_rows():
             assert float(found[prompt]) == pytest.approx(expected, rel=1e-8)
 
 
-class Opaque(torch.autograd.Function):
-    """tanh whose backward pass leaves the graph."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.tanh()
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        return cotangent * (1 - ctx.saved_tensors[0].detach().tanh() ** 2) + 0 * cotangent.detach()
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        return tangent
-
-
 def test_a_language_model_whose_products_are_wrong_is_refused_by_name(monkeypatch):
     settings = {"trace_probes": 0}
     ids = torch.randint(2, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
     model = small_model()
     with lm_surface(model, all_scored(ids)) as surface:
         assert curvature(surface, None, **settings).checked < 1e-4
-    monkeypatch.setattr(model.model.layers[0].mlp.act_fn, "forward", Opaque.apply)
+    monkeypatch.setattr(model.model.layers[0].mlp.act_fn, "forward", OpaqueCube.apply)
     with lm_surface(model, all_scored(ids), check="always") as surface:
         with pytest.raises(UserError, match=r"Qwen2ForCausalLM: .*finite difference.*differ by \d+%"):
             curvature(surface, None, **settings)
         assert curvature(surface, None, check="off", **settings).checked is None
-
-
-def test_frozen_and_unused_parameters_of_a_language_model():
-    """Frozen ones are no part of the Hessian, an unused one has zero rows; the tied output layer counts once."""
-    model, batch, dense, _, _ = oracle("nll")
-    frozen = [name for name, _ in model.named_parameters() if "k_proj" in name or "input_layernorm" in name]
-    kept = torch.cat([torch.full((p.numel(),), name not in frozen) for name, p in model.named_parameters()])
-    copied = small_model()  # the same seed, so the same weights
-    for name, parameter in copied.named_parameters():
-        parameter.requires_grad_(name not in frozen)
-    copied.unused = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
-    exact = np.linalg.eigvalsh(dense[kept][:, kept].numpy())
-    with lm_surface(copied, objective("nll", batch)) as surface:
-        names = {id(p): name for name, p in copied.named_parameters()}
-        order = [names[id(p)] for p in surface.parameters]
-        assert "unused" in order and not set(order) & set(frozen)
-        found = curvature(surface, None, tolerance=1e-8, trace_probes=0)
-        unused = sum(p.numel() for p in surface.parameters[: order.index("unused")])
-        assert float(found.vectors[0, unused : unused + 3].abs().max()) < 1e-7
-    assert (found.largest, found.smallest) == pytest.approx((exact[-1], exact[0]), rel=1e-6)
 
 
 def test_expected_failure_has_the_hessian_of_the_exact_expectation_over_all_completions():
@@ -177,18 +150,6 @@ def packed(values: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
         real = values[i][attention[i].bool()]
         out[i, : len(real)] = real
     return out[:, : int(attention.sum(1).max())]
-
-
-def test_padding_moves_to_the_end_and_nothing_else_changes():
-    batch, reward, anchor, objective = made("nll")
-    tokens = objective.batch
-    attention = batch["attention_mask"]
-    assert tokens.lengths.tolist() == attention.sum(1).tolist()
-    inside = torch.arange(tokens.input_ids.shape[1]) < tokens.lengths[:, None]
-    assert torch.equal(tokens.input_ids[inside], packed(batch["input_ids"], attention)[inside])
-    assert torch.equal(tokens.scored, packed(batch["mask"], attention).bool())
-    assert torch.equal(tokens.anchor_logp, packed(anchor * batch["mask"], attention))
-    assert torch.equal(tokens.reward, reward)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

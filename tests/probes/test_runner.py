@@ -152,17 +152,10 @@ def test_data_files_are_read_and_mistakes_named(tmp_path):
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
     found = read_rows(path)
     assert found[["prompt", "completion", "truncated"]].values.tolist() == [["1", "b", False], ["a", "c", True]]
-    assert found["reward"].tolist() == [1.0, pytest.approx(math.nan, nan_ok=True)] and found["meta"].tolist() == [
-        {},
-        {},
-    ]
+    assert found["reward"][0] == 1 and math.isnan(found["reward"][1]) and found["meta"].tolist() == [{}, {}]
     pd.DataFrame(rows[:1]).to_parquet(tmp_path / "d.parquet")
     pd.testing.assert_frame_equal(read_rows(tmp_path / "d.parquet"), found[:1])
-    for text, message in (
-        ("{", "cannot be read as jsonl"),
-        ('{"prompt": "a"}', "row 1: needs the texts"),
-        ("", "no rows"),
-    ):
+    for text, message in (("{", "cannot be read"), ('{"prompt": "a"}', "row 1: needs the texts"), ("", "no rows")):
         path.write_text(text)
         with pytest.raises(UserError, match=message):
             read_rows(path)
