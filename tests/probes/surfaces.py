@@ -60,6 +60,17 @@ def quadratic(matrix: torch.Tensor, at: torch.Tensor | None = None):
     return theta, lambda: 0.5 * theta @ matrix @ theta
 
 
+def sloped(matrix: torch.Tensor, slope: torch.Tensor, start: torch.Tensor):
+    """θ at `start`, and L(θ) = 2 + gᵀ(θ − start) + ½(θ − start)ᵀH(θ − start)."""
+    theta = start.clone().requires_grad_()
+
+    def loss():
+        move = theta - start
+        return 2 + slope @ move + 0.5 * move @ matrix @ move
+
+    return theta, loss
+
+
 class Net(nn.Module):
     """Smooth, with a tied matrix, a frozen one, an unused one and a parameter that enters linearly."""
 

@@ -19,29 +19,25 @@ from sharpscope.probes import critical_sharpness, noise_rotation, rotation, upda
 from sharpscope.probes.directions import inner
 from sharpscope.recording.norms import total_norm
 from tests.models import tiny_model
+from tests.probes.surfaces import generator, sloped
 
 
-def quadratic(seed=0, size=7, dtype=torch.float64):
-    """θ, L(θ) = 2 + gᵀ(θ − θ₀) + ½(θ − θ₀)ᵀH(θ − θ₀), g, H, and a Δ with Δᵀg > 0 and ΔᵀHΔ > 0."""
-    generator = torch.Generator().manual_seed(seed)
-    root = torch.randn(size, size, generator=generator, dtype=dtype)
-    matrix, slope = root @ root.T / size, torch.randn(size, generator=generator, dtype=dtype)
-    start = torch.randn(size, generator=generator, dtype=dtype)
-    theta = start.clone().requires_grad_()
-    direction = slope * (0.5 + torch.rand(size, generator=generator, dtype=dtype))
-
-    def loss():
-        move = theta - start
-        return 2 + slope @ move + 0.5 * move @ matrix @ move
-
-    return theta, loss, slope, matrix, direction
+def along(form, guess, **options):
+    """The critical sharpness of a form of one number from 0 upward."""
+    x = torch.zeros(1, dtype=torch.float64)
+    return critical_sharpness(lambda: form(x).sum(), [x], [-torch.ones_like(x)], guess=guess, **options)
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("guess", [1e-4, 1.0, 300.0])
 @pytest.mark.parametrize("known", [True, False])
 def test_on_a_quadratic_it_is_the_directional_curvature(seed, guess, known):
-    theta, loss, slope, matrix, direction = quadratic(seed)
+    draws = generator(seed)
+    root = torch.randn(7, 7, generator=draws, dtype=torch.float64)
+    slope, start = torch.randn(2, 7, generator=draws, dtype=torch.float64)
+    direction = slope * (0.5 + torch.rand(7, generator=draws, dtype=torch.float64))
+    matrix = root @ root.T / 7
+    theta, loss = sloped(matrix, slope, start)
     exact = float(direction @ matrix @ direction) / float(direction @ slope)
     before = theta.detach().clone()
     given = float(direction @ slope) if known else None
@@ -89,28 +85,21 @@ def test_on_curved_losses_it_is_the_crossing_of_a_dense_line_search(shape):
 @pytest.mark.parametrize("noise", [0.0, 0.03])
 def test_a_guess_at_the_crossing_is_not_taken_for_a_rising_loss(noise):
     """As in a run, where a search starts at the step size that the one before found."""
-    x = torch.zeros(1, dtype=torch.float64)
     options = {"slope": 1.0, "noise": noise, "tolerance": 0.25, "max_evaluations": 12}
     for guess in (1.0, 16.0, 1 + noise / 2):  # x² − x: falls by 0.25 at most and crosses at 1
-        found = critical_sharpness(lambda: (x.square() - x).sum(), [x], [-torch.ones_like(x)], guess=guess, **options)
+        found = along(lambda x: x.square() - x, guess, **options)
         assert found.outcome == "found" and found.lr == pytest.approx(1, abs=noise + 1e-9) and found.depth >= 0.24
     # Rises from the start and falls only near 1: still refused, whatever the guess.
     for guess in (1.0, 0.5):
-        rising = critical_sharpness(
-            lambda: (x * (1 - x).square()).sum(), [x], [-torch.ones_like(x)], guess=guess, **options
-        )
+        rising = along(lambda x: x * (1 - x).square(), guess, **options)
         assert rising.outcome == "not descent" and rising.lower < rising.upper
 
 
 @pytest.mark.parametrize("guess", [0.01, 0.1, 0.5, 0.9, 1.2])
 def test_of_two_crossings_the_first_is_found(guess):
     """The loss is above its start for η from 1 to 1.6 and again from 6, below it between."""
-    x = torch.zeros(1, dtype=torch.float64)
     for tolerance in (1 / 16, 0.25):
-        options = {"guess": guess, "slope": 9.6, "tolerance": tolerance}
-        found = critical_sharpness(
-            lambda: (x * (x - 1) * (x - 1.6) * (x - 6)).sum(), [x], [-torch.ones_like(x)], **options
-        )
+        found = along(lambda x: x * (x - 1) * (x - 1.6) * (x - 6), guess, slope=9.6, tolerance=tolerance)
         assert found.outcome == "found" and found.lower <= 1 <= found.upper < 1.6
         assert found.lr == pytest.approx(1, abs=0.05)
 

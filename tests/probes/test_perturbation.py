@@ -14,22 +14,13 @@ from sharpscope.probes import Objective, lm_surface, problems
 from sharpscope.probes.language_model import token_batch
 from sharpscope.probes.perturbation import find_radius
 from sharpscope.probes.surface import moved
-from tests.probes.surfaces import operator, small_model
+from tests.probes.surfaces import operator, sloped, small_model, with_spectrum
 
 
-def quadratic(values, gradient, dtype=torch.float64):
-    """L(θ) = 3 + gᵀθ + ½ θᵀHθ at θ = 0 shifted away from zero weights: θ = θ₀ + moves."""
-    size = len(values)
-    q = torch.linalg.qr(torch.randn(size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).Q
-    matrix = (q @ torch.diag(torch.tensor(values, dtype=torch.float64)) @ q.T).to(dtype)
-    slope = torch.tensor(gradient, dtype=dtype)
-    start = torch.linspace(-1, 2, size, dtype=dtype) + 0.05
-    theta = start.clone().requires_grad_()
-
-    def loss():
-        move = theta - start
-        return 3 + slope @ move + 0.5 * move @ matrix @ move
-
+def quadratic(values, gradient):
+    """A quadratic of this spectrum and gradient, away from zero weights: θ, the loss, H, g."""
+    matrix, slope = with_spectrum(values), torch.tensor(gradient, dtype=torch.float64)
+    theta, loss = sloped(matrix, slope, torch.linspace(-1, 2, len(values), dtype=torch.float64) + 0.05)
     return theta, loss, matrix, slope
 
 
@@ -50,7 +41,7 @@ def test_one_step_is_its_closed_form(name, rho):
     assert one.value == pytest.approx(float(slope @ step + 0.5 * step @ matrix @ step), rel=1e-9)
     assert one.first_order == pytest.approx(rho * float(slope.norm()))
     assert one.gradient_norm == pytest.approx(float(slope.norm()))
-    assert one.loss == pytest.approx(3) and not one.why
+    assert one.loss == pytest.approx(2) and not one.why
 
 
 def two_layers(scale: float = 1.0):
