@@ -23,7 +23,6 @@ CORE = [
     "tests/probes/token_gradients/test_token_gradients.py",
     "tests/tasks/test_knights_knaves.py",
     "tests/traces/test_files.py",
-    "tests/training/test_checkpoint.py",
     "tests/training/test_learner.py",
     "tests/training/test_loop.py",
 ]

@@ -20,7 +20,7 @@ from sharpscope.objective import Method, named_method, policy_loss
 from sharpscope.policy import load_policy
 from sharpscope.policy.scoring import Scorer
 from sharpscope.recording.norms import Norms
-from sharpscope.recording.rows import steps_row, token_columns, update_columns
+from sharpscope.recording.rows import steps_row, update_columns
 from sharpscope.tasks import make_task
 from sharpscope.training import updates as updates_module
 from sharpscope.training.learner import Learner, build_optimizer, set_learning_rate
@@ -177,16 +177,6 @@ def test_the_entropy_bonus_is_the_remainder(world, changes):
     scale = float(bonus.abs().max())
     torch.testing.assert_close(found[0] - plain[0], -0.3 * bonus, rtol=1e-3, atol=1e-5 * scale)
     assert learned.updates[0].loss == pytest.approx(before.updates[0].loss - 0.3 * float(mean.detach()), abs=1e-5)
-
-
-def test_lopti_adds_the_entropy_bonus_once(world):
-    """Each pass adds its own tokens' part of the mean."""
-    policy, drawn = world
-    method = named_method("lopti").model_copy(update={"entropy": 0.3})
-    observed = learner_of(policy, lr=0.0)
-    losses = [sum(u.loss for u in learn(observed, drawn, m).updates) for m in ("lopti", method)]
-    entropy = learn(observed, drawn, "lopti").tokens.stats.entropy[drawn.rollouts.completion_mask.bool()].mean()
-    assert losses[0] - losses[1] == pytest.approx(0.3 * float(entropy), abs=1e-5)
 
 
 def gradient_at(policy, drawn, shift):
@@ -410,23 +400,6 @@ def test_every_update_is_described_by_its_own_tokens(world, monkeypatch, name):
     assert table["clip_fraction_high"].max() > 0 and table["clip_fraction_low"].max() > 0
     for column in ("loss", "grad_norm", "update_norm"):
         assert table[column].tolist() == [getattr(update, column) for update in learned.updates]
-
-
-def test_the_samplers_correction_is_recorded(world):
-    """exp(ln π_old − ln μ), bounded; the column is left out without a correction."""
-    policy, drawn = world
-    noise = 0.3 * torch.randn(drawn.rollouts.behavior_logp.shape, generator=torch.Generator().manual_seed(0))
-    moved = replace(drawn.rollouts, behavior_logp=drawn.rollouts.behavior_logp + noise)
-    drawn = replace(drawn, rollouts=moved)
-    method = named_method("grpo").model_copy(update={"correction": TruncatedCorrection(high=1.2)})
-    for several in (1, 2):  # with one update the statistics are of the same pass
-        learned = learn(learner_of(policy, mini_batches=several, microbatch_tokens=64), drawn, method)
-        columns = token_columns(1, drawn, learned, {}, policy.head, 1.0)
-        logp, behavior = (np.asarray(columns[name], dtype=float) for name in ("logp", "behavior_logp"))
-        np.testing.assert_allclose(columns["correction"], np.minimum(np.exp(logp - behavior), 1.2), rtol=1e-6)
-        assert 0 < (np.asarray(columns["correction"]) == 1.2).mean() < 1
-    plain = learn(learner_of(policy), drawn)
-    assert "correction" not in token_columns(1, drawn, plain, {}, policy.head, 1.0)
 
 
 # -- filtered policy ---------------------------------------------------------------------------------

@@ -1,34 +1,36 @@
-"""Whole runs: what is recorded, that it is reproducible, resumable and interruptible, and that mistakes cost nothing."""
+"""Whole runs: reproducible, resumable, interruptible; checkpoints; mistakes cost nothing; as large models need them."""
 
 from __future__ import annotations
 
-import io
+import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
-from transformers import get_scheduler
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 import sharpscope
-from sharpscope import memory
+from sharpscope.config import build_config
 from sharpscope.config.run import OptimizerSpec
-from sharpscope.errors import UserError
-from sharpscope.policy import load_policy
-from sharpscope.recording import run_folder
+from sharpscope.errors import NonFiniteError, UserError
+from sharpscope.policy import PolicySpec, load_policy
 from sharpscope.recording.rows import rollout_columns
 from sharpscope.tasks import Example, make_task
-from sharpscope.training import Display, loop, train
-from sharpscope.training import loop as shown
-from sharpscope.training.learner import build_optimizer, learning_rate, load_start
+from sharpscope.traces import update_run_info
+from sharpscope.training import Display, evaluate_model, loop, train
+from sharpscope.training.checkpoint import Progress, checkpoints, damage, save, step_of
+from sharpscope.training.learner import build_optimizer, learning_rate
 from sharpscope.training.rollouts import DataOrder, draw_rollouts
 from tests.faults.setting import assert_same, tables
-from tests.models import tiny_model
+from tests.models import ARCHITECTURES, tiny_model
 from tests.oracles.objective import mass_percentile
 
 
@@ -162,22 +164,6 @@ def test_a_mistake_found_late_takes_only_what_the_start_wrote(toy_config, monkey
         assert not config.run_dir.exists() if beside is None else list(config.run_dir.iterdir()) == [beside]
 
 
-def test_a_start_that_was_killed_is_started_again(toy_config, monkeypatch):
-    config = toy_config(steps=1, evaluation__every=0)
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    for resume in (False, True):
-        with monkeypatch.context() as patch:
-            patch.setattr(run_folder, "create_run_info", killed)
-            with pytest.raises(KeyboardInterrupt):
-                train(config, resume=resume)
-        assert (config.run_dir / "config.yaml").exists() and not (config.run_dir / "run.json").exists()
-    assert train(config, resume=True).status == "finished"
-    assert not list(config.run_dir.glob(".*"))
-
-
 def test_mistakes_are_found_before_the_folder_is_made(toy_config):
     for changes, message in (
         ({"policy__model": "/no/such/folder"}, "no such folder"),
@@ -226,30 +212,6 @@ def test_a_penalty_on_length_is_no_signal_for_dynamic_sampling(toy_config):
     np.testing.assert_allclose([reward.total for reward in drawn.rewards], drawn.rollouts.reward, rtol=1e-6)
 
 
-# -- What is printed where there is no terminal: enough to follow a run, a sweep or a report from its log file
-
-
-def lines(slow: bool, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(shown, "LINE_EVERY", 0.0 if slow else 1e9)
-    file = io.StringIO()
-    display = Display(Console(file=file, width=40))
-    display.start("a run", 12, 0)
-    for step in range(1, 13):
-        display.step({"step": step, "reward_mean": 0.5, "accuracy": 0.25})
-    display.stop()
-    return file.getvalue().splitlines()
-
-
-def test_slow_steps_are_printed_each_and_fast_ones_every_tenth(monkeypatch):
-    fast, slow = lines(False, monkeypatch), lines(True, monkeypatch)
-    assert [line.split(":")[0] for line in fast] == ["step 1 of 12", "step 10 of 12"]
-    assert [line.split(":")[0] for line in slow] == [f"step {step} of 12" for step in range(1, 13)]
-    assert all("reward +0.500" in line and "  left 0:00:" in line for line in fast + slow)
-
-
-# -- AdamW's schedule against transformers', its groups, and the order of examples
-
-
 def test_decay_spares_vectors():
     model = tiny_model("gpt2")
     groups = build_optimizer(model, OptimizerSpec(weight_decay=0.1)).param_groups
@@ -289,11 +251,248 @@ def test_epochs_are_permutations_and_the_cursor_is_the_only_state(count, takes, 
     assert [example.prompt for example in rest] == seen[cut:]
 
 
-def test_what_training_needs_is_compared_with_free_memory_before_the_folder_is_made(toy_config, monkeypatch):
-    """Weights, then as much for the gradient and for each of AdamW's moments."""
-    config = toy_config(steps=1)
-    policy = load_start(config, None)
-    monkeypatch.setattr(memory, "free_memory", lambda device: 11.9 * policy.parameters)
-    with pytest.raises(UserError, match="memory: a gradient with AdamW's two moments takes about"):
-        train(config)
+@pytest.fixture(scope="module")
+def cut_off(tiny_policy, tmp_path_factory):
+    """(an uninterrupted run, the same run cut off after step 5 with checkpoints at 2, 4 and 5)."""
+    from tests.conftest import TOY
+
+    out = tmp_path_factory.mktemp("cut_off")
+    base = {
+        **TOY,
+        "policy.model": str(tiny_policy),
+        "steps": 7,
+        "evaluation.every": 0,
+        "checkpoint.every": 2,
+        "checkpoint.keep_last": 3,
+        "method": "clip-cov",
+        "method.entropy": 0.01,
+        "method.weight": {"kind": "stare", "step": 0.05, "target": 100.0},
+        "method.module_clip": 1.01,
+    }
+    whole, broken = (build_config(values=base | {"out": str(out / name)}) for name in ("whole", "broken"))
+    train(whole)
+    train(broken, StopAfter(5))
+    saved = [[step_of(path) for path in checkpoints(config.run_dir)] for config in (whole, broken)]
+    assert saved == [[4, 6, 7], [2, 4, 5]]
+    run = sharpscope.load_run(whole.run_dir)
+    largest = run.tokens(columns=["step", "weight"]).groupby("step")["weight"].max()
+    assert largest.tolist() == pytest.approx([1.15, 1.2, 1.25, 1.3, 1.35, 1.4, 1.45])  # W moves
+    assert (run.updates["clip_factor"] < 1).any()
+    return whole, broken
+
+
+def copy_of(config, tmp_path):
+    shutil.copytree(config.run_dir, tmp_path / "copy")
+    return config.model_copy(update={"out": str(tmp_path / "copy")})
+
+
+@pytest.mark.parametrize("victim", ["optimizer.safetensors", "checksums.json"])
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_goes_on(cut_off, tmp_path, victim):
+    whole, broken = cut_off[0], copy_of(cut_off[1], tmp_path)
+    newest = checkpoints(broken.run_dir)[-1]
+    content = bytearray((newest / victim).read_bytes())
+    content[len(content) // 2] ^= 1
+    (newest / victim).write_bytes(content)
+    assert damage(newest) is not None and damage(checkpoints(broken.run_dir)[-2]) is None
+    assert train(broken, resume=True).status == "finished"
+    assert (newest.with_name("damaged-step-000005")).is_dir()
+    note, resumed = sharpscope.load_run(broken.run_dir).info["notes"]
+    assert resumed == "resumed after step 4, from step-000004"
+    assert "step-000005 is damaged" in note and "set aside as damaged-step-000005" in note
+    assert_same(whole.run_dir, broken.run_dir)
+
+
+def test_without_any_sound_checkpoint_the_run_begins_again_in_its_folder(cut_off, tmp_path):
+    whole, broken = cut_off[0], copy_of(cut_off[1], tmp_path)
+    for folder in checkpoints(broken.run_dir):
+        (folder / "model.safetensors").unlink()
+    assert train(broken, resume=True).status == "finished"
+    assert len(sharpscope.load_run(broken.run_dir).info["notes"]) == 4
+    assert_same(whole.run_dir, broken.run_dir)
+
+
+def test_what_was_recorded_is_kept_when_a_run_begins_again(cut_off, tmp_path):
+    whole, broken = cut_off[0], copy_of(cut_off[1], tmp_path)
+    shutil.rmtree(broken.run_dir / "checkpoints")
+    traces = broken.run_dir / "traces"
+    before = {path.relative_to(traces): path.read_bytes() for path in traces.rglob("part-*")}
+    (traces / "tokens" / ".part-000009.tmp").write_bytes(b"half")
+    outcome = train(broken, resume=True)
+    kept = broken.run_dir / ".traces.aborted-1"
+    assert before == {path.relative_to(kept): path.read_bytes() for path in kept.rglob("*") if path.is_file()}
+    (note,) = sharpscope.load_run(broken.run_dir).info["notes"]
+    assert outcome.notes == (note,) and note.endswith(f"is kept in {kept}")
+    assert_same(whole.run_dir, broken.run_dir)
+
+
+@pytest.mark.parametrize("kind", ["finished", "without checkpoints", "reduced"])
+def test_a_run_with_nothing_to_go_on_to_is_left_as_it_is(cut_off, tmp_path, kind):
+    whole = copy_of(cut_off[0], tmp_path)
+    if kind != "finished":
+        shutil.rmtree(whole.run_dir / "checkpoints")
+    if kind == "reduced":
+        update_run_info(whole.run_dir, reduced={"tokens": 9, "sampled": 3, "rule": "a rule"})
+    before = {path: path.read_bytes() for path in whole.run_dir.rglob("*") if path.is_file()}
+    with pytest.raises(
+        UserError, match="export --to reduced" if kind == "reduced" else r"all of its steps are done \(steps = 7\)"
+    ):
+        train(whole, resume=True)
+    assert before == {path: path.read_bytes() for path in whole.run_dir.rglob("*") if path.is_file()}
+
+
+def test_a_finished_run_goes_on_to_more_steps(cut_off, tmp_path):
+    whole = copy_of(cut_off[0], tmp_path)
+    before = tables(whole.run_dir)["steps"]
+    assert train(whole.model_copy(update={"steps": 8}), resume=True).status == "finished"
+    after = tables(whole.run_dir)["steps"]
+    assert after["step"].tolist() == list(range(1, 9)) and after.iloc[:7].equals(before)
+
+
+def test_what_was_said_once_is_not_said_again(cut_off):
+    """Clip-Cov's share of so few tokens is less than one, which is told at the first step only."""
+    events = sharpscope.load_run(cut_off[0].run_dir).events
+    assert (events["rule"] == "method").sum() == 1
+
+
+def test_another_reference_policy_is_noticed(toy_config, tiny_policy, tmp_path):
+    policy = tmp_path / "policy"
+    shutil.copytree(tiny_policy, policy)
+    config = toy_config(policy__model=str(policy), method__kl__coef=0.01, steps=3, evaluation__every=0)
+    train(config, StopAfter(2))
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(policy / "model.safetensors")
+    tensors[min(tensors)] += 1e-3
+    save_file(tensors, policy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="other weights than when this run began"):
+        train(config, resume=True)
+
+
+def test_weights_that_are_not_finite_are_not_saved(toy_config):
+    config = toy_config()
+    policy = load_policy(config.policy)
+    name, parameter = list(policy.model.named_parameters())[-1]
+    with torch.no_grad():
+        parameter.view(-1)[0] = torch.nan
+    with pytest.raises(NonFiniteError, match=f"step 7: the weights '{name}' are not finite"):
+        save(config, policy, build_optimizer(policy.model, config.optimizer), Progress(7, 0, [], [], {}))
     assert not config.run_dir.exists()
+
+
+def test_a_checkpoint_is_whole_or_absent_when_its_write_fails(toy_config, monkeypatch):
+    from sharpscope.training import checkpoint
+
+    config = toy_config(steps=2, evaluation__every=0, checkpoint__every=1)
+    plain = checkpoint.save_file
+
+    def full(tensors, path):
+        if "step-000002" in str(path):
+            raise OSError(28, "No space left on device")
+        plain(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    outcome = train(config)
+    assert outcome.status == "failed" and "No space left on device" in outcome.reason
+    assert f"sharpscope run --resume {config.run_dir}" in outcome.reason and "\n" not in outcome.reason
+    assert [path.name for path in (config.run_dir / "checkpoints").iterdir()] == ["step-000001"]
+    assert len(sharpscope.load_run(config.run_dir).steps) == 2
+    monkeypatch.undo()
+    assert train(config, resume=True).status == "finished"
+
+
+SHORT = {
+    "steps": 2,
+    "evaluation__every": 0,
+    "recording__token_gradients_every": 1,
+    "recording__exact_tokens": 2,
+    "seed": 1,
+}
+
+
+def saved(architecture, tiny_policy, folder):
+    """A tiny float32 model of an architecture on disk, with the byte-level tokenizer of the toy policy."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_policy)
+    model = tiny_model(architecture, vocab=len(tokenizer), dtype=torch.float32)
+    model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+def test_every_architecture_trains_from_disk_with_recording_on(architecture, tiny_policy, toy_config, tmp_path):
+    model = saved(architecture, tiny_policy, tmp_path / "model")
+    run = sharpscope.load_run(train(toy_config(policy__model=model, **SHORT)).run_dir)
+    assert run.info["status"] == "finished"
+    tokens = run.tokens()
+    assert (run.steps["grad_norm"] > 0).all() and (run.steps["update_norm"] > 0).all()
+    refused = "moe" in architecture  # norms of trained experts
+    assert (tokens["score_norm_local"].isna() if refused else tokens["score_norm_local"] > 0).all()
+    shares = tokens.groupby("step")["attribution"].sum()
+    np.testing.assert_allclose(shares, 1.0, atol=2e-3)
+    exact = tokens.dropna(subset=["score_norm"])
+    assert (
+        len(exact) == (0 if refused else 8) and (exact["score_norm"] >= 0.99 * exact["head_grad_norm"].fillna(0)).all()
+    )
+    again = AutoModelForCausalLM.from_pretrained(checkpoints(run.path)[-1])
+    assert any(
+        not torch.equal(a, b)
+        for a, b in zip(again.parameters(), load_policy(PolicySpec(model=model)).model.parameters(), strict=True)
+    )
+
+
+def test_bfloat16_trains_float32_weights_and_records(toy_config):
+    config = toy_config(
+        policy__dtype="bfloat16", steps=2, recording__token_gradients_every=1, evaluation__every=0, optimizer__lr=1e-5
+    )
+    before = load_policy(config.policy).model.state_dict()
+    run = sharpscope.load_run(train(config).run_dir)
+    after = AutoModelForCausalLM.from_pretrained(checkpoints(run.path)[-1]).state_dict()
+    moved = torch.cat([(after[name] - before[name]).flatten() for name in after])
+    assert {tensor.dtype for tensor in after.values()} == {torch.float32}
+    # Two steps of AdamW move a weight by at most 2e-5: far below what bfloat16 weights of this size would keep.
+    assert 0 < float(moved.abs().max()) < 3e-5 and float((moved != 0).double().mean()) > 0.5
+    tokens = run.tokens()
+    gap = (tokens["logp"] - tokens["behavior_logp"]).abs()
+    assert gap.max() < 0.2  # sampler and trainer round differently, in bfloat16
+    # Shares along the gradient that was computed in bfloat16, of log-probabilities in float32: one up to that rounding.
+    assert tokens.groupby("step")["attribution"].sum().between(0.9, 1.1).all()
+
+
+ADAPTED = {"policy__lora": {"r": 2, "alpha": 4.0}, "method__kl__coef": 0.05, "evaluation__every": 0}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_train_with_recording_and_resume_exactly(toy_config, dtype):
+    changes = ADAPTED | {"recording__token_gradients_every": 1, "recording__exact_tokens": 2, "policy__dtype": dtype}
+    whole = toy_config(name="whole", steps=4, **changes, checkpoint__every=2)
+    run = sharpscope.load_run(train(whole).run_dir)
+    assert 0 < run.info["trainable_parameters"] < run.info["parameters"] / 2
+    assert run.steps["kl"].iloc[0] == pytest.approx(0, abs=1e-6) and run.steps["kl"].iloc[-1] > 0
+    tokens = run.tokens()
+    assert tokens["score_norm_local"].gt(0).any()
+    shares = tokens.groupby("step")["attribution"].sum()
+    np.testing.assert_allclose(shares, 1, atol=0.002 if dtype == "float32" else 0.1)
+    folder = checkpoints(run.path)[-1]
+    assert (folder / "adapter_model.safetensors").exists() and not (folder / "model.safetensors").exists()
+    shutil.rmtree(folder.with_name("step-000004"))
+    update_run_info(whole.run_dir, status="interrupted")
+    train(whole, resume=True)
+    columns = ["logp", "loss_coef", "attribution"]
+    again = sharpscope.load_run(run.path).tokens(columns=columns)
+    pd.testing.assert_frame_equal(again, tokens[columns], check_exact=True)
+
+
+def test_saved_adapters_load_with_transformers_and_peft_and_are_evaluated(toy_config, tiny_policy):
+    run_dir = train(toy_config(steps=2, **ADAPTED)).run_dir
+    folder = checkpoints(run_dir)[-1]
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tiny_policy)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    ours = load_policy(PolicySpec(model=str(folder))).model(ids).logits
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()(ids).logits
+    by_hand = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_policy), folder).eval()(ids).logits
+    plain = AutoModelForCausalLM.from_pretrained(tiny_policy).eval()(ids).logits
+    assert torch.allclose(ours, theirs, atol=1e-5) and torch.allclose(ours, by_hand, atol=1e-5)
+    assert not torch.allclose(ours, plain, atol=1e-4)
+    rows = evaluate_model(str(run_dir), splits=("heldout",), temperatures=(0.0,), prompts=2)
+    assert rows and rows[0]["step"] == 2
