@@ -70,7 +70,7 @@ class SweepPart(Spec):
     @classmethod
     def _check_fields(cls, value: Any) -> Any:
         for path, given in (
-            (p, v) for fields in (value if isinstance(value, tuple) else (value,)) for p, v in fields.items()
+            item for fields in ((value,) if isinstance(value, dict) else value) for item in fields.items()
         ):
             if path in _RESERVED:
                 raise ValueError(f"{path} = {given!r} does not belong here; {_RESERVED[path]}")
@@ -135,18 +135,13 @@ class PlannedRun:
         return int(read_run_info(self.run_dir)["steps_done"]) if (self.run_dir / "run.json").exists() else 0
 
 
-def read_sweep(file: Path) -> SweepSpec:
-    """Read and validate the file of a sweep, see `make_sweep`."""
-    return make_sweep(read_yaml(file))
-
-
-def make_sweep(data: Mapping[str, Any]) -> SweepSpec:
-    """Validate the configuration of a sweep.
+def read_sweep(source: Path | Mapping[str, Any]) -> SweepSpec:
+    """Validate the configuration of a sweep, read from a file if `source` is one.
 
     Raises:
         UserError: a field is unknown or invalid.
     """
-    spec: SweepSpec = validate(SweepSpec, data)
+    spec: SweepSpec = validate(SweepSpec, read_yaml(source) if isinstance(source, Path) else source)
     return spec
 
 
@@ -228,7 +223,7 @@ def _kind(value: Any) -> str:
 
 def run_name(method: str, settings: Mapping[str, Any], seed: int) -> str:
     """Name of a run, such as `grpo-sg+lr=0.0001-s3`; long names are shortened with a hash."""
-    whole = "+".join([method, *(f"{path.split('.')[-1]}={value}" for path, value in settings.items())])
+    whole = "+".join([method, *(f"{path.rpartition('.')[2]}={value}" for path, value in settings.items())])
     text = re.sub(r"[^A-Za-z0-9._+=-]+", "-", whole)
     if len(text) > 80:
         text = f"{text[:70]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
@@ -240,12 +235,6 @@ def run_name(method: str, settings: Mapping[str, Any], seed: int) -> str:
 Ending = Literal["finished", "skipped", "held", "failed", "interrupted"]
 """How a run of a sweep ended: `skipped`: it had finished before; `held`: another process writes it; `failed`: with an error or by a health
 rule; `interrupted`: the next call resumes it."""
-
-
-def to_do(runs: Sequence[PlannedRun], retry: bool) -> list[PlannedRun]:
-    """Runs to execute: all but finished, running and, unless `retry`, failed ones."""
-    skip = {"finished", "running"} | (set() if retry else {"failed"})
-    return [run for run in runs if run.status not in skip]
 
 
 def execute(
@@ -264,7 +253,7 @@ def execute(
     Returns:
         How each run ended, and why it failed, was interrupted other than by the user, or is held.
     """
-    pending = to_do(runs, retry)
+    pending = [run for run in runs if run.status not in ("finished", "running", "" if retry else "failed")]
     active: dict[PlannedRun, subprocess.Popen[bytes]] = {}
     stopped = threading.Event()
     limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))

@@ -16,7 +16,7 @@ import sharpscope
 from sharpscope import sweeps
 from sharpscope.cli import app
 from sharpscope.errors import UserError
-from sharpscope.sweeps import PlannedRun, ending, execute, plan_sweep, read_sweep, to_do
+from sharpscope.sweeps import PlannedRun, ending, execute, plan_sweep, read_sweep
 from sharpscope.traces import RunLock, update_run_info
 from tests.conftest import TOY
 
@@ -31,13 +31,7 @@ def sweep_file(tiny_policy: Path, tmp_path: Path):
             for parent in parents:
                 part = part.setdefault(parent, {})
             part[last] = value
-        data = {
-            "purpose": "a test",
-            "out": str(tmp_path / "runs"),
-            "base": base,
-            "methods": ["grpo", "ar"],
-            "seeds": [0],
-        }
+        data = {"out": str(tmp_path / "runs"), "base": base, "methods": ["grpo", "ar"], "seeds": [0]}
         file = tmp_path / "sweep.yaml"
         file.write_text(yaml.safe_dump(data | changes))
         return file
@@ -53,17 +47,9 @@ def test_every_combination_is_planned_once(sweep_file):
     )
     runs = plan_sweep(read_sweep(file))
     assert len(runs) == len({run.run_dir for run in runs}) == 2 * 2 * 2 * 4
-    seen = {
-        (
-            r.config.method.name,
-            r.config.seed,
-            r.config.optimizer.lr,
-            r.config.rollout.group_size,
-            r.config.optimizer.weight_decay,
-        )
-        for r in runs
-    }
-    assert len(seen) == 32
+    configs = [run.config for run in runs]
+    adam = [(c.method.name, c.seed, c.rollout.group_size, c.optimizer.lr, c.optimizer.weight_decay) for c in configs]
+    assert len(set(adam)) == 32
     assert [run.config.method.name for run in runs[:2]] == ["grpo", "ar"]  # pairs come together
 
 
@@ -81,22 +67,13 @@ def test_parts_of_a_study(sweep_file):
     file.write_text(yaml.safe_dump({k: v for k, v in data.items() if k not in ("methods", "seeds")} | {"parts": parts}))
     spec = read_sweep(file)
     runs = plan_sweep(spec)
-    assert [r.run_dir.name for r in runs] == [
-        "grpo-s0",
-        "grpo-sg-s0",
-        "grpo-s1",
-        "grpo-sg-s1",
-        "grpo+lr=0.1-s0",
-        "grpo+lr=0.01-s0",
-    ]
+    names = "grpo-s0 grpo-sg-s0 grpo-s1 grpo-sg-s1 grpo+lr=0.1-s0 grpo+lr=0.01-s0"
+    assert [r.run_dir.name for r in runs] == names.split()
     assert [r.config.optimizer.weight_decay for r in runs] == [runs[0].config.optimizer.weight_decay] * 4 + [0.2] * 2
     assert runs[0].config.optimizer.weight_decay != 0.2 and all(r.config.steps == 2 for r in runs)
     assert [r.run_dir.name for r in plan_sweep(spec, only=["rates"])] == ["grpo+lr=0.1-s0", "grpo+lr=0.01-s0"]
     with pytest.raises(UserError, match="no such part; did you mean 'rates'"):
         plan_sweep(spec, only=["rate"])
-    file.write_text(yaml.safe_dump({k: v for k, v in data.items() if k != "methods"} | {"parts": parts}))
-    with pytest.raises(UserError, match="seeds cannot be combined with parts"):
-        read_sweep(file)
     clash = {"a": {"methods": ["grpo"]}, "b": {"methods": ["grpo"], "base": {"steps": 3}}}
     file.write_text(yaml.safe_dump({k: v for k, v in data.items() if k not in ("methods", "seeds")} | {"parts": clash}))
     with pytest.raises(UserError, match="share the folder"):
@@ -106,12 +83,10 @@ def test_parts_of_a_study(sweep_file):
 def test_mistakes_are_found_before_anything_runs(sweep_file, tmp_path: Path):
     for changes, says in (
         ({"grid": {"optimizer.lrr": [1]}}, "did you mean 'lr'"),
-        ({"methods": ["grpo", "grpo"]}, "has duplicate values"),
         ({"seedz": [1]}, "did you mean 'seeds'"),
         ({"grid": {"optimizer.lr": []}}, "no values"),
         ({"settings": [{}, {}]}, "share the folder"),
         ({"base": {"seed": 3}}, "base: seed = 3 does not belong here; list seeds under `seeds`"),
-        ({"base": {"out": "elsewhere"}}, "base: out = 'elsewhere' does not belong here; set `out` of the sweep"),
         ({"methods": ["grpo", "grop"]}, "did you mean 'grpo'"),
     ):
         with pytest.raises(UserError, match=says):
@@ -186,8 +161,6 @@ def test_a_failed_run_stops_no_other_and_waits_for_retry(fake):
     ended = execute(runs, workers=2, threads=1)
     assert ended == {absent: ("failed", "no such folder"), stopped: ("failed", "a rule"), good: ("finished", "")}
     assert execute([stopped, good], workers=1, threads=1) == {stopped: ("failed", "a rule"), good: ("skipped", "")}
-    assert to_do(runs, retry=False) == [absent]  # it has no run.json
-    assert to_do(runs, retry=True) == [absent, stopped]
     update_run_info(good.run_dir, status="interrupted")
     assert execute([good], workers=1, threads=1) == {good: ("finished", "")}
 

@@ -137,9 +137,9 @@ def run(
     if seeds is not None or seed is not None:
         content["seeds"] = [seed] if seeds is None else _numbers(seeds)
     changes = config_data(None, set_ or (), command_values(task=task, model=model, steps=steps, lr=lr))
-    from sharpscope.sweeps import make_sweep, plan_sweep
+    from sharpscope.sweeps import plan_sweep, read_sweep
 
-    runs = plan_sweep(make_sweep(content), part or (), changes, token_weights)
+    runs = plan_sweep(read_sweep(content), part or (), changes, token_weights)
     _sweep(runs, workers, retry, dry_run)
 
 
