@@ -10,7 +10,7 @@ from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.spikes import explain_spikes, find_spikes, recorded_by, spike_text
 from sharpscope.analysis.study import nothing_found
 from sharpscope.analysis.terminal import path_sections, show, show_headline, spike_sections, token_sections, watch
-from sharpscope.traces.token_text import piece_maker
+from sharpscope.traces.reader import piece_maker
 
 if TYPE_CHECKING:
     from sharpscope.analysis.output import AnalysisResult, analyze

@@ -26,7 +26,7 @@ from sharpscope.analysis.spikes import (
 from sharpscope.analysis.study import Setting, Study, last_step
 from sharpscope.analysis.text import method_label, number, percent, sampling, told_apart, visible
 from sharpscope.traces import Run
-from sharpscope.traces.token_text import piece_maker
+from sharpscope.traces.reader import piece_maker
 
 CANDIDATES = 40
 """Tokens with the largest shares among which equal ones are merged."""

@@ -14,9 +14,7 @@ from sharpscope.traces.files import (
     update_run_info,
     write_atomic,
 )
-from sharpscope.traces.packs import pack_runs
-from sharpscope.traces.parts import rewind
+from sharpscope.traces.parts import SchemaError, TraceWriter, pack_runs, rewind
 from sharpscope.traces.reader import DamagedPartWarning, Reduction, Run, Runs, load_run, load_runs, write_reductions
 from sharpscope.traces.rules import robust_z
 from sharpscope.traces.schema import MAX_SATURATION, SCHEMA_VERSION, TABLES, schema_markdown, timing_columns
-from sharpscope.traces.writer import SchemaError, TraceWriter

@@ -141,22 +141,20 @@ def create_run_info(run_dir: str | Path, info: Mapping[str, Any]) -> dict[str, A
     path = Path(run_dir) / RUN_FILE
     if path.exists():
         raise FileExistsError(f"{path} exists")
-    content: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
-        "name": Path(run_dir).resolve().name,
-        "status": "running",
-    }
+    content = {"schema_version": SCHEMA_VERSION, "name": Path(run_dir).resolve().name, "status": "running"}
     content |= {"started": now(), "finished": None, "steps_done": 0, "parent": None, "calibration": None, "notes": []}
-    content |= info
-    write_atomic(path, json.dumps(content, indent=2, default=str) + "\n")
+    content = _write_info(path, {**content, **info})
     (path.parent / STARTING).unlink(missing_ok=True)
     return content
 
 
 def update_run_info(run_dir: str | Path, **changes: Any) -> dict[str, Any]:
     """Replace some keys of run.json atomically and return its new content."""
-    content = {**read_run_info(run_dir), **changes}
-    write_atomic(Path(run_dir) / RUN_FILE, json.dumps(content, indent=2, default=str) + "\n")
+    return _write_info(Path(run_dir) / RUN_FILE, {**read_run_info(run_dir), **changes})
+
+
+def _write_info(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    write_atomic(path, json.dumps(content, indent=2, default=str) + "\n")
     return content
 
 
@@ -168,12 +166,11 @@ def read_run_info(run_dir: str | Path) -> dict[str, Any]:
     """
     path = Path(run_dir) / RUN_FILE
     try:
-        content = path.read_bytes()
+        return parse_run_info(path.read_bytes(), path)
     except FileNotFoundError as error:
         raise UserError(f"run: {run_dir} has no {RUN_FILE}; give the folder of a run") from error
     except OSError as error:
         raise UserError(f"run: {path} cannot be read ({error.strerror})") from error
-    return parse_run_info(content, path)
 
 
 def parse_run_info(content: str | bytes, path: Path) -> dict[str, Any]:
@@ -219,13 +216,13 @@ class RunLock:
     def __init__(self, run_dir: str | Path) -> None:
         self.path = Path(run_dir) / LOCK_FILE  # its content is for messages
 
-    def acquire(self) -> RunLock:
-        """Acquire the lock; a reader may hold it for an instant, so there are several attempts.
+    def __enter__(self) -> RunLock:
+        """Acquire the lock.
 
         Raises:
             UserError: another process holds the lock, or the folder is not writable.
         """
-        for _ in range(20):
+        for _ in range(20):  # a reader may hold it for an instant
             try:
                 self._file = self.path.open("a+b")
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -244,13 +241,6 @@ class RunLock:
                 raise UserError(f"run: {self.path} cannot be written ({error.strerror}); {fix}") from error
         raise UserError(f"run: {held_text(self.path.parent)}")
 
-    def release(self) -> None:
-        """Remove the lock file and release the lock."""
+    def __exit__(self, *error: object) -> None:
         self.path.unlink(missing_ok=True)
         self._file.close()
-
-    def __enter__(self) -> RunLock:
-        return self.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self.release()

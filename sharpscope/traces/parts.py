@@ -1,19 +1,30 @@
-"""Parquet files of a trace: write one, and read selected columns and steps of it."""
+"""The Parquet files of traces: parts of one run, and packed data sets of many runs.
+
+A packed data set has `runs.parquet` (name, run.json and config.yaml of each run) and `<table>.parquet` for each table, with a first
+column `run`, for a repository. `load_runs(folder)` opens all runs, `load_run(folder / name)` one of them.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from sharpscope.errors import UserError, nearest
 from sharpscope.traces.files import ASIDE, TRACES, publish
-from sharpscope.traces.schema import READABLE_VERSIONS, TABLES, VERSION_KEY, arrow_schema
+from sharpscope.traces.schema import ARROW_TYPES, READABLE_VERSIONS, TABLES, VERSION_KEY, Column, arrow_schema
+
+if TYPE_CHECKING:
+    from sharpscope.traces.reader import Run
 
 PART = re.compile(r"part-(\d{6,})(?:-[0-9a-f]{8})?\.parquet")
 """Name of a part; version 2 added a checksum."""
@@ -75,20 +86,6 @@ def read_part(
         if name not in stored:
             table = table.append_column(name, pa.nulls(table.num_rows))
     return table.select(list(columns))
-
-
-def row_groups(path: Path, run: str = "") -> list[tuple[int, int, int]]:
-    """First step, last step and number of rows of a run in a file's row groups, from its footer; raises as `read_part`.
-
-    Of a row group with several runs the rows are counted.
-    """
-    stat = path.stat()
-    metadata, groups = _footer(str(path), stat.st_mtime_ns, stat.st_size)
-    found = [group for group in groups if group[1][0] <= run <= group[1][1]]
-    if all(low == high for _, (low, high), *_ in found):
-        return [(first, last, metadata.row_group(at).num_rows) for at, _, first, last in found]
-    steps = read_part(path, ["step"], run=run)
-    return [(*pc.min_max(steps["step"]).as_py().values(), len(steps))] if len(steps) else []
 
 
 def _all_null(metadata: pq.FileMetaData, group: int, column: str) -> bool:
@@ -180,3 +177,227 @@ def rewind(run_dir: str | Path, step: int) -> dict[str, str]:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
+
+
+# -- writing
+
+
+class SchemaError(ValueError):
+    """Rows do not match the schema: an error in the calling code."""
+
+
+class TraceWriter:
+    """Append rows to the traces of one run; `flush` makes them durable.
+
+    Hold the folder's RunLock while writing. Part numbers continue after existing parts, intact or damaged, and nothing is
+    overwritten. As a context manager it flushes on exit, also after an exception.
+
+    Args:
+        run_dir: folder of the run; `traces/` is created if missing.
+        groups: write one row group per step, so that a reader can read one step alone; False makes smaller files.
+    """
+
+    def __init__(self, run_dir: str | Path, *, groups: bool = True) -> None:
+        self.folder = Path(run_dir) / TRACES
+        self._groups = groups
+        self._buffers: dict[str, list[pa.Table]] = {name: [] for name in TABLES}
+        self._next: dict[str, int] = {}
+        for name in TABLES:
+            folder = self.folder / name
+            folder.mkdir(parents=True, exist_ok=True)
+            for temporary in folder.glob(f".part-*{ASIDE}"):
+                temporary.unlink(missing_ok=True)
+            numbers = [int(match[1]) for path in folder.iterdir() if (match := PART.search(path.name))]
+            self._next[name] = max(numbers, default=-1) + 1
+
+    def append(self, table: str, columns: Mapping[str, Any]) -> int:
+        """Buffer rows and return their number.
+
+        Args:
+            table: name of a table.
+            columns: column name -> 1-D values (array, tensor, list), or a scalar for all rows; scalars alone make one row.
+                None and masked entries become null (not recorded); NaN stays NaN (recorded, not a number). A nullable
+                column may be None as a whole, or omitted.
+
+        Raises:
+            SchemaError: unknown column, different lengths, more than one dimension, wrong type or forbidden null.
+                None of the rows is buffered.
+        """
+        return self.append_table(table, _to_arrow(table, columns))
+
+    def append_table(self, table: str, rows: pa.Table) -> int:
+        """Buffer rows as returned by `Run.arrow`, with null and NaN unchanged, and return their number.
+
+        Raises:
+            SchemaError: `rows` has other columns.
+        """
+        if rows.schema.names != TABLES[table].names:
+            raise SchemaError(f"{table}: not a trace table with all its columns")
+        if rows.num_rows:
+            self._buffers[table].append(rows.cast(arrow_schema(table)))
+        return len(rows)
+
+    def flush(self) -> list[Path]:
+        """Write the buffered rows, one part per table.
+
+        `steps` comes last: every step in `steps` has its rows in the other tables.
+
+        Raises:
+            OSError: the disk is full or the folder is read-only. Unwritten rows stay buffered for a later flush.
+        """
+        written = []
+        for name in sorted(TABLES, key="steps".__eq__):
+            if self._buffers[name]:
+                path = self.folder / name / f"part-{self._next[name]:06d}.parquet"
+                write_part(pa.concat_tables(self._buffers[name]), path, groups=self._groups)
+                written.append(path)
+                self._next[name] += 1
+                self._buffers[name].clear()
+        return written
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.flush()
+
+
+def _to_arrow(name: str, columns: Mapping[str, Any]) -> pa.Table:
+    """Convert the columns given to `TraceWriter.append` to Arrow and check them against the schema."""
+    table = TABLES[name]
+    for column in columns:
+        if column not in table.names:
+            raise SchemaError(f"{name}.{column} is not a column{nearest(column, table.names)}")
+    values = {key: _to_numpy(value) for key, value in columns.items()}
+    lengths = {key: len(value) for key, value in values.items() if isinstance(value, list) or np.ndim(value)}
+    if len(set(lengths.values())) > 1:
+        raise SchemaError(f"{name}: columns differ in length: {lengths}")
+    rows = next(iter(lengths.values()), 1)
+    arrays = []
+    for field in table.columns:
+        value, label = values.get(field.name), f"{name}.{field.name}"
+        if value is None:
+            array = pa.nulls(rows, ARROW_TYPES[field.type])
+        else:
+            value = value if field.name in lengths else np.full(rows, value)
+            array = (_texts if field.type in ("string", "json") else _numbers)(label, field, value)
+        if array.null_count and not field.nullable:
+            raise SchemaError(f"{label} may not be null, but {array.null_count} of {rows} rows are")
+        arrays.append(array)
+    return pa.Table.from_arrays(arrays, schema=arrow_schema(name))
+
+
+def _to_numpy(value: Any) -> Any:
+    """Convert a torch tensor to NumPy without importing torch; return other values unchanged."""
+    if hasattr(value, "detach"):
+        tensor = value.detach().cpu()
+        return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
+    return value
+
+
+def _numbers(label: str, column: Column, value: Any) -> pa.Array:
+    """An array of numbers or booleans; None and masked entries are null."""
+    dtype = np.dtype(ARROW_TYPES[column.type].to_pandas_dtype())
+    mask, data = np.ma.getmaskarray(value) if isinstance(value, np.ma.MaskedArray) else None, np.ma.getdata(value)
+    if not isinstance(value, np.ndarray) or data.dtype == object:
+        items = [item.item() if hasattr(item, "item") else item for item in value]
+        mask = np.array([item is None for item in items], dtype=bool)
+        # Masked entries get a valid value, so that None does not determine the dtype.
+        filler = next((item for item in items if item is not None), dtype.type(0))
+        data = np.array([filler if item is None else item for item in items]) if items else np.empty(0, dtype)
+    if data.ndim != 1:
+        raise SchemaError(f"{label} has shape {data.shape}; give one value per row")
+    if data.dtype.kind not in {"b": "b", "i": "iu", "f": "fiu"}[dtype.kind]:
+        raise SchemaError(f"{label} is {column.type}, got {data.dtype}")
+    if dtype.kind == "i" and data.size and not np.can_cast(data.dtype, dtype):
+        bounds = np.iinfo(dtype)
+        if data.min() < bounds.min or data.max() > bounds.max:
+            raise SchemaError(f"{label} is {column.type}, got values from {data.min()} to {data.max()}")
+    with np.errstate(over="ignore"):  # values beyond float32 become infinite
+        return pa.array(data.astype(dtype), ARROW_TYPES[column.type], mask=mask)
+
+
+def _texts(label: str, column: Column, value: Any) -> pa.Array:
+    """An array of strings; a mapping in a column of JSON becomes an object of numbers, null where not finite."""
+    items = [_json(item) if column.type == "json" and isinstance(item, Mapping) else item for item in value]
+    wrong = next((item for item in items if not isinstance(item, str | None)), None)
+    if wrong is not None:
+        raise SchemaError(f"{label} is {column.type}, got {type(wrong).__name__}")
+    # A lone surrogate (from "\ud800" in a JSON file) cannot be encoded in UTF-8.
+    return pa.array([item and item.encode("utf-8", "replace").decode("utf-8") for item in items], pa.string())
+
+
+def _json(numbers: Mapping[str, float]) -> str:
+    known = {str(key): float(number) for key, number in numbers.items()}
+    return json.dumps({k: v if math.isfinite(v) else None for k, v in known.items()}, ensure_ascii=False)
+
+
+# -- packed data sets
+
+PACK_FILE = "runs.parquet"
+GROUP = 4_000
+"""Rows from which a row group is full; it holds whole runs, and small ones share it."""
+_RUNS = pa.schema([(RUN, pa.string()), ("info", pa.string()), ("config", pa.string())])
+
+
+def is_pack(folder: Path) -> bool:
+    """Whether a folder is a packed data set."""
+    return (folder / PACK_FILE).is_file()
+
+
+def packed_runs(folder: Path) -> dict[str, dict[str, Any]]:
+    """Texts of run.json (`info`) and config.yaml (`config`, may be None) of the runs in a packed data set, by name.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    return _packed_runs(folder, (folder / PACK_FILE).stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _packed_runs(folder: Path, _modified: int) -> dict[str, dict[str, Any]]:
+    try:
+        rows = pq.read_table(folder / PACK_FILE, schema=_RUNS, partitioning=None).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{folder / PACK_FILE}: cannot be read ({error}); restore it") from error
+    return {row[RUN]: row for row in rows}
+
+
+def pack_runs(runs: Mapping[str, Run], out: Path) -> list[Path]:
+    """Write finished runs to a packed data set; checkpoints and tokenizers are not included.
+
+    Args:
+        runs: name in the data set -> run. A name may contain slashes.
+        out: its folder; empty or new.
+
+    Returns:
+        The written files.
+
+    Raises:
+        UserError: `out` is not empty, there is no run, or a run is not finished or has damaged parts.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"--out {out}: is not empty; choose a new folder")
+    unfinished = [f"{name} is {run.status}" for name, run in runs.items() if run.status != "finished"]
+    if unfinished or not runs:
+        raise UserError(f"runs: {unfinished[0] if unfinished else 'none given'}; give folders of finished runs")
+    out.mkdir(parents=True, exist_ok=True)
+    infos = {name: json.dumps(run.info, indent=2) + "\n" for name, run in runs.items()}
+    texts = [{RUN: name, "info": infos[name], "config": run.config_text} for name, run in runs.items()]
+    pq.write_table(pa.Table.from_pylist(texts, _RUNS), out / PACK_FILE, compression="zstd")
+    for table in TABLES:
+        schema = arrow_schema(table).insert(0, pa.field(RUN, pa.string()))
+        groups: list[list[pa.Table]] = [[]]
+        for name, run in runs.items():
+            rows = run.arrow(table)
+            if run.damaged:
+                raise UserError(f"run: {name} has damaged parts ({', '.join(run.damaged)}); restore or exclude it")
+            if len(rows):
+                groups += [[]] if sum(map(len, groups[-1])) >= GROUP else []
+                groups[-1].append(rows.add_column(0, schema.field(RUN), pa.repeat(name, len(rows))).cast(schema))
+        if groups[0]:
+            options = parquet_options(schema) | {"compression_level": 19}
+            with pq.ParquetWriter(out / f"{table}.parquet", schema, **options) as writer:
+                for group in map(pa.concat_tables, groups):
+                    writer.write_table(group, row_group_size=len(group))
+    return sorted(out.iterdir())

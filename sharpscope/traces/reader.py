@@ -7,10 +7,10 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,17 +18,13 @@ import pyarrow as pa
 
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces.files import CONFIG_FILE, RUN_FILE, TRACES, has_writer, parse_run_info, read_run_info
-from sharpscope.traces.packs import is_pack, packed_runs
-from sharpscope.traces.parts import DamagedPartError, read_part, row_groups
+from sharpscope.traces.parts import DamagedPartError, TraceWriter, is_pack, packed_runs, read_part
 from sharpscope.traces.schema import READABLE_VERSIONS, TABLES, arrow_schema
-from sharpscope.traces.token_text import token_texts
-from sharpscope.traces.writer import TraceWriter
 
 _DEPTH = 4
 TEXT, _OF_TEXT = "text", ("step", "rollout", "position", "token_id")
 _NOTEBOOK = "sharpscope.analysis.output"  # a higher layer, imported when asked for
 _ARRAY = "array"
-T = TypeVar("T")
 
 
 class DamagedPartWarning(UserWarning):
@@ -214,16 +210,13 @@ class Run(_Tables):
         return import_module(_NOTEBOOK).show_tokens(self, step, height)
 
     def rows(self, table: str) -> int:
-        """Number of rows of a table; reads footers only."""
-        return sum(count for groups in self._parts(table, row_groups, self._key) for *_, count in groups)
+        """Number of rows of a table."""
+        return len(self.arrow(table, columns=["step"]))
 
     @property
     def token_steps(self) -> list[int]:
-        """Steps with token rows; reads footers only if every row group holds one step."""
-        groups = [group for groups in self._parts("tokens", row_groups, self._key) for group in groups]
-        if any(first != last for first, last, _ in groups):
-            return sorted(self.arrow("tokens", columns=["step"])["step"].unique().to_pylist())
-        return sorted({first for first, *_ in groups})
+        """Steps with token rows."""
+        return sorted(self.arrow("tokens", columns=["step"])["step"].unique().to_pylist())
 
     def verify(self) -> dict[str, str]:
         """Read and check every page of every part; returns `damaged`."""
@@ -236,12 +229,6 @@ class Run(_Tables):
     ) -> Iterator[pa.Table]:
         """Rows of each sound part of a table, in order."""
         schema = pa.schema([arrow_schema(table).field(name) for name in columns])
-        for rows in self._parts(table, read_part, columns, steps, required, self._key):
-            if rows.num_rows:
-                yield rows.cast(schema)
-
-    def _parts(self, table: str, read: Callable[..., T], *arguments: Any) -> Iterator[T]:
-        """`read(path, *arguments)` of each sound part of a table, in order."""
         root = self.path if self._pack is None else self._pack
         pattern = f"{TRACES}/{table}/[!.]*.parquet" if self._pack is None else f"{table}.parquet"
         for path in sorted(root.glob(pattern)):
@@ -249,7 +236,7 @@ class Run(_Tables):
             if name in self.damaged:
                 continue
             try:
-                made = read(path, *arguments)
+                rows = read_part(path, columns, steps, required, self._key)
             except FileNotFoundError:
                 continue  # a resumed run removed it: its rows are recorded again
             except DamagedPartError as error:
@@ -257,7 +244,8 @@ class Run(_Tables):
                     self.damaged[name] = str(error)
                     _warn(f"{self.name}: {name} is set aside: {error}", DamagedPartWarning)
                 continue
-            yield made
+            if rows.num_rows:
+                yield rows.cast(schema)
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, method={self.method!r}, seed={self.seed}, status={self.status!r})"
@@ -432,3 +420,75 @@ def _to_json(value: Any) -> Any:
 
 def _from_json(value: dict[str, Any]) -> Any:
     return np.array(value[_ARRAY], dtype=np.float64) if set(value) == {_ARRAY} else value
+
+
+# -- token ids as text, with the run's own tokenizer
+
+BROKEN = "\ufffd"
+LONGEST = 8
+"""A character, or a cluster of them, spreads over at most so many tokens."""
+Pieces = Callable[[Sequence[int]], list[str]]
+
+
+def piece_maker(run: Run) -> Pieces | None:
+    """A function from the token ids of a completion to their texts, as many as ids; None if the run saved no readable tokenizer.
+
+    A character whose bytes are spread over several tokens is the text of the last of them; the others are empty.
+    """
+    return _load(run.path / "tokenizer") if (run.path / "tokenizer").is_dir() else None
+
+
+@lru_cache(maxsize=8)
+def _load(folder: Path) -> Pieces | None:
+    """`piece_maker` of the tokenizer in a folder."""
+    loaded: Any
+    options = {"skip_special_tokens": False}
+    try:
+        if (folder / "tokenizer.json").is_file():
+            # AutoTokenizer gives some model types (Qwen2 among them) a class that cuts text in another way than the file says
+            from tokenizers import Tokenizer
+
+            loaded = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        else:
+            from transformers import AutoTokenizer
+
+            loaded, options["clean_up_tokenization_spaces"] = AutoTokenizer.from_pretrained(folder), False
+    except Exception:  # the libraries raise bare exceptions for a damaged file; tokens then stand as their numbers
+        return None
+    return lambda ids: pieces(ids, lambda part: str(loaded.decode(part, **options)))
+
+
+def token_texts(run: Run, tokens: pd.DataFrame) -> pd.Series:
+    """The text of each row of `tokens` (step, rollout, position, token_id), by `piece_maker`; None without a tokenizer."""
+    maker = piece_maker(run)
+    if maker is None or tokens.empty:
+        return pd.Series(None, index=tokens.index, dtype=object)
+    known = {token: maker([int(token)])[0] for token in tokens["token_id"].unique()}
+    texts = tokens["token_id"].map(known).astype(object)
+    parts = tokens["token_id"].isin([token for token, text in known.items() if BROKEN in text])
+    for _, rows in tokens.groupby(["step", "rollout"]) if parts.any() else ():
+        if not parts[rows.index].any():
+            continue
+        ordered = rows.sort_values("position")
+        texts.loc[ordered.index] = maker([int(token) for token in ordered["token_id"]])
+    return texts
+
+
+def pieces(ids: Sequence[int], join: Callable[[list[int]], str]) -> list[str]:
+    """Texts of `ids`, given a function that decodes several ids at once."""
+    known: dict[int, str] = {}
+    result: list[str] = []
+    waiting: list[int] = []
+    for token in ids:
+        if token not in known:
+            known[token] = join([token])
+        waiting.append(token)
+        text = known[token] if len(waiting) == 1 else join(waiting)
+        if text.endswith(BROKEN) and len(waiting) < LONGEST:
+            result.append("")
+            continue
+        result.append(text)
+        waiting = []
+    if waiting:  # ends in the middle of a character
+        result[-1] = join(waiting)
+    return result

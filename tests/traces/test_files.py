@@ -157,17 +157,18 @@ def test_the_second_writer_hears_who_the_first_is(tmp_path):
         assert process.stdout.readline() == "held\n"
         assert has_writer(run)
         with pytest.raises(UserError, match=rf"being written by process {process.pid} on "):
-            RunLock(run).acquire()
+            RunLock(run).__enter__()
     finally:
         process.communicate("")
     assert not has_writer(run)
     with RunLock(run):
         assert has_writer(run)
         with pytest.raises(UserError, match="being written"):
-            RunLock(run).acquire()
+            RunLock(run).__enter__()
     (run / "lock.json").write_text("left by a process of version 2 that was killed")
     assert load_run(run).status == "died"
-    RunLock(run).acquire().release()
+    with RunLock(run):
+        pass
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])

@@ -15,7 +15,7 @@ from sharpscope.analysis.text import short, shown
 from sharpscope.analysis.token_values import needed_columns, with_values
 from sharpscope.analysis.tokens import complement
 from sharpscope.traces import Run
-from sharpscope.traces.token_text import Pieces, piece_maker
+from sharpscope.traces.reader import Pieces, piece_maker
 
 BUDGET = 4_000_000
 """Bytes of token data in a report, divided evenly among its runs."""

@@ -17,7 +17,7 @@ from sharpscope.analysis.html.page import script_json
 from sharpscope.analysis.html.tokens import DIGITS, token_view
 from sharpscope.analysis.text import shown
 from sharpscope.traces import TraceWriter, load_run, load_runs
-from sharpscope.traces.token_text import pieces
+from sharpscope.traces.reader import pieces
 from tests.analysis.html.runs import HOSTILE, LONG, SPIKE, WORDS, ids_of, in_file, write_report_run
 from tests.traces.rows import rows
 
