@@ -80,16 +80,12 @@ def test_a_batch_that_is_not_valid_for_both_is_left_out_and_counted(arm):
     assert nothing["batches"] == 0 and nothing["invalid"] == 6 and pd.isna(nothing["difference"])
 
 
-def test_a_change_from_an_unknown_start_is_left_out():
+def test_a_change_from_an_unknown_start_is_left_out_and_without_any_start_the_value_is_compared():
     table = rows(grpo=0.0, ar=0.01)
     table.loc[table["batch"] == 2, "start"] = None  # measured after the update only
     result, rest = one(fork_differences(table)), one(fork_differences(table[table["batch"] != 2]))
     assert (result["batches"], result["invalid"]) == (5, 1)
     assert (result["change"], result["p"]) == pytest.approx((rest["change"], rest["p"]))
-
-
-def test_without_a_start_the_value_is_compared():
-    table = rows(grpo=0.0, ar=0.01).assign(outcome="update_rotation", start=None)
-    table["value"] = np.where(table["arm"] == "ar", 20.0, 0.0)
+    table = table.assign(outcome="update_rotation", start=None, value=np.where(table["arm"] == "ar", 20.0, 0.0))
     result = one(fork_differences(table))
     assert result["change"] == result["difference"] == 20

@@ -1,8 +1,9 @@
-"""Paired comparisons: values by hand, a run against itself, saturated sharpness, a rare collapse."""
+"""Which runs may be pooled or compared; paired comparisons: values by hand, a run with itself, saturation, a rare collapse."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -11,6 +12,7 @@ from scipy import stats
 
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.statistics import sign_flip_p
+from sharpscope.analysis.study import Study, studies
 from tests.analysis.claims.planted import FrameRun, frame_run, paired_study
 
 HELDOUT = "held-out accuracy, greedy"
@@ -102,3 +104,44 @@ def test_clipping_is_read_from_updates_of_older_runs() -> None:
     runs = [frame_run(), frame_run("gspo")]
     runs[0].updates, runs[1].updates = updates.assign(clip_factor=1.0), updates
     assert row(compare_runs(runs), "updates with a clipped gradient")["difference"] == pytest.approx(0.25)
+
+
+# -- Studies and settings
+
+
+def laid_out(*runs: FrameRun) -> list[Study]:
+    return studies(Study({run.name: run for run in runs}))
+
+
+def test_seeds_are_one_setting_and_other_settings_are_told_apart() -> None:
+    hot = {"optimizer": {"lr": 3e-4}}
+    runs = [frame_run("grpo", seed) for seed in (0, 1)] + [frame_run("grpo-sg", seed) for seed in (0, 1)]
+    runs += [frame_run("grpo", seed, config=hot, tag="-hot") for seed in (0, 1)]
+    (study,) = laid_out(*runs)
+    assert study.labels == ["grpo (optimizer.lr=0.0001)", "grpo (optimizer.lr=0.0003)", "grpo-sg"]
+    assert [list(s.runs) for s in study.settings] == [[0, 1]] * 3
+    assert study.slug == "" and study.notes == ()
+    # the setting with the most seeds has the method's name, and the others are told from it
+    (study,) = laid_out(
+        *runs, frame_run("grpo", 2), frame_run("grpo", 0, config={"rollout": {"group_size": 4}}, tag="-4")
+    )
+    assert study.labels == ["grpo", "grpo (optimizer.lr=0.0003)", "grpo (rollout.group_size=4)", "grpo-sg"]
+    (note,) = study.notes
+    assert note.startswith("grpo alone stands for") and "optimizer.lr=0.0001, rollout.group_size=" in note
+
+
+def test_tasks_task_settings_and_policies_are_never_one_study() -> None:
+    people = frame_run(config={"task": {"people": 5}}, tag="-people")
+    other = frame_run(config={"policy": {"model": "other"}}, tag="-other")
+    result = laid_out(frame_run(), replace(frame_run(tag="-math"), task="math"), people, other)
+    assert len(result) == 4 and len({s.slug for s in result}) == 4
+    names = [s.name for s in result]
+    assert names[1] == "math" and "task.people=5" in names[2] and "policy.model=other" in names[3]
+
+
+def test_finished_runs_come_before_others_and_a_seed_counts_once() -> None:
+    stopped = replace(frame_run(seed=1), name="stopped", status="interrupted")
+    (study,) = laid_out(replace(frame_run(), name="again"), replace(frame_run(), name="done"), stopped)
+    assert list(study.settings[0].runs) == [0]
+    assert any("stopped (interrupted, 40 steps) is left out" in note for note in study.notes)
+    assert any("done repeats seed 0 of again" in note for note in study.notes)

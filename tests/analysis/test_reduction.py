@@ -62,13 +62,6 @@ def test_the_sample_is_rows_of_the_table_half_of_them_with_norms(folder, reduced
     assert len(small.tokens([step])) == (rows["step"] == step).sum()
 
 
-def test_what_is_there_is_left_and_what_has_not_finished_is_named(folder, reduced, tmp_path):
-    written, left_out = reduce_runs(load_runs(folder).by_name.items(), reduced)
-    assert not written and len(left_out) == 4 and all("is there already" in line for line in left_out)
-    with pytest.raises(UserError, match="reduction itself"):
-        reduce_run(load_run(reduced / "grpo-s0"), tmp_path / "again")
-
-
 def reduce(*arguments) -> str:
     result = CliRunner().invoke(app, ["export", *map(str, arguments), "--to", "reduced"], env={"COLUMNS": "200"})
     if isinstance(result.exception, UserError):
@@ -77,7 +70,11 @@ def reduce(*arguments) -> str:
     return result.output
 
 
-def test_two_runs_of_one_name_are_refused_and_one_given_twice_counts_once(folder, tmp_path):
+def test_nothing_is_overwritten_and_names_that_clash_are_refused(folder, reduced, tmp_path):
+    written, left_out = reduce_runs(load_runs(folder).by_name.items(), reduced)
+    assert not written and len(left_out) == 4 and all("is there already" in line for line in left_out)
+    with pytest.raises(UserError, match="reduction itself"):
+        reduce_run(load_run(reduced / "grpo-s0"), tmp_path / "again")
     for name in ("ra", "rb"):
         shutil.copytree(folder / "grpo-s0", tmp_path / name / "grpo-s0")
     with pytest.raises(UserError, match="'grpo-s0' names both"):

@@ -13,6 +13,7 @@ from sharpscope.analysis import claims
 from sharpscope.cli import app
 from sharpscope.errors import UserError
 from tests.cli.invoking import EXAMPLE, GRPO
+from tests.cli.invoking import invoke as run
 
 STUDY = """
 base: {steps: 10}
@@ -30,11 +31,7 @@ def study(tmp_path: Path) -> Path:
 
 
 def invoke(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result.output
+    return run(*map(str, arguments))
 
 
 def test_a_plan_needs_no_runs_and_two_are_enough_to_begin():
@@ -76,9 +73,8 @@ def test_claims_prints_every_verdict_and_the_checks_and_writes_them(tmp_path: Pa
     assert len(stored) == len(claims.CLAIMS) and {entry["treatment"] for entry in stored} == {"grpo-sg"}
     printed = CliRunner().invoke(app, ["study", "claims", str(EXAMPLE), "--json"]).stdout
     assert json.loads(printed)["verdicts"] == stored
-    assert "rule: supported: greedy held-out accuracy" in invoke(
-        "study", "claims", EXAMPLE, "--claim", "C7", "--details"
-    )
+    output = invoke("study", "claims", EXAMPLE, "--claim", "C7", "--details")
+    assert "rule: supported: greedy held-out accuracy" in output
 
 
 def test_what_is_wrong_is_named(study: Path, tmp_path: Path):
