@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import shutil
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -65,48 +62,9 @@ def test_a_full_disk_loses_nothing_that_was_flushed_and_the_rest_can_be_flushed_
     assert set(load_run(run).tokens()["step"]) == {1, 2, 3} and not load_run(run).verify()
 
 
-KILLED = """
-import sys, time
-from sharpscope.traces import TraceWriter, RunLock
-from tests.traces.rows import rows
-with RunLock(sys.argv[1]):
-    writer = TraceWriter(sys.argv[1])
-    for step in range(1, 10000):
-        writer.append("tokens", rows("tokens", step, 2000))
-        writer.append("steps", rows("steps", step, 1))
-        writer.flush()
-        print(step, flush=True)
-"""
-
-
 def _start(code, run):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     return subprocess.Popen([sys.executable, "-c", code, str(run)], cwd=ROOT, text=True, **pipes)
-
-
-def test_a_writer_killed_at_any_instant_leaves_whole_parts_and_no_lock(tmp_path):
-    run = new_run(tmp_path / "a")
-    process = _start(KILLED, run)
-    chooser = random.Random(1)
-    try:
-        for _ in range(3):
-            process.stdout.readline()
-        reading = load_run(run)  # while it is being written
-        assert reading.status == "running" and len(reading.steps) >= 3
-        time.sleep(chooser.uniform(0, 0.1))
-    finally:
-        process.kill()
-        told = [int(line) for line in process.stdout.read().split()]
-        process.wait()
-    loaded = load_run(run)
-    assert loaded.status == "died" and not loaded.verify()
-    steps = loaded.steps["step"].tolist()
-    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= max(told, default=3)
-    counts = loaded.tokens(columns=["step"])["step"].value_counts()
-    assert (counts == 2000).all() and set(steps) <= set(counts.index)
-    with RunLock(run):
-        TraceWriter(run)
-    assert not list(run.rglob("*.tmp"))
 
 
 def test_a_run_folder_is_never_overwritten(tmp_path):
@@ -195,30 +153,6 @@ def test_a_damaged_page_sets_the_whole_part_aside_for_all_columns(tmp_path):
     assert set(loaded.tokens(columns=["step"])["step"]) == {2}
 
 
-def test_numbers_after_a_damaged_part_do_not_reuse_its_name(tmp_path):
-    run, (_, second) = two_parts(tmp_path / "a")
-    second.write_bytes(b"rubbish")
-    with TraceWriter(run) as writer:
-        writer.append("tokens", rows("tokens", 3, 2))
-    assert second.read_bytes() == b"rubbish"
-    assert max(p.name for p in (run / "traces/tokens").iterdir()).startswith("part-000002.")
-
-
-def test_rewind_removes_what_lies_after_a_step_and_can_be_repeated(tmp_path):
-    run = new_run(tmp_path / "a")
-    with TraceWriter(run) as writer:
-        for step in (1, 2, 3, 4, 5):
-            writer.append("tokens", rows("tokens", step))
-            if step in (3, 4):
-                writer.flush()
-    assert rewind(run, 2) == {}
-    assert rewind(run, 2) == {}
-    frame = load_run(run).tokens()
-    assert frame["step"].tolist() == [1] * 4 + [2] * 4
-    np.testing.assert_array_equal(frame["logp"], np.concatenate([rows("tokens", 1)["logp"], rows("tokens", 2)["logp"]]))
-    assert not load_run(run).verify()
-
-
 @pytest.mark.parametrize("together", [False, True], ids=["a part a step", "a part on both sides"])
 def test_a_damaged_part_does_not_give_rows_twice_after_a_rewind(tmp_path, together):
     run = new_run(tmp_path / "a")
@@ -302,18 +236,6 @@ def test_mistakes_are_named(packed, tmp_path):
     update_run_info(tmp_path / "run", status="failed")
     with pytest.raises(UserError, match="it is failed; give folders of finished runs"):
         pack_runs({"it": load_run(tmp_path / "run")}, tmp_path / "pack")
-
-
-def test_runs_of_one_row_group_are_told_apart(packed, tmp_path):
-    """A pack whose tables have one row group each, with all runs in it."""
-    shutil.copytree(packed / "pack", tmp_path / "pack")
-    for file in (tmp_path / "pack").glob("*.parquet"):
-        pq.write_table(table := pq.read_table(file, partitioning=None), file, row_group_size=len(table))
-        assert pq.read_metadata(file).num_row_groups == 1
-    for name, run in load_runs(packed / "runs").by_name.items():
-        found = load_run(tmp_path / "pack" / name)
-        assert same(run, found) and found.token_steps == run.token_steps
-        assert all(found.rows(table) == run.rows(table) for table in TABLES)
 
 
 def test_damage_is_told(packed, tmp_path):
