@@ -275,16 +275,6 @@ def rotation_figure(table: pd.DataFrame, noise: float) -> Figure:
     return figure
 
 
-def quantiles(axis: Axes, x: pd.Series, y: pd.Series, bins: pd.Series, label: str, line: Mapping[str, Any]) -> None:
-    """Median of y and its 10 to 90 % band over the median x of each of the `bins`; of fewer than 5 points none is drawn."""
-    grouped = pd.DataFrame({"x": x, "y": y}).groupby(bins, observed=True)
-    enough = grouped.size() >= 5
-    at, *levels = grouped["x"].median(), *(grouped["y"].quantile(q) for q in (0.5, 0.1, 0.9))
-    at, middle, low, high = (part[enough] for part in (at, *levels))
-    axis.plot(at, middle, label=setting_text(label), marker="o" if len(at) <= 12 else "", **line)
-    axis.fill_between(at, low, high, color=line["color"], linewidth=0, alpha=0.16)
-
-
 def weight_functions(functions: pd.DataFrame, on_tokens: pd.DataFrame | None = None) -> Figure:
     """Weights over logit and probability; below, the median weight of a run's tokens with 10 to 90 % bands.
 
@@ -302,7 +292,13 @@ def weight_functions(functions: pd.DataFrame, on_tokens: pd.DataFrame | None = N
         for axis, name in zip(axes[2:], labels, strict=False):
             for method, part in tokens.groupby("method", sort=False):
                 bins = pd.qcut(part[name], 20, duplicates="drop") if name == "logit" else pd.cut(part[name], 20)
-                quantiles(axis, part[name], part["weight"], bins, str(method), styles[str(method)])
+                grouped = part.groupby(bins, observed=True)
+                enough, weight = grouped.size() >= 5, grouped["weight"]
+                at, *levels = grouped[name].median(), *(weight.quantile(q) for q in (0.5, 0.1, 0.9))
+                at, middle, low, high = (each[enough] for each in (at, *levels))
+                line = styles[str(method)]
+                axis.plot(at, middle, label=setting_text(method), marker="o" if len(at) <= 12 else "", **line)
+                axis.fill_between(at, low, high, color=line["color"], linewidth=0, alpha=0.16)
             axis.set(xlabel=labels[name], ylabel="token weight", title="on the run's tokens, calibrated there")
         finish(figure, axes)
     return figure
@@ -335,7 +331,6 @@ SENTENCE, LETTERS = 58, 13
 """Characters of a sentence, and their size [points]."""
 LETTER = 0.602
 """Width of a letter of DejaVu Sans Mono over its size."""
-KEY = "↑ made more likely, ↓ less likely"
 TINT = {1: "#a9cdf0", -1: "#f7c297", 0: "#dddddd"}
 """Background of a token that is made more or less likely."""
 FONTS = ("DejaVu Sans Mono", "Noto Sans Mono CJK JP", "Noto Sans CJK JP", "DejaVu Sans")
@@ -350,38 +345,33 @@ def write_card(run: Run, file: Path) -> Path:
         file: ends in .png or .svg.
 
     Raises:
-        UserError: another ending, no shares, or a file that cannot be written.
+        UserError: another ending, or no shares.
     """
     if file.suffix not in (".png", ".svg"):
         raise UserError(f"--card {file}: the picture is a .png or an .svg")
-    if largest_update(run) is None:
+    spike = largest_update(run)
+    if spike is None:
         why = recorded_by(run, "recording.token_gradients_every")
         raise UserError(f"--card: no token's share of the gradient was recorded in {run.name}{why}")
     with styled(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
-        figure = card(run)
-        try:
-            figure.savefig(file, dpi=100)
-        except OSError as error:
-            raise UserError(f"--card {file}: cannot be written ({error.strerror})") from error
+        card(run, spike.step).savefig(file, dpi=100)
     return file
 
 
-def card(run: Run) -> Figure:
-    """The picture of a run that has shares of tokens."""
-    spike = largest_update(run)
-    assert spike is not None
+def card(run: Run, step: int) -> Figure:
+    """The picture of a run with the shares of a step's tokens."""
     figure = Figure(figsize=SIZE, facecolor="white")
     FigureCanvasAgg(figure)
     model = run.config.get("policy", {}).get("model") or run.info.get("model")
     facts = [printable(run.name, 40), method_label(run.method), *([model_label(str(model))] if model else [])]
     _write(figure, 0.04, 0.93, " · ".join(facts), size=14, color="#555555")
-    said = concentration_text(run, spike.step) or "Which tokens moved the model"
+    said = concentration_text(run, step) or "Which tokens moved the model"
     for n, line in enumerate(fill(said, 68).splitlines()[:2]):
         _write(figure, 0.04, 0.845 - 0.075 * n, line, size=21, weight="bold")
-    which = f"Step {spike.step}: the tokens with the largest shares of the gradient. {KEY}"
+    which = f"Step {step}: the tokens with the largest shares of the gradient. ↑ made more likely, ↓ less likely"
     _write(figure, 0.04, 0.685, which, size=13)
-    for n, one in enumerate(moved_tokens(run, spike.step, top=3)):
+    for n, one in enumerate(moved_tokens(run, step, top=3)):
         _sentence(figure, 0.605 - 0.085 * n, one)
     study = Study({run.name: run}, name=run.task)
     values = step_values(study, list(STEPS))

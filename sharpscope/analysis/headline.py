@@ -56,7 +56,7 @@ class Moved:
 
 
 def largest_update(run: Run) -> Spike | None:
-    """The step whose tokens are shown: the spike, large step or gradient with shares that is the most times the typical one.
+    """The step whose tokens are shown: the spike or gradient with shares that is the most times the typical one.
 
     Not the spike with the largest z, which also says how alike the steps before were.
     """
@@ -245,20 +245,17 @@ APART = 2.0
 
 
 def layer_norms(run: Run) -> pd.DataFrame:
-    """step, update, group, layer, kind, grad_norm, update_norm: a row for each update and group of parameters [L2 norm].
+    """step, update, group, grad_norm, update_norm: a row for each update and group of parameters [L2 norm]; empty if not recorded.
 
-    `group` is `12.attention` in a decoder layer, elsewhere the kind alone (embedding, norm, head, other); `layer` is −1 there.
-    Empty where nothing was recorded.
+    `group` is `12.attention` in a decoder layer, elsewhere the kind alone (embedding, norm, head, other).
     """
     names = ["grad_norm_by_layer", "update_norm_by_layer"]
     rows = []
     known = run.updates.dropna(subset=names[:1])[["step", "update", *names]]
     for step, update, *texts in known.itertuples(index=False):
         gradient, moved = (json.loads(text) if isinstance(text, str) else {} for text in texts)
-        for group, value in gradient.items():
-            layer, _, kind = group.rpartition(".")
-            rows.append((step, update, group, int(layer) if layer.isdecimal() else -1, kind, value, moved.get(group)))
-    frame = pd.DataFrame(rows, columns=["step", "update", "group", "layer", "kind", "grad_norm", "update_norm"])
+        rows += [(step, update, group, value, moved.get(group)) for group, value in gradient.items()]
+    frame = pd.DataFrame(rows, columns=["step", "update", "group", "grad_norm", "update_norm"])
     return frame.astype({"grad_norm": float, "update_norm": float})
 
 

@@ -31,14 +31,12 @@ class AnalysisResult:
         page: report.html.
         figures: name → its files (PNG, SVG); empty unless asked for.
         tables: name → its CSV file.
-        content: what the page says.
     """
 
     out: Path
     page: Path
     figures: dict[str, list[Path]]
     tables: dict[str, Path]
-    content: Page
 
 
 def analyze(
@@ -92,7 +90,7 @@ def analyze(
         svg = {name: saved[name][1].read_text(encoding="utf-8") for name in pictures}
         page = folder / "report.html"
         write_atomic(page, report_html(content, svg))
-    return AnalysisResult(folder, page, saved, tables, content)
+    return AnalysisResult(folder, page, saved, tables)
 
 
 @dataclass(frozen=True, repr=False)

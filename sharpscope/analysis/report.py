@@ -204,10 +204,13 @@ def difference_sections(study: Study, settings: Sequence[Setting]) -> list[Secti
     main = part.assign(rank=part["quantity"].map(_rank)).sort_values("rank", kind="stable")
     main = main[main["rank"] < len(HEADLINE)].head(6).drop(columns="rank")
     runs = [run for label, _, run in study.each() if label == treatment and rotates(run)]
-    said = []
-    for name, text in _ANGLES.items():
+    said, turns = (
+        [],
+        {"gradient_rotation": "It turns the gradient by", "noise_rotation": "The noise of one batch turns it by about"},
+    )
+    for name, text in turns.items():
         angles = np.concatenate([np.zeros(0), *(known(run.steps[name].dropna()) for run in runs)])
-        said += [text.format(angles.mean())] if len(angles) else []
+        said += [f"{text} {angles.mean():.0f}°."] if len(angles) else []
     n = int(main["n"].max()) if len(main) else 0
     said.append("One pair of runs: repeat with more seeds before believing a difference." if n == 1 else f"{n} seeds.")
     said += [f"{int(halve)} seeds would halve the intervals." for halve in main["to_halve"].dropna()[:1]]
@@ -216,10 +219,6 @@ def difference_sections(study: Study, settings: Sequence[Setting]) -> list[Secti
     return [Section(title, shown, " ".join(said), records=main.to_dict("records"))]
 
 
-_ANGLES = {
-    "gradient_rotation": "It turns the gradient by {:.0f}°.",
-    "noise_rotation": "The noise of one batch turns it by about {:.0f}°.",
-}
 _PAIRS = ["pairs", "worst pair"]
 
 
@@ -260,7 +259,6 @@ def difference_table(rows: pd.DataFrame) -> pd.DataFrame:
 def setting_sections(study: Study) -> list[Section]:
     """What the configurations of a study's settings differ in; values that differ between a setting's runs are joined."""
     columns = {s.label: [flat(run.config) for run in s.runs.values()] for s in study.settings[:SHOWN_SETTINGS]}
-
     rows = []
     for key in dict.fromkeys(key for facts in columns.values() for one in facts for key in one):
         values = [dict.fromkeys(_value(one.get(key)) for one in part) for part in columns.values()]

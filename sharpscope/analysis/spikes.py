@@ -31,7 +31,7 @@ WINDOW = 50
 FEWEST = 10
 """Earlier steps with a gradient that the rule needs; see `sharpscope.traces.robust_z`."""
 LARGE = 3.0
-"""A norm this many times the typical one is a finding where the reward falls with it."""
+"""From this many times the typical norm on `show` names the layers that grew, also of what is no spike."""
 SURE = 0.99
 """Probability from which the model was sure of a token."""
 ENOUGH = 0.2
@@ -73,30 +73,17 @@ class Spike:
 
 
 def gradient_scores(steps: pd.DataFrame) -> pd.DataFrame:
-    """A row for each step with a gradient: step, grad_norm, z, typical, scale, fall, scatter.
-
-    `z` and `typical` are those of `find_spikes`; `scale` is the robust standard deviation of the logarithm, so that z is reached
-    at typical·exp(z·scale). `fall`: mean reward of the five steps before less that of this step and the two after it; `scatter`:
-    standard deviation of the reward over the ten steps before.
-    """
+    """A row for each step with a gradient: step, grad_norm, z, typical (the median norm of up to WINDOW of these before it)."""
     logs: list[float] = []
     rows = []
     ordered = steps.sort_values("step")
-    rewards = pd.to_numeric(ordered["reward_mean"], errors="coerce").to_numpy(dtype=float)
     norms = pd.to_numeric(ordered["grad_norm"], errors="coerce").to_numpy(dtype=float)
-    for at, (step, norm) in enumerate(zip(ordered["step"], norms, strict=True)):
-        if not norm > 0:
-            continue
-        recent = np.array(logs[-WINDOW:])
-        middle = float(np.median(recent)) if len(recent) else math.nan
-        scale = 1.4826 * float(np.median(np.abs(recent - middle))) if len(recent) >= FEWEST else math.nan
-        before, after = rewards[max(0, at - 5) : at], rewards[at : at + 3]
-        fall = float(before.mean() - after.mean()) if len(before) else math.nan
-        scatter = float(rewards[max(0, at - 10) : at].std(ddof=1)) if at > 2 else math.nan
-        z = robust_z(logs, math.log(norm))
-        rows.append((int(step), norm, z, math.exp(middle), scale, fall, scatter))
-        logs.append(math.log(norm))
-    columns = ["step", "grad_norm", "z", "typical", "scale", "fall", "scatter"]
+    for step, norm in zip(ordered["step"], norms, strict=True):
+        if norm > 0:
+            typical = math.exp(float(np.median(logs[-WINDOW:]))) if logs else math.nan
+            rows.append((int(step), norm, robust_z(logs, math.log(norm)), typical))
+            logs.append(math.log(norm))
+    columns = ["step", "grad_norm", "z", "typical"]
     return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(columns[1:], float)).astype({"step": int})
 
 
@@ -110,19 +97,9 @@ def largest_gradients(run: Run) -> pd.DataFrame:
 
 
 def find_spikes(steps: pd.DataFrame) -> pd.DataFrame:
-    """Steps whose log gradient norm is SPIKE_Z robust standard deviations above the median of the 50 before it.
-
-    Columns step, grad_norm, z, typical (the median norm of the window); the rule is `sharpscope.traces.robust_z`.
-    """
+    """Rows of `gradient_scores` with z ≥ SPIKE_Z: log gradient norms so many robust standard deviations above the median before."""
     scores = gradient_scores(steps)
-    return scores.loc[scores["z"] >= SPIKE_Z, ["step", "grad_norm", "z", "typical"]].reset_index(drop=True)
-
-
-def large_steps(steps: pd.DataFrame) -> pd.DataFrame:
-    """Steps whose norm is LARGE times the typical one and whose reward falls by more than it scattered before."""
-    scores = gradient_scores(steps)
-    large = (scores["grad_norm"] >= LARGE * scores["typical"]) & (scores["fall"] > scores["scatter"])
-    return scores[large].sort_values("grad_norm", ascending=False)
+    return scores[scores["z"] >= SPIKE_Z].reset_index(drop=True)
 
 
 @per_run
@@ -166,10 +143,8 @@ def explain_largest(run: Run, top: int = 8) -> list[Spike]:
 
 
 def notable_steps(run: Run, top: int = 8) -> list[Spike]:
-    """The spikes; else up to three large steps with shares, see `large_steps`; else the largest gradient with shares."""
-    large = [int(step) for step in large_steps(run.steps)["step"] if step in share_steps(run)]
-    found = explain_spikes(run, top) or [explain_step(run, step, top) for step in large[:3]]
-    return found or explain_largest(run, top)
+    """The spikes; without any, the largest gradient with shares."""
+    return explain_spikes(run, top) or explain_largest(run, top)
 
 
 def explain_step(run: Run, step: int, top: int = 8) -> Spike:
@@ -245,7 +220,7 @@ def concentration(tokens: pd.DataFrame) -> tuple[float, float, float]:
 
 
 def spike_text(run: Run) -> str:
-    """What the rule found in one to four sentences: the spikes, or how near the run came and why it is no nearer."""
+    """What the rule found in one to three sentences: the spikes, or how near the run came."""
     scores = gradient_scores(largest_gradients(run))
     if scores.empty:
         return "No step has a gradient norm, so there is nothing to compare."
@@ -266,14 +241,7 @@ def spike_text(run: Run) -> str:
             f"No step reaches z = {SPIKE_Z:g}: the highest is z = {top['z']:.1f} at step {named:.0f}, gradient norm "
             f"{number(top['grad_norm'])}, {top['times']:.1f} × the typical {number(top['typical'])}."
         )
-        if (factor := math.exp(SPIKE_Z * top["scale"])) > 2 * LARGE:
-            only = f"only {factor:.0f} × the typical norm would be a spike: the rule is insensitive here."
-            said.append(f"Norms scatter so much in this run that {only}")
     largest = scores.nlargest(1, "grad_norm").iloc[0]
-    for _, row in large_steps(run.steps).head(1).iterrows():
-        largest, times = row, row["grad_norm"] / row["typical"]
-        is_ = f"its gradient is {times:.1f} × the typical one, and the reward falls by {row['fall']:.2f} with it."
-        said.append(f"Step {row['step']:.0f} is a finding all the same: {is_}")
     if largest["step"] != named:
         said.append(f"The largest gradient norm is {number(largest['grad_norm'])} at step {largest['step']:.0f}.")
     return " ".join([*said, _near(run, int(largest["step"]))])

@@ -17,7 +17,7 @@ from sharpscope.analysis.report import found_sections, laid_out, run_sections, r
 from sharpscope.analysis.sections import Section, to_terminal
 from sharpscope.analysis.spikes import explain_step, notable_steps, recorded_by, spike_text
 from sharpscope.analysis.study import last_step, quiet
-from sharpscope.analysis.text import number, printable
+from sharpscope.analysis.text import printable
 from sharpscope.analysis.token_values import needed_columns, with_values
 from sharpscope.analysis.tokens import INCLUSION, sample_text
 from sharpscope.errors import UserError, nearest
@@ -64,39 +64,20 @@ def watch(
 ) -> str:
     """Show a run and refresh the view every `every` seconds until the run ends; returns its last status.
 
-    On a terminal the view is drawn in place. On a pipe each new step is one line, and the whole view comes at the end.
+    On a terminal the view is drawn in place; on a pipe it comes at the end.
 
     Raises:
         UserError: if `path` holds no readable run.
     """
-    run = _read(path)
-    if console.is_terminal and run.status == GOING_ON:
+    with quiet():  # the view says which parts are set aside
+        run = load_run(path)
         with Live(show(run), console=console, auto_refresh=False, vertical_overflow="visible") as live:
             while run.status == GOING_ON:
                 sleep(every)
-                run = _read(path)
+                run = load_run(path)
                 live.update(show(run), refresh=True)
-    else:
-        done = 0
-        while run.status == GOING_ON:
-            if last_step(run) > done:
-                done = last_step(run)
-                row = run.steps.sort_values("step").iloc[-1]
-                console.print(Text(f"step {done}: reward {number(row['reward_mean'])}, loss {number(row['loss'])}"))
-            sleep(every)
-            run = _read(path)
-        console.print(show(run))
     console.print(Text(f"{printable(run.name)}: {run.status} after {last_step(run)} steps"))
     return run.status
-
-
-def _read(path: str | Path) -> Run:
-    """The run as it is now; its small tables are read, so that drawing does not fail half-way."""
-    with quiet():  # the view says which parts are set aside
-        run = load_run(path)
-        for table in ("steps", "eval", "events", "probes", "updates"):
-            getattr(run, table)
-    return run
 
 
 def token_sections(run: Run, step: int | None = None, by: str = SHARE, top: int = 20) -> list[Section]:

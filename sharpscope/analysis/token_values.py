@@ -49,14 +49,12 @@ def needed_columns(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(c for name in names for c in (VALUES[name][0] if name in VALUES else (name,))))
 
 
-def with_values(tokens: pd.DataFrame, names: Iterable[str] | None = None) -> pd.DataFrame:
-    """The tokens with the values `names` of VALUES as columns, float64; None: all whose columns are there.
-
-    A value is NaN where one of its columns was not recorded. Names that are not in VALUES are left alone.
-    """
-    chosen = [n for n, (needs, _) in VALUES.items() if (set(needs) <= set(tokens) if names is None else n in names)]
-    numbers = {name: tokens[list(VALUES[name][0])].astype(np.float64) for name in chosen}
-    return tokens.assign(**{name: VALUES[name][1](column) for name, column in numbers.items()})
+def with_values(tokens: pd.DataFrame) -> pd.DataFrame:
+    """The tokens with each value of VALUES whose columns they have, float64; NaN where one of these was not recorded."""
+    there = {
+        name: tokens[list(needs)].astype(np.float64) for name, (needs, _) in VALUES.items() if set(needs) <= set(tokens)
+    }
+    return tokens.assign(**{name: VALUES[name][1](numbers) for name, numbers in there.items()})
 
 
 BINS = {
@@ -93,7 +91,7 @@ def entropy_bins(run: Run) -> pd.DataFrame:
     for part in run.iter_tokens(columns=columns, required=["collision", "advantage"]):
         index = token_bins(part)
         frame, index = part[index >= 0], index[index >= 0]
-        push = with_values(frame, ["entropy_change"])["entropy_change"].fillna(0.0).to_numpy()
+        push = with_values(frame)["entropy_change"].fillna(0.0).to_numpy()
         updates = frame.groupby("step")["update"].transform("nunique").clip(lower=1)
         share = (frame["attribution"].astype(float) / updates).fillna(0.0).to_numpy() * inverse_inclusion(frame)
         count = 1 / row_probability(frame)

@@ -117,7 +117,6 @@ def diagnose(
         Path, Argument(help="A run, trainer_state.json, JSON lines, CSV, TensorBoard events, or their folder.")
     ],
     map_: Annotated[list[str] | None, Option("--map", help="Name a key: --map reward=my/key. Repeatable.")] = None,
-    group_size: Annotated[int | None, Option(min=2, help="Completions per prompt, to estimate dead groups.")] = None,
     json: Json = False,
 ) -> None:
     """Say what went wrong in a training run, when it began, and what to do next, from the log that exists.
@@ -138,7 +137,7 @@ def diagnose(
         if not equals:
             raise UserError(f"--map {pair}: give QUANTITY=KEY, for example --map reward=my/score")
         mapping[quantity] = key
-    found = run_rules(path, mapping, group_size)
+    found = run_rules(path, mapping)
     layers = _layers(found)
     if json:
         print_json(found.as_dict() | {"layers": layers})

@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +59,12 @@ class Log:
         return values[np.isfinite(values)]
 
 
-def read_log(path: str | Path, mapping: Mapping[str, str] | None = None, group_size: int | None = None) -> Log:
+def read_log(path: str | Path, mapping: Mapping[str, str] | None = None) -> Log:
     """Read a log and name its quantities.
 
     Args:
         path: see `READS`.
         mapping: canonical quantity -> key of the log, for keys that are not recognized.
-        group_size: completions of a prompt, with which the share of groups with equal rewards is estimated where a trainer
-            does not log it.
 
     Raises:
         UserError: The path cannot be read, has no step, or a mapped key is missing.
@@ -94,14 +91,7 @@ def read_log(path: str | Path, mapping: Mapping[str, str] | None = None, group_s
         unknown = f"none of its keys is known: {keys}; name them, for example --map reward=KEY"
         raise UserError(f"{path}: {unknown if keys else 'has no numbers'}")
     used = {key for keys in sources.values() for key in keys}
-    unmapped = tuple(key for key in table.columns if key not in used)
-    if group_size and "dead_groups" not in frame and "reward" in frame:
-        reward = frame["reward"]
-        if bool(reward.dropna().between(0, 1).all()):
-            # the chance that all of a group's answers are right or all wrong, if each is right with the mean's probability
-            frame["dead_groups"] = reward**group_size + (1 - reward) ** group_size
-            sources["dead_groups"] = (f"estimated from {sources['reward'][0]} and a group size of {group_size}",)
-    return Log(path, framework, frame, sources, unmapped)
+    return Log(path, framework, frame, sources, tuple(key for key in table.columns if key not in used))
 
 
 def _find(path: Path) -> Path:
@@ -160,7 +150,11 @@ def _read_table(file: Path) -> pd.DataFrame:
         separator = "\t" if file.suffix == ".tsv" else ","
         # as text, since a value "nan" was logged and an empty one was not
         text = _parsed(file, lambda: pd.read_csv(file, sep=separator, dtype=str, keep_default_na=False))
-        return _unwrap_wandb(pd.DataFrame([_flat(row) for row in text.to_dict("records")]))
+        table = pd.DataFrame([_flat(row) for row in text.to_dict("records")])
+        # the columns of a W&B chart are "run - key", with __MIN and __MAX of the same
+        table = table[[key for key in table.columns if not str(key).endswith(("__MIN", "__MAX"))]]
+        table.columns = pd.Index([str(key).split(" - ", 1)[-1] for key in table.columns])
+        return table.loc[:, ~table.columns.duplicated()]
     text = _parsed(file, lambda: file.read_text("utf-8"))
     if file.suffix in (".jsonl", ".ndjson"):
         rows = [_parsed(f"{file} line {n}", lambda line=line: json.loads(line)) for n, line in _lines(text)]
@@ -214,14 +208,6 @@ def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
                 continue
             found[name] = NOT_FINITE if math.isnan(number) else number
     return found
-
-
-def _unwrap_wandb(table: pd.DataFrame) -> pd.DataFrame:
-    """Take the run's name off the columns of a W&B chart ("run - key", with __MIN and __MAX of the same)."""
-    kept = [column for column in table.columns if not str(column).endswith(("__MIN", "__MAX"))]
-    table = table[kept]
-    table.columns = pd.Index([str(column).split(" - ", 1)[-1] for column in table.columns])
-    return table.loc[:, ~table.columns.duplicated()]
 
 
 def _events(folder: Path) -> pd.DataFrame:
@@ -290,26 +276,21 @@ class Quantity:
     Attributes:
         name: its name here, in `--map` and in the JSON output.
         title: what a reader calls it.
-        unit: unit of its values; empty if dimensionless.
-        log: whether it is positive and varies by factors, so that it is judged on a logarithmic scale.
         keys: trainer -> regular expressions of keys, all of whose values are added up (accuracies: averaged). The first expression
             that fits counts; "1-" in front of one means one minus the value.
+        unit: unit of its values; empty if dimensionless.
+        log: whether it is positive and varies by factors, so that it is judged on a logarithmic scale.
     """
 
     name: str
     title: str
+    keys: Mapping[str, list[str]]
     unit: str = ""
     log: bool = False
-    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-
-def _quantity(name: str, entry: dict[str, Any]) -> Quantity:
-    keys = {trainer: tuple(keys) for trainer, keys in entry["keys"].items()}
-    return Quantity(**entry | {"name": name, "keys": keys})
 
 
 _ENTRIES = package_yaml("sharpscope.diagnose", "quantities.yaml")
-BY_NAME: dict[str, Quantity] = {name: _quantity(name, entry) for name, entry in _ENTRIES.items()}
+BY_NAME: dict[str, Quantity] = {name: Quantity(name, **entry) for name, entry in _ENTRIES.items()}
 QUANTITIES: tuple[Quantity, ...] = tuple(BY_NAME.values())
 _SIGNATURES = package_yaml("sharpscope.diagnose", "trainers.yaml")
 LIKE = {"unsloth": "TRL"}
@@ -319,10 +300,10 @@ LIKE = {"unsloth": "TRL"}
 def framework_of(keys: Iterable[str]) -> str | None:
     """Name of the trainer that writes such keys; None if none is known to."""
     known = list(keys)
-    for name, expressions in _SIGNATURES.items():
-        if all(any(re.fullmatch(expression, key) for key in known) for expression in expressions):
-            return name
-    return None
+    fits = (
+        name for name, every in _SIGNATURES.items() if all(any(re.fullmatch(e, key) for key in known) for e in every)
+    )
+    return next(fits, None)
 
 
 def keys_of(quantity: Quantity, framework: str | None, keys: Iterable[str]) -> tuple[bool, tuple[str, ...]]:
@@ -336,24 +317,12 @@ def keys_of(quantity: Quantity, framework: str | None, keys: Iterable[str]) -> t
         found = tuple(key for key in known if re.fullmatch(pattern, key))
         if found:
             return complement, found
-    if framework is None:
-        for key in known:
-            if quantity.name in (key, key.rsplit("/", 1)[-1]):
-                return False, (key,)
-    return False, ()
+    named = [key for key in known if framework is None and quantity.name in (key, key.rsplit("/", 1)[-1])]
+    return False, tuple(named[:1])
 
 
 def own_values(row: Mapping[str, Any]) -> dict[str, float]:
     """Canonical quantities of a row of our steps table, without those that it lacks."""
-    found = {}
-    for name, keys in _own_keys(tuple(row)).items():
-        values = [float(row[key]) for key in keys if row[key] is not None]
-        if values:
-            found[name] = sum(values)
-    return found
-
-
-@cache
-def _own_keys(columns: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Of each quantity, the columns of our steps table that hold it."""
-    return {quantity.name: keys_of(quantity, "sharpscope", columns)[1] for quantity in QUANTITIES}
+    columns = [column for column, value in row.items() if value is not None]
+    keys = {quantity.name: keys_of(quantity, "sharpscope", columns)[1] for quantity in QUANTITIES}
+    return {name: sum(float(row[key]) for key in found) for name, found in keys.items() if found}

@@ -143,18 +143,17 @@ class Diagnosis:
         return "\n".join(lines)
 
 
-def diagnose(path: str | Path, mapping: Mapping[str, str] | None = None, group_size: int | None = None) -> Diagnosis:
+def diagnose(path: str | Path, mapping: Mapping[str, str] | None = None) -> Diagnosis:
     """Find what went wrong in a run from its log.
 
     Args:
         path: a run of sharpscope, trainer_state.json, JSON lines, CSV, TensorBoard events, or a folder with one of them.
         mapping: canonical quantity -> key of the log, for keys that are not recognized.
-        group_size: completions of a prompt, to estimate groups without an advantage where they are not logged.
 
     Raises:
         UserError: The log cannot be read, has no known quantity, or is too short to say that nothing is wrong.
     """
-    log = read_log(path, mapping, group_size)
+    log = read_log(path, mapping)
     found = changes(log)
     findings = find(log, found)
     if not findings and len(log.frame) < FEWEST:

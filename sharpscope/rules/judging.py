@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -34,18 +34,6 @@ class Event:
     def row(self) -> dict[str, Any]:
         """The event as one row of the events table."""
         return dict(vars(self))
-
-
-class RuleLimit(Protocol):
-    """A rule's threshold and what follows, as `health.<rule>` sets them."""
-
-    @property
-    def threshold(self) -> float:
-        """See `Rule.threshold`."""
-
-    @property
-    def action(self) -> str:
-        """`off`, `warn`, `skip_step` or `stop`."""
 
 
 def applies(rule: Rule, measured: np.ndarray, threshold: float | None = None) -> np.ndarray:
@@ -74,7 +62,7 @@ def advise(rule: Rule, trainer: str = "", lr: float | None = None, checkpoint: s
 def judge(
     step: int,
     history: Mapping[str, float | None] | History,
-    limits: Mapping[str, RuleLimit],
+    limits: Mapping[str, Any],
     trainer: str = "sharpscope",
     lr: float | None = None,
     checkpoint: str | None = None,
@@ -86,7 +74,7 @@ def judge(
         step: number of that step.
         history: values by canonical quantity, of the steps so far or of this step alone; a rule whose quantities are missing, None
             or NaN at the step does not apply.
-        limits: threshold and action by rule; rules without one are left out.
+        limits: by rule what `health.<rule>` sets: `threshold` and `action` (off, warn, skip_step, stop); rules without one are left out.
         trainer: whose names of the settings are used, a key of FIELDS.
         lr: learning rate of the step.
         checkpoint: the newest one, by name.
@@ -181,11 +169,9 @@ def spike(name: str) -> Measure:
         return ratio
 
     def _measure(history: History) -> Values:
-        if name not in history:
-            return _nothing(history)
         kind = OfLastStep if isinstance(history, OfLastStep) else dict
-        positive = kind({name: np.where(history[name] > 0, history[name], np.nan)})
-        return _on_known(positive, (name,), _of, depends_on=SPIKE_WINDOW + 1)
+        positive = kind({key: np.where(x > 0, x, np.nan) for key, x in history.items() if key == name})
+        return _on_known(positive, (name,), _of, depends_on=SPIKE_WINDOW + 1) if positive else _nothing(history)
 
     return _measure
 

@@ -15,7 +15,7 @@ from sharpscope.analysis.curves import chart_of
 from sharpscope.analysis.figures import plain, save, setting_text
 from sharpscope.analysis.measures import step_values
 from sharpscope.analysis.study import Study
-from sharpscope.traces import Runs, TraceWriter, load_run, load_runs
+from sharpscope.traces import Runs, TraceWriter, load_run
 from tests.traces.rows import new_run, rows
 
 
@@ -131,18 +131,3 @@ def test_a_long_run_is_averaged_in_blocks_and_spikes_are_marked(tmp_path):
     chart = made["charts"]["reward"]
     assert chart["x"] == [2.0 + 3 * k for k in range(30)] == chart["series"][0]["y"]
     assert [(step, text.startswith("gradient spike, 4")) for step, text in made["events"]] == [(60, True)]
-
-
-def test_mismatch_is_drawn_unless_it_is_rounding(tmp_path):
-    for name, gap in (("a", 1e-7), ("b", 0.2)):
-        folder = write(tmp_path / name, 3)
-        with TraceWriter(folder) as writer:
-            for step in range(1, 4):
-                logp = np.full(8, -1.0)
-                place = {"rollout": 0, "position": np.arange(8), "logp": logp, "behavior_logp": logp - gap * step}
-                writer.append("tokens", rows("tokens", step, 8) | place)
-    title = "mismatch of sampler and trainer, KL by k3 [nats]"
-    a, b = (charts_of(Study({name: load_runs(tmp_path)[name]}))["charts"] for name in "ab")
-    assert title not in a
-    wanted = [math.exp(d) - 1 - d for d in (0.2, 0.4, 0.6)]
-    np.testing.assert_allclose(b[title]["series"][0]["y"], wanted, rtol=1e-4)

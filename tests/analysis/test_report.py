@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sharpscope.analysis import show, show_headline, token_sections, watch
-from sharpscope.analysis.headline import moved_section, moved_sections, moved_tokens
+from sharpscope.analysis import show_headline, token_sections, watch
+from sharpscope.analysis.headline import moved_sections, moved_tokens
 from sharpscope.analysis.measures import Z
-from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.report import (
     accuracy_sections,
     cost_table,
     curve_table,
-    difference_table,
     found_sections,
     messages,
     problem_sections,
@@ -88,13 +86,6 @@ def test_accuracy_is_pooled_greedy_and_sampled_with_wilson_intervals(pair: Study
         assert row["change [points]"].startswith(f"+{100 * (end - start):.0f} ±")
 
 
-def test_a_run_compared_with_itself_shows_nothing_but_zeros(pair: Study):
-    run = next(iter(pair.runs.values()))
-    table = difference_table(compare_runs([run, run]))
-    assert len(table) > 3 and set(table["difference"]) <= {"0", "–", "+0 ± 0"}
-    assert "a difference" not in set(table["shows"])
-
-
 def test_rotation_from_rounding_is_not_shown(pair: Study):
     """grpo's angles are 1e-4°: no row, no sparkline, no finding; grpo-sg's are, of the three steps that have them."""
     runs = {setting.label: next(iter(setting.runs.values())) for setting in pair.settings}
@@ -144,18 +135,6 @@ def _console(terminal: bool = False) -> Console:
     return Console(width=120, file=io.StringIO(), force_terminal=terminal, color_system=None)
 
 
-def test_show_of_a_run_without_steps_and_with_hostile_text(tmp_path: Path):
-    run = new_run(tmp_path / "a", method="[bold red]x[/] \x1b[31m", config={"policy": {"model": "[link=evil]y"}})
-    text = printed(show(load_run(run)))
-    assert "[bold red]x[/] �[31m" in text and "[link=evil]y" in text and "No step is recorded yet" in text
-    update_run_info(run, status="running")
-    event = {"step": 1, "rule": "[b]r", "severity": "error", "value": None, "threshold": None, "action": "stop"}
-    with TraceWriter(run) as writer:
-        writer.append("events", event | {"message": "\x1b]0;evil\x07 [red]"})
-    text = printed(show(load_run(run)))
-    assert "[b]r" in text and "�]0;evil� [red]" in text and "died" in text
-
-
 @pytest.fixture
 def running(tmp_path: Path):
     """A run at step 1, which each look lets go on by one step until it ends after 4."""
@@ -182,9 +161,7 @@ def test_watch_refreshes_until_the_run_ends(running, terminal: bool):
     assert watch(folder, console, every=0.5, sleep=go_on) == "finished"
     text = console.file.getvalue()
     assert waits == [0.5] * 3 and "finished after 4 steps" in text
-    if not terminal:
-        lines = [line.split(":")[0] for line in text.splitlines() if line.startswith("step ")]
-        assert lines == ["step 1", "step 2", "step 3"] and "reward 2.5" in text
+    assert (text.count("by step") == 1) != terminal  # on a pipe the view comes once
 
 
 def test_a_run_without_an_owner_has_died_and_an_unknown_one_is_a_clear_mistake(tmp_path: Path):
@@ -242,18 +219,6 @@ def test_equal_tokens_are_merged_with_their_shares_summed(run):
     }
     signs = [one.share < 0 for one in found]
     assert signs == sorted(signs)  # those against the rest come last
-
-
-def test_the_table_has_arrow_outcome_share_and_probability(run):
-    section = moved_section(run, SPIKE, 5, "", "")
-    table = section.content
-    for row, record, one in zip(table.to_dict("records"), section.records, moved_tokens(run, SPIKE, 5), strict=True):
-        share = row["share of the update"]
-        assert row[""] == {1: "↑", -1: "↓"}[one.sentence.direction]
-        assert row["answer"] == ("right" if one.correct else "wrong")
-        assert float(share.split(" ")[0].replace("−", "-")) == pytest.approx(100 * one.share, abs=0.06)
-        assert ("against the rest" in share, f"(×{one.count})" in share) == (one.share < 0, one.count > 1)
-        assert (record["share"], record["position"]) == (one.share, one.sentence.position)
 
 
 def test_a_sample_without_an_advantage_is_said_to_be_one(tmp_path: Path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,13 +19,11 @@ from sharpscope.analysis.spikes import (
     find_spikes,
     prompt_shares,
     range_shares,
-    spike_text,
     step_shares,
 )
 from sharpscope.traces import Runs, load_run
 from sharpscope.traces.rules import robust_z
 from tests.analysis.html.runs import SPIKE, STEPS, write_report_run
-from tests.analysis.small import write_small
 
 
 def test_a_planted_spike_is_found_by_the_rule():
@@ -41,23 +38,6 @@ def test_a_planted_spike_is_found_by_the_rule():
     assert found["typical"].iloc[0] == pytest.approx(math.exp(np.median(logs)))
     assert math.isnan(robust_z([0.0] * 9, 1.0)) and robust_z([0.0] * 10, 0.0) == 0.0
     assert robust_z([0.0] * 10, 1.0) == math.inf
-
-
-def _with_steps(tmp_path: Path, norms: list[float], rewards: list[float], **options: Any):
-    run = load_run(write_small(tmp_path / "a", "grpo", recorded=False, **options))
-    run.steps = pd.DataFrame({"step": range(1, len(norms) + 1), "grad_norm": norms, "reward_mean": rewards})
-    return run
-
-
-def test_a_noisy_run_that_blows_up_is_a_finding_and_the_rule_is_called_insensitive(tmp_path: Path):
-    """Norms scatter by a factor of two, the last is 4.5 times the typical one, and the reward falls: z is below 4."""
-    norms = [0.15, 0.3, 0.6] * 8 + [0.3, 1.35]
-    text = spike_text(_with_steps(tmp_path, norms, [1.0, 1.1, 0.9] * 8 + [1.0, 0.36]))
-    assert "highest is z = 1.5 at step 26, gradient norm 1.35, 4.5 × the typical 0.3." in text
-    assert "only 61 × the typical norm would be a spike: the rule is insensitive here" in text
-    assert (
-        "Step 26 is a finding all the same: its gradient is 4.5 × the typical one, and the reward falls by 0.62" in text
-    )
 
 
 def _tokens(seed: int, updates: int, chance: float = 1.0) -> pd.DataFrame:

@@ -14,6 +14,8 @@ import pytest
 import sharpscope
 from sharpscope.analysis import tokens
 from sharpscope.analysis.headline import layer_growth
+from sharpscope.analysis.measures import step_values
+from sharpscope.analysis.study import Study
 from sharpscope.analysis.token_values import (
     entropy_bins,
     gap_section,
@@ -91,19 +93,6 @@ def test_entropy_change_is_that_of_a_small_step_on_the_tokens_logits(temperature
         assert with_values(tokens)["entropy_change"].iloc[0] == pytest.approx(measured, rel=1e-5, abs=1e-9)
 
 
-def test_raising_a_peak_token_raises_the_collision_probability_and_a_valley_token_lowers_it():
-    """The bins' test is exact for Σπ² when one logit is raised."""
-    rng = np.random.default_rng(1)
-    signs = []
-    for _ in range(300):
-        z, y = 2 * rng.normal(size=20), int(rng.integers(20))
-        y = int(z.argmax()) if rng.random() < 0.3 else y
-        p, higher = _softmax(z), _softmax(z + 1e-6 * np.eye(20)[y])
-        signs.append(p[y] >= (p**2).sum())
-        assert ((higher**2).sum() > (p**2).sum()) == signs[-1]
-    assert 20 < sum(signs) < 280
-
-
 def test_kl_mismatch_and_the_policy_term_follow_from_their_columns():
     tokens = pd.DataFrame(
         {"logp": [-1.0, -2.0], "behavior_logp": [-1.5, np.nan], "ref_logp": [-1.0, -3.0], "loss_coef": [0.5, 1.0]}
@@ -162,6 +151,7 @@ def test_the_numbers_are_a_loop_over_the_tokens(imported):
         np.testing.assert_allclose(sums.loc[step, ["outside", "k1", "k2", "k3"]], np.sum(values, axis=0), rtol=1e-6)
         assert sums.loc[step, "tokens"] == len(values)
         assert mismatch_by_step(run)[step] == pytest.approx(np.mean(values, axis=0)[3])
+    assert set(step_values(Study({"run": run}), ["mismatch"])["quantity"]) == {"mismatch"}
     (row,) = sampler_section(sharpscope.load_runs([path])).content.to_dict("records")
     means = np.mean([one for values in expected.values() for one in values], axis=0)
     assert (row["run"], row["tokens"]) == ("run", "480") and row["k1 [nats]"] == pytest.approx(means[1])

@@ -173,14 +173,6 @@ def test_every_trainers_log_is_read(name, tmp_path):
         assert found.finding.startswith("Reward collapsed from step 61: ")
 
 
-def test_dead_groups_are_estimated_from_a_mean_and_the_group_size(tmp_path):
-    TRAINERS["verl"].write(TRAINERS["verl"].rows(run(20, 21)), tmp_path)
-    file = tmp_path / "experiment.jsonl"
-    log = read_log(file, group_size=4)
-    p = log.frame["reward"]
-    np.testing.assert_allclose(log.frame["dead_groups"], p**4 + (1 - p) ** 4)
-
-
 def test_an_interrupted_last_line_is_left_out(tmp_path):
     file = tmp_path / "log.jsonl"
     file.write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.6}\n{"step": 3, "rew')
@@ -303,14 +295,3 @@ def test_a_fault_is_found_within_ten_steps_of_its_start(name, tmp_path):
 def test_nothing_critical_is_said_of_a_healthy_run(name, tmp_path):
     found = diagnose(log_of(name, tmp_path))
     assert [f.rule.name for f in found.findings if f.severity == "critical"] == []
-
-
-def test_nothing_critical_is_said_of_recorded_runs():
-    """Every fifth of the reference runs: 150 steps each of GRPO and its relatives on three tasks."""
-    from experiments.diagnosis.false_alarms import ROOT, recorded
-
-    frames = list(recorded(ROOT / "data" / "reference"))[::5]
-    for frame in frames:
-        log = Log(ROOT, None, frame)
-        assert [f.rule.name for f in find(log, changes(log)) if f.severity == "critical"] == []
-    assert len(frames) == 21

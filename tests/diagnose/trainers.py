@@ -44,27 +44,54 @@ class Trainer:
         return made
 
 
-def run(steps: int = 120, at: int = 61, seed: int = 0) -> pd.DataFrame:
-    """Canonical quantities of a run whose reward collapses at step `at`."""
-    rng, t = np.random.default_rng(seed), np.arange(1, steps + 1)
-    learned = 1 - np.exp(-t / 40)
-    frame = pd.DataFrame(
+def healthy(steps: int = 200, seed: int = 0, rate: float = 40.0) -> pd.DataFrame:
+    """A run that learns: reward rises and levels off, entropy falls to a fifth, the gradient norm is log-normal."""
+    rng = np.random.default_rng(seed)
+    t = np.arange(1, steps + 1)
+    learned = 1 - np.exp(-t / rate)
+    reward = 0.25 + 0.5 * learned + rng.normal(0, 0.05, steps)
+    entropy = 0.2 + 0.8 * np.exp(-t / rate) + rng.normal(0, 0.02, steps)
+    return pd.DataFrame(
         {
-            "reward": 0.25 + 0.5 * learned + rng.normal(0, 0.04, steps),
+            "step": t,
+            "reward": reward,
             "reward_std": 0.3 + rng.normal(0, 0.02, steps),
             "grad_norm": 0.4 * np.exp(rng.normal(0, 0.25, steps)),
-            "entropy": 0.2 + 0.6 * np.exp(-t / 40) + rng.normal(0, 0.01, steps),
-            "kl": 0.02 * learned * np.exp(rng.normal(0, 0.2, steps)),
-            "length": 120 * np.exp(rng.normal(0, 0.05, steps)),
-            "truncated": rng.uniform(0, 0.05, steps),
-            "dead_groups": 0.2 + rng.uniform(0, 0.1, steps),
-            "clipped": rng.uniform(0, 0.01, steps),
-            "mismatch": 0.02 + rng.uniform(0, 0.01, steps),
-            "mismatch_kl": 0.001 + rng.uniform(0, 0.001, steps),
-            "lr": np.full(steps, 1e-6),
-            "loss": rng.normal(0, 0.01, steps),
-        },
-        index=pd.Index(t, name="step"),
+            "entropy": np.maximum(entropy, 0.02),
+            "kl": 0.05 * learned * np.exp(rng.normal(0, 0.2, steps)),
+            "completions/mean_length": 120 * np.exp(rng.normal(0, 0.05, steps)),
+            "completions/clipped_ratio": np.clip(rng.normal(0.02, 0.01, steps), 0, 1),
+            "frac_reward_zero_std": np.clip(0.1 + 0.2 * learned + rng.normal(0, 0.05, steps), 0, 1),
+            "clip_ratio/low_mean": np.abs(rng.normal(0.01, 0.005, steps)),
+            "clip_ratio/high_mean": np.abs(rng.normal(0.01, 0.005, steps)),
+            "sampling/sampling_logp_difference/mean": np.abs(rng.normal(0.04, 0.005, steps)),
+            "learning_rate": np.full(steps, 1e-6),
+        }
+    )
+
+
+def write(frame: pd.DataFrame, folder: Path) -> Path:
+    """The frame as the trainer_state.json of transformers' trainers."""
+    file = folder / "trainer_state.json"
+    file.write_text(json.dumps({"log_history": frame.to_dict("records")}))
+    return file
+
+
+_NAMES = {
+    "completions/mean_length": "length",
+    "completions/clipped_ratio": "truncated",
+    "frac_reward_zero_std": "dead_groups",
+    "sampling/sampling_logp_difference/mean": "mismatch",
+    "learning_rate": "lr",
+}
+
+
+def run(steps: int = 120, at: int = 61, seed: int = 0) -> pd.DataFrame:
+    """Canonical quantities of a healthy run whose reward collapses at step `at`; index: the step."""
+    rng, frame = np.random.default_rng(seed), healthy(steps, seed).set_index("step").rename(columns=_NAMES)
+    clipped = frame.pop("clip_ratio/low_mean") + frame.pop("clip_ratio/high_mean")
+    frame = frame.assign(
+        clipped=clipped, mismatch_kl=0.001 + rng.uniform(0, 0.001, steps), loss=rng.normal(0, 0.01, steps)
     )
     frame.loc[at:, "reward"] = 0.05 + np.abs(rng.normal(0, 0.02, steps - at + 1))
     return frame
@@ -195,36 +222,3 @@ TRAINERS: dict[str, Trainer] = {
     "TRL, ms-swift": Trainer("TRL", _TRL, {"memory(GiB)": 52.2, "train_speed(iter/s)": 0.01}, _swift),
     "own keys": Trainer("", _OWN, {"speed": 3.0}, _csv),
 }
-
-
-def healthy(steps: int = 200, seed: int = 0, rate: float = 40.0) -> pd.DataFrame:
-    """A run that learns: reward rises and levels off, entropy falls to a fifth, the gradient norm is log-normal."""
-    rng = np.random.default_rng(seed)
-    t = np.arange(1, steps + 1)
-    learned = 1 - np.exp(-t / rate)
-    reward = 0.25 + 0.5 * learned + rng.normal(0, 0.05, steps)
-    entropy = 0.2 + 0.8 * np.exp(-t / rate) + rng.normal(0, 0.02, steps)
-    return pd.DataFrame(
-        {
-            "step": t,
-            "reward": reward,
-            "reward_std": 0.3 + rng.normal(0, 0.02, steps),
-            "grad_norm": 0.4 * np.exp(rng.normal(0, 0.25, steps)),
-            "entropy": np.maximum(entropy, 0.02),
-            "kl": 0.05 * learned * np.exp(rng.normal(0, 0.2, steps)),
-            "completions/mean_length": 120 * np.exp(rng.normal(0, 0.05, steps)),
-            "completions/clipped_ratio": np.clip(rng.normal(0.02, 0.01, steps), 0, 1),
-            "frac_reward_zero_std": np.clip(0.1 + 0.2 * learned + rng.normal(0, 0.05, steps), 0, 1),
-            "clip_ratio/low_mean": np.abs(rng.normal(0.01, 0.005, steps)),
-            "clip_ratio/high_mean": np.abs(rng.normal(0.01, 0.005, steps)),
-            "sampling/sampling_logp_difference/mean": np.abs(rng.normal(0.04, 0.005, steps)),
-            "learning_rate": np.full(steps, 1e-6),
-        }
-    )
-
-
-def write(frame: pd.DataFrame, folder: Path) -> Path:
-    """The frame as the trainer_state.json of transformers' trainers."""
-    file = folder / "trainer_state.json"
-    file.write_text(json.dumps({"log_history": frame.to_dict("records")}))
-    return file

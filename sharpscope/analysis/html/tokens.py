@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from sharpscope.analysis.spikes import NOT_RECORDED, SPIKE_Z, Spike, explain_largest, explain_spikes, share_steps
+from sharpscope.analysis.spikes import NOT_RECORDED, SPIKE_Z, Spike, notable_steps, share_steps
 from sharpscope.analysis.study import ground_of
 from sharpscope.analysis.text import short, shown
 from sharpscope.analysis.token_values import needed_columns, with_values
@@ -212,7 +212,7 @@ def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
     """RULE applied to every run that has completions."""
     choices = {name: Choice(run) for name, run in runs.items() if len(run.rollouts)}
     for name, choice in choices.items():
-        found = explain_spikes(choice.run, SPIKE_TOKENS) or explain_largest(choice.run, SPIKE_TOKENS)
+        found = notable_steps(choice.run, SPIKE_TOKENS)
         choice.spikes = sorted(sorted(found, key=lambda one: -one.times)[:SPIKES], key=lambda one: one.step)
         for spike in choice.spikes:
             _add_spike(choices, name, spike)

@@ -112,12 +112,6 @@ def test_colors_follow_the_numbers(page, made):
         assert page.locator("#legend").text_content().startswith(label)
 
 
-def test_blanks_around_a_token_are_not_colored(page):
-    texts = page.locator("#completions .token").all_text_contents()
-    assert "no" in texts and not any(text != text.strip(" ") for text in texts if text.strip())
-    assert " no" in page.locator("#completions .tokens").first.text_content()
-
-
 def test_a_prompts_completions_stand_together_and_keys_move_among_them(page, made):
     data = made.data("tokens")
     focused = "Number(document.activeElement.closest('.completion').dataset.number)"
