@@ -7,7 +7,6 @@ from sharpscope.config.claims import ClaimsSpec
 from sharpscope.config.forks import ForkSpec
 from sharpscope.config.method import Method
 from sharpscope.config.methods import (
-    arm_name,
     constants,
     control_label,
     control_names,
@@ -23,7 +22,7 @@ from sharpscope.config.methods import (
     same_at_one_update,
     weight_rotation_bound,
 )
-from sharpscope.config.reading import merge, parse_override, parse_overrides, read_yaml, to_yaml
+from sharpscope.config.reading import merge, parse_overrides, read_yaml, to_yaml
 from sharpscope.config.run import (
     RolloutSpec,
     RunConfig,

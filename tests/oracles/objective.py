@@ -217,15 +217,8 @@ def stapo(b: Batch, probability: float, quantile: float) -> Tensor:
     adv = advantages(b)
     rare = [k for k in b.tokens() if adv[k[0]] > 0 and math.exp(b.old[k[0]][k[1]]) < probability]
     threshold = percentile([b.entropy[i][t] for i, t in rare], quantile) if rare else 0.0
-    silent = {(i, t) for i, t in rare if b.entropy[i][t] < threshold}
-    left = len(b.tokens()) - len(silent)
-    loss = number(0.0)
-    for i, t in b.tokens():
-        if (i, t) not in silent:
-            loss = loss - (1 / left) * ppo(ratio(b, i, t), adv[i], 0.2, 0.28)
-        if b.beta:
-            loss = loss + (b.beta / left) * k3(b, i, t)
-    return loss
+    keep = {(i, t): (i, t) not in rare or b.entropy[i][t] >= threshold for i, t in b.tokens()}
+    return kept_loss(b, lambda i, t: ppo(ratio(b, i, t), adv[i], 0.2, 0.28), keep)
 
 
 def lp_reg(b: Batch, share: float) -> Tensor:
@@ -480,21 +473,13 @@ def wapo(b: Batch) -> Tensor:
     for i, t in b.tokens():
         c = 1 / (b.group.count(b.group[i]) * b.limit * max(len(groups), 1))
         r = (b.now[i][t] - b.sampler[i][t]).exp()
-        if adv[i] > 0:
-            loss = loss - c * minimum(r * adv[i], number(10.0 * adv[i]))
-        if b.beta:
-            loss = loss + c * b.beta * k3(b, i, t)
+        loss = loss - c * (minimum(r, number(10.0)) * max(adv[i], 0.0) - b.beta * k3(b, i, t))
     return loss
 
 
 def delight(b: Batch) -> Tensor:
     adv = advantages(b, divide=False)
-
-    def objective(i, t):
-        surprise = -b.now[i][t].item()
-        return adv[i] / (1 + math.exp(-adv[i] * surprise)) * b.now[i][t]
-
-    return total(b, objective, how="token")
+    return total(b, lambda i, t: adv[i] / (1 + math.exp(adv[i] * b.now[i][t].item())) * b.now[i][t], how="token")
 
 
 def stare(b: Batch, share: float, high: float, low: float, target: float) -> Tensor:
