@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy.cache import cache_keyword
 from sharpscope.probes import attribute, score_norms
-from sharpscope.probes.token_gradients import local
+from sharpscope.probes.token_gradients import norms
 
 VOCAB = 64
 TEMPERATURE = 1.3  # other than 1, so that its place in every formula counts
@@ -276,7 +276,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the table to this Markdown file")
     options = parser.parse_args()
     torch.set_num_threads(1)  # before the first fork
-    local.SEGMENT = 4
+    norms.SEGMENT = 4
     found: dict[str, dict[str, str]] = {}
     for name in options.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         found[name] = apart(name)

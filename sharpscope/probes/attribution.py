@@ -129,8 +129,8 @@ def logp_gradient(
 
 def _counting(rows: Rows, coef: Tensor) -> Rows:
     """The rows with only those tokens chosen whose coefficient is not 0."""
-    coef = coef.to(rows.ids.device)
-    return replace(rows, chosen=rows.chosen & (coef[rows.source].gather(1, rows.place) != 0))
+    coef = coef.to(rows.ids.device)[rows.source[:, None], rows.columns]
+    return replace(rows, chosen=rows.chosen & (coef != 0))
 
 
 def _gradient(
@@ -148,14 +148,14 @@ def _gradient(
     for chunk in _counting(rows, coef).chunks(share=structure.shares):
         with torch.enable_grad():
             with Keeping(room) as keeping:
-                hidden = hidden_states(model, chunk.ids, read_before(model, chunk.before))
+                hidden = hidden_states(model, chunk.ids, read_before(model, chunk.before, len(chunk.ids)))
             states = hidden[chunk.predicts].to(structure.dtype)
             logp, _ = flat_logp(states, structure.head, chunk.targets, temperature, stats=False)
         room = keeping.room
         if kept is not None:
             kept.append(keeping.values)
         if logp.requires_grad:
-            parts = torch.autograd.grad(logp, parameters, chunk.gathered(coef).to(logp), allow_unused=True)
+            parts = torch.autograd.grad(logp, parameters, coef[chunk.place].to(logp), allow_unused=True)
             for target, gradient in zip(total, parts, strict=True):
                 if gradient is not None:
                     target.add_(gradient)

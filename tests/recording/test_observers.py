@@ -17,7 +17,7 @@ from sharpscope.analysis.headline import layer_norms
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy import load_policy
 from sharpscope.probes import critical_sharpness, runner
-from sharpscope.probes.token_gradients import local
+from sharpscope.probes.token_gradients import norms
 from sharpscope.recording import observers, schedule
 from sharpscope.training import train
 from sharpscope.training.checkpoint import STATE, checkpoints
@@ -289,8 +289,8 @@ def test_under_sam_shares_are_those_of_the_gradient_whose_coefficients_are_recor
 
 def test_a_probe_that_fails_its_check_is_left_out_and_the_run_goes_on(toy_config, monkeypatch):
     """A fault in local norms and one in Hessian products: events, no such numbers, the others as they were."""
-    own = local.local_squares
-    monkeypatch.setattr(local, "local_squares", lambda use, g: [(name, 0.8 * found) for name, found in own(use, g)])
+    own = norms.local_squares
+    monkeypatch.setattr(norms, "local_squares", lambda use, g: [(name, 0.8 * found) for name, found in own(use, g)])
     curvature = runner.curvature
 
     def wrong(*args, **rest):

@@ -1,8 +1,7 @@
 """Score norms ‖∇_θ log π_t‖₂ of the tokens of a causal language model, by three methods of different cost and accuracy.
 
-Modules: `rows` (batches of tokens), `structure` (properties of a model), `uses` (uses of parameters in a forward pass, and norms
-from their inputs and cotangents), `attention` (its derivatives), `head` (the output layer in closed form), `forward_mode`
-(directional derivatives), `self_check`, and one module for each method.
+Modules: `rows` (batches of tokens), `structure` (properties of a model, and uses of parameters in a forward pass), `attention` (its
+derivatives), `norms` (the methods), `forward_mode` (directional derivatives), `self_check`, `sharded` (FSDP2).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from sharpscope.config.probes import Check
 from sharpscope.errors import UserError, nearest
 from sharpscope.probes.guard import guarded
-from sharpscope.probes.token_gradients.result import NormMethod, ScoreNorms
+from sharpscope.probes.token_gradients.norms import NormMethod, ScoreNorms
 from sharpscope.probes.token_gradients.rows import make_rows
 from sharpscope.probes.token_gradients.self_check import NORMS, check_norms
 from sharpscope.probes.token_gradients.sharded import ShardedProbes

@@ -14,10 +14,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from sharpscope.errors import UserError, first_line
-from sharpscope.policy import Head, backbone, bare
+from sharpscope.policy import backbone, bare
 from sharpscope.policy.sharding import full_tensor
 from sharpscope.probes.guard import attention_implementation
-from sharpscope.probes.token_gradients.head import head_chunks
+from sharpscope.probes.token_gradients import attention as attn
+from sharpscope.probes.token_gradients.norms import head_chunks
 from sharpscope.probes.token_gradients.rows import Rows
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states, read_before
 
@@ -27,21 +28,22 @@ KEPT_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}
 
 @contextmanager
 def dual_parameters(model: nn.Module, direction: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within it the parameters of a forward pass carry these tangents, by name, also tied ones.
+    """Within it the parameters of a pass through the backbone carry these tangents, by name, also tied ones.
 
     Those of a model sharded by FSDP2 are gathered while it has the weights of their layer gathered.
     """
-    causal = bare(model)
-    names = {id(p): name for name, p in causal.named_parameters()}
-    sharded = {module for module in causal.modules() if hasattr(module, "unshard")}
-    gathering = sharded | {causal} if sharded else {backbone(model)}
-    owned: dict[nn.Module, dict[tuple[nn.Module, str], str]] = {module: {} for module in (causal, *gathering)}
-    pending: list[tuple[nn.Module, nn.Module]] = [(causal, causal)]
+    body = backbone(model)
+    names = {id(p): name for name, p in bare(model).named_parameters()}
+    owned: dict[nn.Module, dict[tuple[nn.Module, str], str]] = {body: {}}
+    pending: list[tuple[nn.Module, nn.Module]] = [(body, body)]
     while pending:
         module, owner = pending.pop()  # whose call has the weights of `module` gathered
-        owner = module if module in gathering else owner
-        found = ((key, p) for key, p in module._parameters.items() if p is not None and p.requires_grad)
-        owned[owner] |= {(module, key): names[id(p)] for key, p in found}  # a module may have several parents
+        if hasattr(module, "unshard"):
+            owner = module
+        own = owned.setdefault(owner, {})
+        own |= {
+            (module, key): names[id(p)] for key, p in module._parameters.items() if p is not None and p.requires_grad
+        }
         pending += [(child, owner) for child in module.children()]
     replaced: dict[nn.Module, list[tuple[nn.Module, str, Any]]] = {}
 
@@ -67,7 +69,7 @@ def dual_parameters(model: nn.Module, direction: Mapping[str, Tensor]) -> Iterat
             holder._parameters[key] = weight
 
     with ExitStack() as stack:
-        for module in gathering:
+        for module in owned:
             stack.callback(module.register_forward_pre_hook(enter).remove)  # after FSDP2's hook, which was there before
             stack.callback(module.register_forward_hook(leave, prepend=True).remove)
         try:
@@ -152,9 +154,9 @@ class Pushing(TorchFunctionMode):
 
 @torch.no_grad()
 def pushed_hidden(
-    model: nn.Module, structure: Structure, rows: Rows, direction: Sequence[Tensor], kept: Sequence[Tensor]
+    model: nn.Module, structure: Structure, rows: Rows, direction: Mapping[str, Tensor], kept: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states (B, L, d) of a chunk of rows and their derivative along tensors like the trainable parameters.
+    """Hidden states (B, L, d) of a chunk of rows and their derivative along tensors like the trainable parameters, by name.
 
     `kept`: `Keeping.values` of a pass over the chunk.
     """
@@ -163,11 +165,11 @@ def pushed_hidden(
         explained(model),
         forward_ad.dual_level(),
         torch.enable_grad(),
-        dual_parameters(model, dict(zip(structure.named, direction, strict=True))),
-        attention_implementation(model, structure.forward_attention),
+        dual_parameters(model, direction),
+        attention_implementation(model, "math" if structure.own_attention else attn.FORWARD),
         Pushing(kept),
     ):
-        out = hidden_states(model, rows.ids, read_before(model, rows.before))
+        out = hidden_states(model, rows.ids, read_before(model, rows.before, len(rows.ids)))
         value, tangent = forward_ad.unpack_dual(out)
     return value, torch.zeros_like(value) if tangent is None else tangent
 
@@ -187,41 +189,32 @@ def logp_derivative(
     """
     values = torch.zeros(rows.shape, dtype=structure.dtype, device=rows.ids.device)
     by_name = dict(zip(structure.named, direction, strict=True))
-    weight = by_name.get(structure.tied or structure.head_weight or "")
-    bias = by_name.get(structure.head_bias or "")
     for chunk, known in zip(rows.chunks(share=structure.shares), kept or repeat(()), strict=False):
-        hidden, moved = pushed_hidden(model, structure, chunk, direction, known)
-        states = hidden[chunk.predicts], moved[chunk.predicts]
-        chunk.write(values, head_rates(*states, structure.head, (weight, bias), chunk.targets, temperature))
+        values[chunk.place] = chunk_derivative(model, structure, chunk, by_name, temperature, known)
     return values
 
 
-def head_rates(
-    hidden: Tensor,
-    moved: Tensor,
-    head: Head,
-    direction: tuple[Tensor | None, Tensor | None],
-    targets: Tensor,
+@torch.no_grad()
+def chunk_derivative(
+    model: nn.Module,
+    structure: Structure,
+    chunk: Rows,
+    direction: Mapping[str, Tensor],
     temperature: float,
+    kept: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Derivatives (M,) of the log-probabilities of `targets` (M,).
-
-    Args:
-        hidden: (M, d) that predict them.
-        moved: derivatives of `hidden`.
-        head: the output layer.
-        direction: derivatives of its weight and bias; None: constant.
-        targets: tokens.
-        temperature: of the softmax.
-    """
-    out = torch.empty(len(hidden), dtype=torch.promote_types(head.weight.dtype, torch.float32), device=hidden.device)
-    weight, bias = direction
-    for part in head_chunks(hidden, head, targets, temperature):
-        h, pull = hidden[part.rows], part.pull
-        rate = torch.linalg.vecdot(moved[part.rows].to(out), part.to_hidden.to(out))
+    """Derivatives (M,) of log π of the chosen tokens of a chunk; a parameter without a direction is constant."""
+    states, moved = (x[chunk.predicts] for x in pushed_hidden(model, structure, chunk, direction, kept))  # (M, d)
+    weight, bias = (
+        full_tensor(direction.get(name or ""))
+        for name in (structure.tied or structure.head_weight, structure.head_bias)
+    )
+    out = torch.empty(len(states), dtype=structure.dtype, device=states.device)
+    for rows, pull, to_hidden in head_chunks(states, structure.head, chunk.targets, temperature):
+        h = states[rows]
+        out[rows] = torch.linalg.vecdot(moved[rows].to(out), to_hidden.to(out))
         if weight is not None:
-            rate += torch.linalg.vecdot(h.to(out), (pull.to(h) @ weight.to(h)).to(out))
+            out[rows] += torch.linalg.vecdot(h.to(out), (pull.to(h) @ weight.to(h)).to(out))
         if bias is not None:
-            rate += (pull @ bias.to(pull)).to(out)
-        out[part.rows] = rate
+            out[rows] += (pull @ bias.to(pull)).to(out)
     return out

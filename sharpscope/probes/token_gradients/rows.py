@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from sharpscope.errors import UserError
 from sharpscope.policy import bare
 
+Place = tuple[Tensor, Tensor]
+"""Rows and columns (M,) in a caller's arrays (N, S)."""
+
 # Tokens that reading a common beginning once must save: it takes passes of its own, and each group's chunks are small.
 WORTH = 1024
 # Positions per chunk: on a CPU the activations of one layer should stay in its cache.
@@ -25,7 +28,7 @@ class Rows:
     ids: Tensor  # (R, L) tokens
     lengths: Tensor  # (R,) tokens without padding
     chosen: Tensor  # (R, L) bool, the tokens of interest; never the first of a row
-    place: Tensor  # (R, L) column of each token in the caller's arrays
+    columns: Tensor  # (R, L) column of each token in the caller's arrays
     source: Tensor  # (R,) row in the caller's arrays
     shape: tuple[int, int]  # (N, S) of the caller's arrays
     before: Tensor | None = None  # (P,) a common prefix of the rows that `ids` does not contain
@@ -40,6 +43,12 @@ class Rows:
         """The chosen tokens (M,), row by row."""
         return self.ids[self.chosen]
 
+    @property
+    def place(self) -> Place:
+        """Where the chosen tokens (M,) are in the caller's arrays."""
+        row, position = self.chosen.nonzero(as_tuple=True)
+        return self.source[row], self.columns[row, position]
+
     def take(self, index: Tensor, first: int = 0) -> Rows:
         """The rows `index` from column `first` on, truncated to the longest of them."""
         columns = slice(first, int(self.lengths[index].max()))
@@ -47,7 +56,7 @@ class Rows:
             self.ids[index, columns],
             self.lengths[index] - first,
             self.chosen[index, columns],
-            self.place[index, columns],
+            self.columns[index, columns],
             self.source[index],
             self.shape,
         )
@@ -57,16 +66,7 @@ class Rows:
         at = slice(start, stop)
         chosen = self.chosen[:, at].clone()
         chosen[:, 0] = False
-        return Rows(self.ids[:, at], self.lengths - start, chosen, self.place[:, at], self.source, self.shape)
-
-    def gathered(self, values: Tensor) -> Tensor:
-        """The entries (M,) of the caller's array `values` (N, S) at the chosen tokens."""
-        return values[self.source].gather(1, self.place)[self.chosen]
-
-    def write(self, target: Tensor, values: Tensor) -> None:
-        """Write `values` (M,) of the chosen tokens to their positions in `target` (N, S)."""
-        row, column = self.chosen.nonzero(as_tuple=True)
-        target[self.source[row], self.place[row, column]] = values.to(target)
+        return Rows(self.ids[:, at], self.lengths - start, chosen, self.columns[:, at], self.source, self.shape)
 
     def chunks(self, tokens: int | None = None, *, share: bool = False) -> Iterator[Rows]:
         """Chunks of the rows that have a chosen token, with rows of similar length together and at most `tokens` positions.

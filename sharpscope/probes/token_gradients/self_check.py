@@ -20,10 +20,8 @@ from sharpscope.errors import CheckError, UserError
 from sharpscope.policy import bare
 from sharpscope.policy.cache import cache_keyword
 from sharpscope.probes.directions import inner
-from sharpscope.probes.token_gradients.exact import exact_norms
 from sharpscope.probes.token_gradients.forward_mode import logp_derivative
-from sharpscope.probes.token_gradients.local import head_norms, local_norms
-from sharpscope.probes.token_gradients.result import NormMethod
+from sharpscope.probes.token_gradients.norms import NormMethod, exact_norms, head_norms, local_norms
 from sharpscope.probes.token_gradients.rows import Rows, make_rows
 from sharpscope.probes.token_gradients.structure import Structure
 

@@ -1,35 +1,31 @@
 """Score norms and shares of a model whose weights are in shards (FSDP2), without a copy of the whole weights.
 
 The passes go through the sharded model itself: FSDP2 gathers a layer's weights while it computes that layer, where the recorder,
-or a tangent gathered alike, meets them. Each process gives its rows; all must call together, since all run equally many passes.
-With mixed precision the passes are in the precision of the training.
+or a tangent gathered alike, meets them; the weights outside the layers are gathered for a pass. Each process gives its rows; all must
+call together, since all run equally many passes. With mixed precision the passes are in the precision of the training.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from sharpscope import distributed
-from sharpscope.errors import CheckError, UserError
-from sharpscope.policy import Head, backbone, bare, output_head
-from sharpscope.policy.sharding import is_shard, recover, reshard, summation_factor
+from sharpscope.errors import CheckError
+from sharpscope.policy import bare, output_head
+from sharpscope.policy.sharding import is_shard, recover, reshard, summation_factor, unsharded
 from sharpscope.probes.directions import inner
-from sharpscope.probes.guard import attention_implementation, guarded
-from sharpscope.probes.token_gradients import attention as attn
-from sharpscope.probes.token_gradients.forward_mode import Pushing, dual_parameters, explained, head_rates
-from sharpscope.probes.token_gradients.local import start_of
-from sharpscope.probes.token_gradients.result import Collector, ScoreNorms, Sums
-from sharpscope.probes.token_gradients.rows import Rows, make_rows, safe_width, widen
-from sharpscope.probes.token_gradients.structure import Structure, outline, recording
+from sharpscope.probes.guard import guarded
+from sharpscope.probes.token_gradients.forward_mode import chunk_derivative
+from sharpscope.probes.token_gradients.norms import ScoreNorms, Squares, add_local
+from sharpscope.probes.token_gradients.rows import Rows, make_rows
+from sharpscope.probes.token_gradients.structure import Structure, examine
 
 CHUNK = 2048
 """Positions of a pass, whose activations are kept; a longer row runs alone."""
@@ -47,6 +43,7 @@ class ShardedProbes:
     def __init__(self, model: nn.Module) -> None:
         self.model = model  # after `fully_shard`
         self.checked: dict[str, float] = {}  # relative errors that the self-checks of `local` and `along` found
+        self._known: Structure | None = None
         self._dtype = torch.float32  # of the logits
 
     def local(
@@ -60,20 +57,23 @@ class ShardedProbes:
             UserError: a part of the model that the method does not support.
             CheckError: a norm differs from that of the model's own gradient.
         """
-        model = self.model
         with self._unchanged():
-            rows = distributed.together(lambda: make_rows(model, input_ids, mask, attention_mask, temperature))
+            rows, structure = self._prepared(input_ids, mask, attention_mask, temperature)
+            structure.require_local()
+
+            def add(chunk: Rows, sums: Squares) -> None:
+                with self._gathered(structure):
+                    add_local(self.model, structure, chunk, temperature, sums)
+
             if check and "local" not in self.checked and (row := _first(rows)) is not None:
-                found = float(_local_sums(model, row, temperature).total[0]) ** 0.5
+                add(row, found := Squares(row, structure.dtype))
                 gradient = self._gradient(row.ids, temperature)
                 reference = math.sqrt(inner(gradient, gradient))
-                self._check("local", found, reference, reference)
-            collector = Collector(rows, torch.promote_types(next(model.parameters()).dtype, torch.float32))
-            for chunk, mine in _passes(rows):
-                sums = _local_sums(model, chunk, temperature)
-                if mine:
-                    collector.write(chunk, sums)
-            return replace(collector.result("local"), checked=self.checked.get("local"))
+                self._check("local", float(found.total.sum()) ** 0.5, reference, reference)
+            sums = Squares(rows, structure.dtype)
+            for chunk in _passes(rows):
+                add(chunk, sums)
+            return replace(sums.norms("local"), checked=self.checked.get("local"))
 
     def along(
         self,
@@ -92,22 +92,22 @@ class ShardedProbes:
             UserError: a part of the model without a forward-mode derivative.
             CheckError: a derivative differs from that by the model's own gradient.
         """
-        model = self.model
         with self._unchanged():
-            named = {name: p for name, p in bare(model).named_parameters() if p.requires_grad}
-            tangents = {n: part for n, part in zip(named, direction, strict=True) if part is not None}
-            rows = distributed.together(lambda: make_rows(model, input_ids, mask, attention_mask, temperature))
+            rows, structure = self._prepared(input_ids, mask, attention_mask, temperature)
+            tangents = {n: part for n, part in zip(structure.named, direction, strict=True) if part is not None}
+
+            def rates(chunk: Rows) -> Tensor:
+                with self._gathered(structure):
+                    return chunk_derivative(self.model, structure, chunk, tangents, temperature)
+
             if check and "along" not in self.checked and (row := _first(rows)) is not None:
-                found = float(_rates(model, row, tangents, temperature)[0])
+                found = float(rates(row)[0])
                 gradient = self._gradient(row.ids, temperature)
                 scale = math.sqrt(inner(gradient, gradient) * inner(direction, direction))
                 self._check("along", found, inner(gradient, direction), scale)
-            out = torch.zeros(rows.shape, dtype=torch.float32, device=rows.ids.device)
-            for chunk, mine in _passes(rows):
-                rates = _rates(model, chunk, tangents, temperature)
-                out = out.to(torch.promote_types(out.dtype, rates.dtype))
-                if mine:
-                    chunk.write(out, rates)
+            out = torch.zeros(rows.shape, dtype=structure.dtype, device=rows.ids.device)
+            for chunk in _passes(rows):
+                out[chunk.place] = rates(chunk)
             return out
 
     def exact(self, input_ids: Tensor, mask: Tensor, attention_mask: Tensor, temperature: float) -> Tensor:
@@ -120,8 +120,27 @@ class ShardedProbes:
             values = torch.zeros(rows.shape, dtype=torch.float64, device=rows.ids.device)
             for row, position in rows.chosen.nonzero().tolist():
                 gradient = self._gradient(rows.ids[row : row + 1, : position + 1], temperature)
-                values[rows.source[row], rows.place[row, position]] = math.sqrt(inner(gradient, gradient))
+                values[rows.source[row], rows.columns[row, position]] = math.sqrt(inner(gradient, gradient))
             return values
+
+    def _prepared(
+        self, input_ids: Tensor, mask: Tensor, attention_mask: Tensor, temperature: float
+    ) -> tuple[Rows, Structure]:
+        """The rows of a call and the structure of the model, found in the first call."""
+        rows = distributed.together(lambda: make_rows(self.model, input_ids, mask, attention_mask, temperature))
+        if self._known is None:
+            with torch.no_grad():  # the first pass through FSDP2 must be of the whole model
+                self.model(input_ids=torch.zeros_like(rows.ids[:1, :1]).expand(1, 2), use_cache=False)
+            with unsharded(self.model, layers=False):
+                self._known = examine(self.model)
+        return rows, self._known
+
+    @contextmanager
+    def _gathered(self, structure: Structure) -> Iterator[None]:
+        """Context of a pass; the weights outside the layers are gathered anew, since FSDP2 frees them after a backward pass."""
+        with unsharded(self.model, layers=False):
+            structure.head = output_head(self.model)
+            yield
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
@@ -173,125 +192,18 @@ def _first(rows: Rows) -> Rows | None:
     return None if pair is None else _row(pair.to(rows.ids.device))
 
 
-def _passes(rows: Rows) -> Iterator[tuple[Rows, bool]]:
-    """Chunks of this process's rows, then, while other processes have more, one without a token of interest.
-
-    Yields:
-        A chunk, and whether it is one of the rows.
-    """
+def _passes(rows: Rows) -> Iterator[Rows]:
+    """Chunks of this process's rows, then, while other processes have more, one without a token of interest."""
     chunks = list(rows.chunks(CHUNK))
     idle = _row(torch.zeros((1, 2), dtype=torch.long, device=rows.ids.device))
     idle = replace(idle, chosen=torch.zeros_like(idle.chosen))
-    for index in range(max(distributed.gather(len(chunks)))):
-        yield (chunks[index], True) if index < len(chunks) else (idle, False)
+    yield from chunks + [idle] * (max(distributed.gather(len(chunks))) - len(chunks))
 
 
 def _row(ids: Tensor) -> Rows:
-    """One row of two tokens, the second of interest."""
+    """A row (1, 2) with its second token of interest."""
     device = ids.device
     chosen = torch.tensor([[False, True]], device=device)
-    place = torch.arange(2, device=device)[None]
+    columns = torch.arange(2, device=device)[None]
     length, source = torch.tensor([[2], [0]], device=device)
-    return Rows(ids, length, chosen, place, source, (1, 2))
-
-
-def _pass(model: nn.Module, ids: Tensor, take: Callable[[Tensor, Tensor], None]) -> tuple[Tensor, bool]:
-    """The last logits of a pass over (B, L), and whether its attention can be replaced.
-
-    `take` is called with the hidden states and the output layer's input while that layer's weights are whole.
-    """
-    causal: Any = bare(model)
-    seen: list[Tensor] = []
-
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        seen.append(output.last_hidden_state)
-
-    def at_head(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        take(seen[-1], args[0])
-
-    given: dict[str, Any] = {"position_ids": torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)}
-    if "logits_to_keep" in signature(causal.forward).parameters:
-        given["logits_to_keep"] = 1
-    with ExitStack() as stack, attn.counting() as calls:
-        stack.callback(backbone(model).register_forward_hook(keep).remove)
-        stack.callback(causal.get_output_embeddings().register_forward_pre_hook(at_head).remove)  # after FSDP2's hooks
-        return model(input_ids=ids, use_cache=False, **given).logits, bool(calls)
-
-
-def _local_sums(model: nn.Module, rows: Rows, temperature: float) -> Sums:
-    """Squared local norms (M,) of a chunk's tokens, by a forward and a backward pass through the sharded model."""
-    causal: Any = bare(model)
-    layer = causal.get_output_embeddings()
-    structure = outline(causal, Head(layer.weight, layer.bias))
-    ids = widen(rows.ids, safe_width(model, rows.ids.shape[1]))  # (B, L)
-    predicts = nn.functional.pad(rows.predicts, (0, ids.shape[1] - rows.ids.shape[1]))
-    seen: dict[str, Any] = {}
-    outside = (structure.tied, structure.head_weight, structure.head_bias)
-
-    @torch.no_grad()
-    def take(hidden: Tensor, last: Tensor) -> None:
-        structure.head = output_head(model)
-        local = start_of(structure, rows, ids, predicts, hidden.detach()[predicts], temperature)
-        seen.update(hidden=hidden, local=local, logits=structure.head.logits(last[:1, -1].detach()))
-
-    with recording(model, structure, (ids.shape[0], ids.shape[1]), attn.CUT) as recorder:
-        logits, replaced = _pass(model, ids, take)
-    hidden, local = seen["hidden"], seen["local"]
-    start = torch.zeros_like(hidden)
-    start[predicts] = local.output.to_hidden.to(start.dtype)
-    # Also from the logits, where FSDP2 begins a backward pass; their cotangents are 0.
-    recorder.pull([hidden, logits], [start, torch.zeros_like(logits)], lambda use, g: local.squares(structure, use, g))
-    unhandled = {name for name in structure.named if recorder.used.get(name, int(name in outside)) != 1}
-    distributed.together(lambda: _require(causal, structure, unhandled, replaced))
-    distributed.together(lambda: _require_linear(causal, seen["logits"].float(), logits[:1, -1].detach().float()))
-    return local.sums
-
-
-def _require(causal: nn.Module, structure: Structure, unused: set[str], replaced: bool) -> None:
-    """Raise `UserError` for parts of the model that the method does not support."""
-    structure.unhandled = frozenset(unused)
-    if not replaced:
-        structure.not_local = "its attention does not go through transformers' AttentionInterface"
-    structure.require_local()
-
-
-def _require_linear(causal: nn.Module, expected: Tensor, logits: Tensor) -> None:
-    """Raise `UserError` if the output layer is not what its closed form says."""
-    exact = next(causal.parameters()).dtype in (torch.float32, torch.float64)
-    limit = (1e-3 if exact else 5e-2) * (1 + float(expected.abs().max()))
-    if bool(expected.isfinite().all()) and float((expected - logits).abs().max()) > limit:
-        raise UserError(
-            f"model, {type(causal).__name__}: its logits are not a linear function of its last hidden state; norms are not "
-            "measured"
-        )
-
-
-@torch.no_grad()
-def _rates(model: nn.Module, rows: Rows, direction: Mapping[str, Tensor], temperature: float) -> Tensor:
-    """Derivatives (M,) of log π of a chunk's tokens, by a pass in forward mode through the sharded model."""
-    causal: Any = bare(model)
-    layer, rates = causal.get_output_embeddings(), list[Tensor]()
-
-    def take(hidden: Tensor, _: Tensor) -> None:
-        value, moved = forward_ad.unpack_dual(hidden)
-        pairs = [None if p is None else forward_ad.unpack_dual(p) for p in (layer.weight, layer.bias)]
-        tangents = [None if pair is None else pair.tangent for pair in pairs]
-        whole = replace(output_head(model), weight=pairs[0].primal, bias=pairs[1] and pairs[1].primal)  # type: ignore[union-attr]
-        moved = torch.zeros_like(value) if moved is None else moved
-        states = value[rows.predicts], moved[rows.predicts]
-        rates.append(head_rates(*states, whole, (tangents[0], tangents[1]), rows.targets, temperature))
-
-    with (
-        explained(model),
-        forward_ad.dual_level(),
-        torch.enable_grad(),
-        dual_parameters(model, direction),
-        attention_implementation(model, attn.FORWARD),
-        Pushing(()),
-    ):
-        _, replaced = _pass(model, rows.ids, take)
-    if not replaced:
-        raise UserError(
-            f"model, {type(causal).__name__}: its attention does not go through transformers' AttentionInterface"
-        )
-    return rates[-1]
+    return Rows(ids, length, chosen, columns, source, (1, 2))

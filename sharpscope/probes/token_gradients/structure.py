@@ -1,24 +1,30 @@
-"""Properties of a model that token gradients need, found once by passes over a few tokens."""
+"""Properties of a model that token gradients need, and the uses of its trainable parameters in a forward pass.
+
+Gradients of weights are not formed. That of a linear map is Σ_s b_s ⊗ a_s (inputs a, cotangents b of the outputs, positions s),
+that of a gain Σ_s b_s ∘ x̂_s, that of an embedding the sum of b_s for each word. Uses are met by hooks on linear maps, embeddings
+and norms; a parameter that is used in any other way, or twice, is `unhandled`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.pytorch_utils import Conv1D
 
 from sharpscope.errors import UserError
 from sharpscope.policy import Head, backbone, bare, check_head, output_head
 from sharpscope.policy.cache import cache_keyword, check_cacheable
+from sharpscope.policy.sharding import is_sharded
 from sharpscope.probes.guard import attention_implementation, group_names, remembered
 from sharpscope.probes.token_gradients import attention as attn
 from sharpscope.probes.token_gradients.rows import safe_width
-from sharpscope.probes.token_gradients.uses import UseRecorder
 
 
 @dataclass
@@ -33,8 +39,7 @@ class Structure:
     modules: Mapping[nn.Module, Mapping[str, str]]  # -> attribute -> name of its parameters, without `unhandled`
     groups: Mapping[str, tuple[str, ...]]  # of each parameter
     unhandled: frozenset[str] = frozenset()  # not used exactly once, by a linear map, an embedding or a norm
-    not_local: str | None = None  # why `local` is not possible
-    replaced: bool = True  # whether the attention of `attention` can replace the model's own
+    own_attention: str | None = None  # why the attention of `attention` cannot replace the model's own
     shares: bool = False  # whether rows can continue from cached keys and values of a common prefix
     checked: dict[str, float] = field(default_factory=dict)  # largest relative error that each self-check found
 
@@ -42,11 +47,6 @@ class Structure:
     def dtype(self) -> torch.dtype:
         """Type of the results: that of the output layer, at least float32."""
         return torch.promote_types(self.head.weight.dtype, torch.float32)
-
-    @property
-    def forward_attention(self) -> str:
-        """Implementation of attention that has a forward mode."""
-        return attn.FORWARD if self.replaced else "math"
 
     def require_uses(self, method: str) -> None:
         """Raise `UserError` if norms would be wrong because a parameter is not used as the hooks expect."""
@@ -60,8 +60,8 @@ class Structure:
     def require_local(self) -> None:
         """Raise `UserError` if local norms would be wrong."""
         self.require_uses("local")
-        if self.not_local:
-            raise UserError(f"method, local: {self.not_local}; use method='exact'")
+        if self.own_attention:
+            raise UserError(f"method, local: {self.own_attention}; use method='exact'")
 
 
 def structure_of(model: nn.Module) -> Structure:
@@ -72,56 +72,22 @@ def structure_of(model: nn.Module) -> Structure:
     """
     known = remembered(model)
     if "structure" not in known:
-        known["structure"] = _examine(model)
+        known["structure"] = examine(model)
     structure: Structure = known["structure"]
     return structure
 
 
-@contextmanager
-def recording(model: nn.Module, structure: Structure, size: tuple[int, int], attention: str) -> Iterator[UseRecorder]:
-    """Record the uses of a forward pass over (B, L) = `size` within the block, see `UseRecorder`."""
-    recorder = UseRecorder(structure.modules, size)
-    with torch.enable_grad(), attention_implementation(model, attention), recorder.attached(model):
-        yield recorder
-
-
-def hidden_states(
-    model: nn.Module, ids: Tensor, before: DynamicCache | None = None, after: list[DynamicCache] | None = None
-) -> Tensor:
-    """Hidden states (B, L, d) after the final norm, for rows (B, L) without left padding that continue `before`.
-
-    With `before`, `after` gets the keys and values of what was read so far.
-    """
-    body = backbone(model)
-    start = 0 if before is None else before.get_seq_length()
-    # Learned positions are looked up once per row, so that each row has a gradient of its own.
-    positions = torch.arange(start, start + ids.shape[1], device=ids.device).repeat(ids.shape[0], 1)  # (B, L)
-    given: dict[str, Any] = {"position_ids": positions} if "position_ids" in signature(body.forward).parameters else {}
-    if before is not None:
-        given[cache_keyword(body)] = cache = DynamicCache()
-        for number, layer in enumerate(before.layers):
-            keys, values = (x.expand(len(ids), -1, -1, -1) for x in (layer.keys, layer.values))  # type: ignore[union-attr]
-            cache.update(keys, values, number)
-        if after is not None:
-            after.append(cache)
-    return body(input_ids=ids, use_cache=before is not None, **given).last_hidden_state
-
-
-def read_before(model: nn.Module, before: Tensor | None) -> DynamicCache | None:
-    """Keys and values of a common prefix (P,)."""
-    if before is None:
-        return None
-    cache, body = DynamicCache(), backbone(model)
-    body(input_ids=before[None], use_cache=True, **{cache_keyword(body): cache})
-    return cache
-
-
-def outline(causal: Any, head: Head) -> Structure:
-    """Names, groups and modules of the trainable parameters of a model with this output layer, before a pass through it."""
+def examine(model: nn.Module) -> Structure:
+    """The structure of a model, by passes over a few tokens; of one in shards, the weights outside its layers are gathered."""
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise UserError("model: prompt-learning adapters add positions of their own; merge or remove the adapter")
+    head, causal = output_head(model), bare(model)
+    check_head(model, head)
+    embedding: Any = causal.get_input_embeddings()
     named = {name: parameter for name, parameter in causal.named_parameters() if parameter.requires_grad}
     names = {id(parameter): name for name, parameter in named.items()}
-    tied, head_name = head.weight is causal.get_input_embeddings().weight, names.get(id(head.weight))
-    return Structure(
+    tied, head_name = head.weight is embedding.weight, names.get(id(head.weight))
+    structure = Structure(
         named,
         head,
         tied=head_name if tied else None,
@@ -130,6 +96,24 @@ def outline(causal: Any, head: Head) -> Structure:
         modules=_holders(causal, named),
         groups=group_names(causal, named),
     )
+    size = (2, safe_width(model, 7))  # (B, L)
+    ids = torch.arange(size[0] * size[1], device=head.weight.device).view(size) * 5 + 1
+    ids %= embedding.weight.shape[0]
+    with recording(model, structure, size, "math") as recorder:
+        hidden = hidden_states(model, ids)
+    outside = (structure.head_weight, structure.head_bias)
+    unhandled = recorder.unhandled({name: p for name, p in named.items() if name not in outside}, hidden)
+    try:
+        with attn.counting() as calls, recording(model, structure, size, attn.CUT):
+            hidden_states(model, ids)
+        if not calls:
+            raise attn.AttentionError("its attention does not go through transformers' AttentionInterface")
+    except attn.AttentionError as problem:
+        structure.own_attention = str(problem)
+    structure.unhandled = unhandled
+    structure.modules = _holders(causal, {name: p for name, p in named.items() if name not in unhandled})
+    structure.shares = not structure.own_attention and not is_sharded(model) and _can_share(model, structure, ids)
+    return structure
 
 
 def _holders(causal: Any, named: Mapping[str, nn.Parameter]) -> dict[nn.Module, dict[str, str]]:
@@ -143,47 +127,237 @@ def _holders(causal: Any, named: Mapping[str, nn.Parameter]) -> dict[nn.Module, 
     return {module: keys for module, keys in found.items() if keys}
 
 
-def _examine(model: nn.Module) -> Structure:
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise UserError("model: prompt-learning adapters add positions of their own; merge or remove the adapter")
-    head, causal = output_head(model), bare(model)
-    check_head(model, head)
-    structure = outline(causal, head)
-    size = (2, safe_width(model, 7))  # (B, L)
-    ids = torch.arange(size[0] * size[1], device=head.weight.device).view(size) * 5 + 1
-    ids %= causal.get_input_embeddings().weight.shape[0]  # type: ignore[index]
-    with recording(model, structure, size, "math") as recorder:
-        hidden = hidden_states(model, ids)
-    outside = (structure.head_weight, structure.head_bias)
-    body = {name: parameter for name, parameter in structure.named.items() if name not in outside}
-    unhandled = structure.unhandled = recorder.unhandled(body, hidden)
-    try:
-        with attn.counting() as calls, recording(model, structure, size, attn.CUT):
-            hidden_states(model, ids)
-        if not calls:
-            raise attn.AttentionError("its attention does not go through transformers' AttentionInterface")
-    except attn.AttentionError as problem:
-        structure.replaced, structure.not_local = False, str(problem)
-    structure.modules = _holders(causal, {name: p for name, p in structure.named.items() if name not in unhandled})
-    structure.shares = _can_share(model, structure, ids)
-    return structure
-
-
 def _can_share(model: nn.Module, structure: Structure, ids: Tensor) -> bool:
     """Whether the hidden states are equal if the last tokens continue from cached keys and values."""
-    if not structure.replaced:
-        return False
     try:
         check_cacheable(model)
         cache_keyword(backbone(model))
     except UserError:
         return False
     with torch.no_grad(), attention_implementation(model, attn.FORWARD):
-        ids = ids[:1]
-        whole = hidden_states(model, ids)[:, -3:]
-        part = hidden_states(model, ids[:, -3:], read_before(model, ids[0, :-3]))
+        whole = hidden_states(model, ids[:1])[:, -3:]
+        part = hidden_states(model, ids[:1, -3:], read_before(model, ids[0, :-3], 1))
     eps = max(torch.finfo(p.dtype).eps for p in (structure.head.weight, *structure.named.values()))
     if eps < 1e-6 and whole.is_cuda:  # products of matrices may be rounded to TF32 or bfloat16
         eps = max(eps, {"highest": 0.0, "high": 2**-10}.get(torch.get_float32_matmul_precision(), 2**-7))
     limit = max(eps, torch.finfo(torch.float32).eps) ** 0.5 * float(whole.abs().amax())
     return torch.allclose(whole, part, rtol=0, atol=limit)
+
+
+# -- Passes
+
+
+def hidden_states(model: nn.Module, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
+    """Hidden states (B, L, d) after the final norm, for rows (B, L) without left padding.
+
+    With a `cache` of B rows they continue it, and it gets their keys and values.
+    """
+    body = backbone(model)
+    start = 0 if cache is None else cache.get_seq_length()
+    # Learned positions are looked up once per row, so that each row has a gradient of its own.
+    positions = torch.arange(start, start + ids.shape[1], device=ids.device).repeat(ids.shape[0], 1)  # (B, L)
+    given: dict[str, Any] = {"position_ids": positions} if "position_ids" in signature(body.forward).parameters else {}
+    if cache is not None:
+        given[cache_keyword(body)] = cache
+    return body(input_ids=ids, use_cache=cache is not None, **given).last_hidden_state
+
+
+def read_before(model: nn.Module, before: Tensor | None, rows: int) -> DynamicCache | None:
+    """Keys and values of a common prefix (P,) of this number of rows."""
+    if before is None:
+        return None
+    cache, body = DynamicCache(), backbone(model)
+    body(input_ids=before[None], use_cache=True, **{cache_keyword(body): cache})
+    layers: Any = cache.layers
+    for layer in layers:
+        layer.keys, layer.values = (x.expand(rows, -1, -1, -1) for x in (layer.keys, layer.values))
+    return cache
+
+
+@contextmanager
+def recording(model: nn.Module, structure: Structure, size: tuple[int, int], attention: str) -> Iterator[UseRecorder]:
+    """Record the uses of a forward pass over (B, L) = `size` within the block, see `UseRecorder`."""
+    recorder = UseRecorder(structure.modules, size)
+    with torch.enable_grad(), attention_implementation(model, attention), recorder.attached(model):
+        yield recorder
+
+
+# -- Uses of parameters
+
+
+@dataclass
+class Use:
+    """One use of a weight and/or bias in a forward pass over B rows of L positions."""
+
+    kind: Literal["linear", "gain", "embedding"]
+    weight: str | None  # names of the trainable parameters, None where absent or frozen
+    bias: str | None
+    x: Tensor  # linear: its inputs (B, L, d_in); gain: x̂ (B, L, heads, d); embedding: the ids (B, L)
+    size: tuple[int, int]  # (B, L)
+    ignored: int | None = None  # embedding: the word whose gradient is defined as 0
+
+    def by_position(self, g: Tensor) -> Tensor:
+        """(*shape) -> (B, L, heads, d), in at least float32."""
+        return wide(_by_position(g, self.size))
+
+    @property
+    def gram(self) -> Tensor:
+        """Inner products of the inputs of positions of a row, (B, L, L)."""
+        if self.kind == "embedding":  # one-hot inputs
+            same = self.x[:, :, None] == self.x[:, None, :]
+            return (same if self.ignored is None else same & (self.x != self.ignored)[:, None]).float()
+        x = wide(self.x)
+        return x @ x.mT
+
+
+def wide(x: Tensor) -> Tensor:
+    """`x` in at least float32, since squares above 256² overflow float16."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _by_position(g: Tensor, size: tuple[int, int]) -> Tensor:
+    if g.ndim == 4 and tuple(g.shape[:2]) != size:  # (B, heads, L, d)
+        g = g.transpose(1, 2)
+    return g.reshape(*size, -1, g.shape[-1])
+
+
+def _squares(x: Tensor) -> Tensor:
+    return x.square().sum(-1)
+
+
+def local_squares(use: Use, g: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(name, squared norms (B, L)) from the output's cotangent `g`, where that at position t is of the token that t predicts."""
+    g = use.by_position(g)
+    if use.kind == "gain":
+        weight, bias = _squares((g * use.x).sum(-2)), _squares(g.sum(-2))
+    else:
+        bias = _squares(g[..., 0, :])
+        weight = bias * _squares(wide(use.x)) if use.kind == "linear" else bias
+        if use.ignored is not None:
+            weight = weight.masked_fill(use.x == use.ignored, 0.0)
+    for name, squares in ((use.weight, weight), (use.bias, bias)):
+        if name is not None:
+            yield name, squares
+
+
+def exact_squares(use: Use, g: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(name, squared norms (B,)) of the sum over the positions of each row, for a cotangent of the use's output."""
+    g = use.by_position(g)
+    if use.kind == "gain":
+        if use.weight is not None:
+            yield use.weight, _squares((g * use.x).sum((1, 2)))
+        if use.bias is not None:
+            yield use.bias, _squares(g.sum((1, 2)))
+    else:
+        g = g[:, :, 0]  # (B, L, d)
+        if use.weight is not None and (use.kind == "embedding" or g.shape[1] < 1.4 * use.x.shape[-1]):
+            outer = g @ g.mT  # (B, L, L)
+            yield use.weight, (use.gram.to(outer) * outer).sum((1, 2))
+        elif use.weight is not None:
+            yield use.weight, (wide(use.x).mT.to(g) @ g).square().sum((1, 2))
+        if use.bias is not None:
+            yield use.bias, _squares(g.sum(1))
+
+
+Measure = Callable[[Use, Tensor], None]
+
+
+class UseRecorder:
+    """Records uses of trainable parameters in a forward pass, whose cotangents `pull` hands to a function.
+
+    A parameter is known by the module that holds it, so that weights which exist only while it runs (FSDP2) are known too.
+    """
+
+    def __init__(self, modules: Mapping[nn.Module, Mapping[str, str]], size: tuple[int, int]) -> None:
+        self.used: dict[str, int] = {}  # how often each parameter was used, in the order of their first uses
+        # Module -> attribute -> name of its trainable parameters; (B, L) of the rows.
+        self._modules, self._size = modules, size
+        self._anchor: Tensor | None = None
+        self._measure: Measure | None = None
+
+    @contextmanager
+    def attached(self, model: nn.Module) -> Iterator[None]:
+        """Record the forward passes within the block."""
+        embedding: Any = bare(model).get_input_embeddings()
+        with ExitStack() as stack:
+            for module in dict.fromkeys([embedding, *self._modules]):
+                if isinstance(module, nn.Linear | Conv1D):
+                    hook: Any = self._linear
+                elif isinstance(module, nn.Embedding) or module is embedding:
+                    hook = self._embedding
+                elif not any(module.children()) and all(p.ndim == 1 for p in module.parameters()):
+                    hook = self._norm
+                else:
+                    continue
+                stack.callback(module.register_forward_hook(hook, with_kwargs=True, prepend=True).remove)
+            yield
+
+    def unhandled(self, named: Mapping[str, nn.Parameter], output: Tensor) -> frozenset[str]:
+        """The parameters that `output` depends on in another way than through one recorded use."""
+        rest = [name for name in named if self.used.get(name) != 1]
+        if not rest or not output.requires_grad:
+            return frozenset()
+        gradients = torch.autograd.grad(output.sum(), [named[name] for name in rest], allow_unused=True)
+        return frozenset(name for name, gradient in zip(rest, gradients, strict=True) if gradient is not None)
+
+    def pull(self, outputs: Any, cotangents: Any, measure: Measure) -> None:
+        """Backward pass that calls `measure` with each use and its cotangent."""
+        if self._anchor is None:
+            return
+        self._measure = measure
+        try:
+            torch.autograd.grad(outputs, self._anchor, cotangents, retain_graph=True, allow_unused=True)
+        finally:
+            self._measure = None
+
+    def _linear(self, module: nn.Module, args: tuple, kwargs: dict, out: Tensor) -> None:
+        x = args[0] if args else kwargs["input"]
+        # A module with another output, such as a router's, is found to be unhandled.
+        if isinstance(out, Tensor) and x.numel() == self._size[0] * self._size[1] * x.shape[-1]:
+            self._add("linear", module, x.detach().reshape(*self._size, -1), out)
+
+    def _embedding(self, module: nn.Module, args: tuple, kwargs: dict, out: Tensor) -> Tensor | None:
+        if not torch.is_grad_enabled():
+            return None
+        if self._anchor is None:  # a backward pass to this zero reaches what depends on an embedding
+            self._anchor = torch.zeros((), dtype=out.dtype, device=out.device, requires_grad=True)
+        out = out + self._anchor
+        ids = args[0] if args else kwargs["input"]
+        # Learned positions are often subclasses that are called with the words.
+        plain = type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale")
+        if isinstance(module, nn.Embedding) and plain and ids.shape == self._size:
+            factor = getattr(module, "embed_scale", 1.0)  # as Gemma's
+            self._add("embedding", module, ids, out, ignored=module.padding_idx, factor=factor)
+        return out
+
+    def _norm(self, module: nn.Module, args: tuple, kwargs: dict, out: Any) -> None:
+        """Record a module y = x̂∘w + b or x̂∘(1 + w): x̂ is the change from w = 0 to w = 1."""
+        weight, bias = (module._parameters.get(key) for key in ("weight", "bias"))
+        if not isinstance(out, Tensor) or weight is None or out.shape[-1:] != weight.shape:
+            return
+        values = []
+        with torch.no_grad():
+            for value in (1.0, 0.0):
+                replaced = {"weight": torch.full_like(weight, value), "bias": None if bias is None else bias * 0}
+                try:
+                    module._parameters.update(replaced)  # type: ignore[arg-type]
+                    values.append(module.forward(*args, **kwargs))
+                finally:
+                    module._parameters.update({"weight": weight, "bias": bias})
+        if out.numel() % (self._size[0] * self._size[1] * out.shape[-1]) == 0:
+            self._add("gain", module, _by_position(wide(values[0]) - wide(values[1]), self._size), out)
+
+    def _add(self, kind: Any, module: nn.Module, x: Tensor, out: Tensor, *, factor: Any = 1.0, **more: Any) -> None:
+        """Record a use, whose cotangent is that of `out` times `factor`."""
+        names = self._modules.get(module, {})
+        if not names or not out.requires_grad:
+            return
+        use = Use(kind, names.get("weight"), names.get("bias"), x, self._size, **more)
+        for name in filter(None, (use.weight, use.bias)):
+            self.used[name] = self.used.get(name, 0) + 1
+
+        def hook(g: Tensor) -> None:
+            if self._measure is not None:
+                self._measure(use, g * factor)
+
+        out.register_hook(hook)

@@ -63,7 +63,9 @@ def close(found, expected):
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
+    """By default reading a beginning once must save about a thousand tokens."""
     monkeypatch.setattr(attention, "QUERY_BLOCK", 4)
+    monkeypatch.setattr(rows_module, "WORTH", 16)
 
 
 @CASES
@@ -154,18 +156,3 @@ def test_shared_prompts_under_sliding_windows_and_soft_caps(monkeypatch):
     monkeypatch.setattr(rows_module, "WORTH", 10**6)
     for one, other in zip(shared, everything(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)  # Gemma's eager softmax is in float32
-
-
-@pytest.fixture(autouse=True)
-def short_beginnings_are_worth_it(monkeypatch):
-    """By default reading a beginning once must save about a thousand tokens."""
-    monkeypatch.setattr(rows_module, "WORTH", 16)
-
-
-def test_a_beginning_is_read_once_where_that_saves_enough(monkeypatch):
-    model, given = tiny_model("qwen2"), batch()
-    rows = rows_module.make_rows(model, given["input_ids"], given["mask"], given["attention_mask"], 1.0)
-    for worth, read in ((18, [18, 24, None]), (19, [24, None]), (48, [24, None]), (49, [None])):
-        monkeypatch.setattr(rows_module, "WORTH", worth)  # two rows go on from 18 tokens, three from 24
-        found = {None if chunk.before is None else len(chunk.before) for chunk in rows.chunks(10**6, share=True)}
-        assert found == set(read)

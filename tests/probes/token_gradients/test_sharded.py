@@ -13,7 +13,7 @@ from torch.distributed.tensor import distribute_tensor
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy.head import layers_of
 from sharpscope.probes import attribute, logp_gradient, score_norms
-from sharpscope.probes.token_gradients import attention, local, sharded
+from sharpscope.probes.token_gradients import attention, norms, sharded
 from tests.models import random_batch, tiny_model
 
 
@@ -41,7 +41,7 @@ def test_norms_and_shares_are_those_of_the_whole_model(architecture: str, tie: b
     coef = torch.linspace(-1, 1, batch["mask"].numel(), dtype=torch.float64).view_as(batch["mask"]) * batch["mask"]
     gradient = logp_gradient(whole, *given, coef, there, 0.7)
     expected = attribute(whole, *given, coef, gradient, there, 0.7)
-    local, norms = (score_norms(whole, *given, method, there, 0.7).values for method in ("local", "exact"))
+    local, exact = (score_norms(whole, *given, method, there, 0.7).values for method in ("local", "exact"))
     model = shard(tiny_model(architecture, tie=tie).train())
     for parameter, part in zip(model.parameters(), gradient, strict=True):
         parameter.grad = distribute_tensor(part, parameter.device_mesh, parameter.placements)
@@ -51,7 +51,7 @@ def test_norms_and_shares_are_those_of_the_whole_model(architecture: str, tie: b
     found = coef * probes.along(*given, there, kept, 0.7)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(probes.local(*given, there, 0.7).values, local, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(probes.exact(*given, there, 0.7), norms, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(probes.exact(*given, there, 0.7), exact, rtol=1e-9, atol=1e-12)
     assert max(probes.checked["along"], probes.checked["local"]) < 1e-8 and model.training
     assert (local > 0).sum() == batch["mask"].sum()
     for parameter, one, value in zip(model.parameters(), kept, before, strict=True):
@@ -110,34 +110,16 @@ def test_frozen_parameters_do_not_count():
 def test_norms_that_are_wrong_are_refused(monkeypatch: pytest.MonkeyPatch):
     """The self-check compares a token with the model's own gradient."""
     model, batch = shard(tiny_model()), random_batch()
-    original = local.head_gradients
+    original = norms.head_gradients
 
     def wrong(*args, **options):
-        output, coupled = original(*args, **options)
+        output = original(*args, **options)
         output.to_hidden.mul_(1.01)
-        return output, coupled
+        return output
 
-    monkeypatch.setattr(local, "head_gradients", wrong)
+    monkeypatch.setattr(norms, "head_gradients", wrong)
     with pytest.raises(CheckError, match="differ from its own gradient"):
         sharded.ShardedProbes(model).local(batch["input_ids"], batch["mask"], batch["attention_mask"], 1.0)
-
-
-def test_what_one_process_refuses_is_raised_in_all(monkeypatch: pytest.MonkeyPatch):
-    """Its pass may use other experts; without an exchange the others wait for it in their next pass."""
-    model, batch = shard(tiny_model()), random_batch()
-    require, gather, checked = sharded._require, sharded.distributed.gather, []
-
-    def counted(*args):
-        checked.append(require(*args))
-
-    def elsewhere(value):
-        return [UserError("model.norm: of another process")] if checked else gather(value)
-
-    monkeypatch.setattr(sharded, "_require", counted)
-    monkeypatch.setattr(sharded.distributed, "gather", elsewhere)
-    with pytest.raises(UserError, match="of another process"):
-        sharded.ShardedProbes(model).local(batch["input_ids"], batch["mask"], batch["attention_mask"], 1.0)
-    assert len(checked) == 1
 
 
 def test_what_the_method_does_not_know_is_refused():

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.qwen2 import modeling_qwen2
 
-from sharpscope.errors import UserError
-from sharpscope.probes import score_norms
-from sharpscope.probes.token_gradients import local, rows
-from tests.models import ARCHITECTURES, random_batch, tiny_model, without_experts
-from tests.oracles.token_gradients import local_token_gradients, squared_norms, token_gradients
+from sharpscope.errors import CheckError, UserError
+from sharpscope.policy import Head
+from sharpscope.probes import attribute, score_norms
+from sharpscope.probes.token_gradients import norms, rows
+from tests.models import ARCHITECTURES, COMMON, random_batch, tiny_model, without_experts
+from tests.oracles.token_gradients import gradient_shares, local_token_gradients, squared_norms, token_gradients
 
 
 def count_calls(monkeypatch, module, name):
@@ -19,13 +26,14 @@ def count_calls(monkeypatch, module, name):
     return calls
 
 
+peft = pytest.importorskip("peft")
+
 T = 1.3  # a temperature other than 1, so that its place in every formula is tested
 
 
 @pytest.fixture
 def exact_eager(monkeypatch):
     """Gemma 2 needs eager attention, whose softmax transformers takes in float32: give it one in double precision."""
-    from transformers.models.gemma2 import modeling_gemma2
 
     def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, softcap=None, **_):
         groups = query.shape[1] // key.shape[1]
@@ -66,12 +74,12 @@ def compare(model, batch):
 @pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "gemma2"])
 def test_long_rows_in_segments_match_a_loop(architecture, exact_eager, monkeypatch):
     """Also where a prefix is shared, and where the first segment holds no token of interest."""
-    monkeypatch.setattr(local, "SEGMENT", 3)
+    monkeypatch.setattr(norms, "SEGMENT", 3)
     monkeypatch.setattr(rows, "WORTH", 1)
     model, batch = tiny_model(architecture), random_batch()
     batch["mask"][1, :-2] = 0
     _, expected = expect(local_token_gradients, model, batch)
-    passes = count_calls(monkeypatch, local, "_local_sums")
+    passes = count_calls(monkeypatch, norms, "add_local")
     assert relative(run(model, batch).squared, expected) < 1e-8
     assert len(passes) > 3
     same = {name: value[:1].repeat(3, 1) for name, value in batch.items() if name != "coef"}
@@ -154,12 +162,9 @@ def test_head_norm_is_the_output_layers_gradient(architecture, exact_eager):
 
 def test_head_norm_keeps_its_precision_for_confident_tokens():
     """1 − π near 1e-6 in float32: the root of a difference of near-equal numbers would lose all digits."""
-    from sharpscope.policy.head import Head
-    from sharpscope.probes.token_gradients.head import head_gradients
-
     hidden = torch.tensor([[1.0, 0.5]])
     weight = torch.tensor([[14.0, 0.0], [0.0, 1.0], [-1.0, 0.3]])
-    found, _ = head_gradients(hidden, Head(weight), torch.tensor([0]), 1.0)
+    found = norms.head_gradients(hidden, Head(weight), torch.tensor([0]), 1.0)
     p = torch.softmax(weight.double() @ hidden[0].double(), 0)
     expected = ((p[1:].sum() ** 2 + p[1:].square().sum()) * hidden.double().square().sum()).sqrt()
     assert float(found.weight_squared.sqrt()) == pytest.approx(float(expected), rel=1e-5)
@@ -167,7 +172,6 @@ def test_head_norm_keeps_its_precision_for_confident_tokens():
 
 @pytest.mark.parametrize("target", ["all-linear", ["q_proj", "down_proj"]])
 def test_adapters_on_a_frozen_base(target):
-    peft = pytest.importorskip("peft")
     model, batch = tiny_model("qwen2"), random_batch()
     model = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=target, init_lora_weights=False))
     with torch.no_grad():
@@ -207,14 +211,6 @@ def test_positions_that_mix_outside_attention_are_refused():
     assert relative(run(model, batch, method="exact").squared, full) < 1e-8
 
 
-def test_where_a_weight_is_used_twice():
-    model, batch = tiny_model("llama"), random_batch()
-    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
-    for method in ("local", "exact"):
-        with pytest.raises(UserError, match="another way"):
-            run(model, batch, method=method)
-
-
 def test_mistakes_are_told():
     model, batch = tiny_model("qwen2"), random_batch()
     ids, mask, attention = batch["input_ids"], batch["mask"], batch["attention_mask"]
@@ -244,16 +240,154 @@ def test_a_certain_token_has_no_pull_and_an_impossible_one_a_finite_one():
 
 
 def test_exact_norms_do_not_depend_on_batches(monkeypatch):
-    from sharpscope.probes.token_gradients import exact
-
     model = tiny_model("qwen2")
     ids = torch.randint(2, 37, (3, 60), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[:, 0] = 0
     found = []
     for positions, slots in ((10**6, 16), (10**6, 3), (1, 1)):
-        monkeypatch.setitem(exact.POSITIONS, "cpu", positions)
-        monkeypatch.setattr(exact, "SLOTS", slots)
+        monkeypatch.setitem(norms.POSITIONS, "cpu", positions)
+        monkeypatch.setattr(norms, "SLOTS", slots)
         found.append(score_norms(model, ids, mask, "exact").squared)
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-12, atol=0)
+
+
+# -- Architectures with parts of their own
+
+LIKE_LLAMA = dict(COMMON, vocab_size=37, num_key_value_heads=2, pad_token_id=0, eos_token_id=1, bos_token_id=1)
+EXPERTS = dict(LIKE_LLAMA, num_local_experts=4, num_experts_per_tok=2)
+CONFIGS: dict[str, dict] = {
+    "bloom": dict(vocab_size=37, hidden_size=16, n_layer=2, n_head=4, hidden_dropout=0.0, attention_dropout=0.0),
+    "gpt_oss": dict(EXPERTS, head_dim=8, sliding_window=4),
+    "mixtral": EXPERTS,
+}
+
+
+def model_of(architecture):
+    """A tiny model with untied embeddings, random weights and frozen experts, which are computed one after the other."""
+    settings = dict(tie_word_embeddings=False, experts_implementation="eager") | CONFIGS[architecture]
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[architecture](**settings)).double()
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+            parameter.copy_(1 + 0.1 * noise if parameter.ndim == 1 and "norm" in name else 0.3 * noise)
+    return without_experts(model.eval())
+
+
+def test_a_mixture_of_experts_with_frozen_experts_matches_a_loop():
+    model, batch = model_of("mixtral"), random_batch(rows=2, prompt=3, completion=5)
+    given = (model, batch["input_ids"], batch["mask"])
+    gradients = token_gradients(*given, batch["attention_mask"])
+    for method, own in (("exact", gradients), ("local", local_token_gradients(*given, batch["attention_mask"]))):
+        found = score_norms(*given, method, batch["attention_mask"]).squared
+        torch.testing.assert_close(found, squared_norms(own, found.shape), rtol=3e-6, atol=0)
+    coef = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * batch["mask"]
+    shares = attribute(*given, coef, None, batch["attention_mask"])
+    torch.testing.assert_close(shares, gradient_shares(gradients, coef), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("architecture", "says"), [("bloom", "AttentionInterface"), ("gpt_oss", "another way")])
+def test_what_does_not_work_says_why(architecture, says):
+    model, batch = model_of(architecture), random_batch(rows=2, prompt=3, completion=5)
+    given = (model, batch["input_ids"], batch["mask"])
+    with pytest.raises(UserError, match=f"method, local: .*{says}"):
+        score_norms(*given, "local", batch["attention_mask"])
+    if architecture == "bloom":
+        with pytest.raises(UserError, match="no forward-mode derivative"):
+            attribute(*given, batch["mask"].double(), None, batch["attention_mask"])
+
+
+# -- A use of a parameter that the hooks do not meet is refused by name
+
+# x (B, L, d), w (d, d), v (d,) -> (B, L, d).
+WAYS = {
+    "matmul": lambda x, w, v: x @ w + v,
+    "a scaled weight": lambda x, w, v: F.linear(x, w * 0.5) + v,
+    "itself": lambda x, w, v: F.linear(F.linear(x, w), w) * v,
+}
+
+
+class Using(nn.Module):
+    """An MLP behind an operation with two parameters."""
+
+    def __init__(self, inner, operation):
+        super().__init__()
+        self.inner, self.operation = inner, operation
+        draw = torch.Generator().manual_seed(7)
+        self.matrix = nn.Parameter(0.3 * torch.randn(16, 16, generator=draw, dtype=torch.float64))
+        self.vector = nn.Parameter(1 + 0.3 * torch.randn(16, generator=draw, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.inner(self.operation(x, self.matrix, self.vector))
+
+
+class Positions(nn.Embedding):
+    """Learned positions that are called with the words, as in OPT and MVP."""
+
+    def forward(self, x):
+        return super().forward(torch.arange(x.shape[1]).expand(x.shape))
+
+
+def using(way):
+    """A model with an unknown use of a parameter, and the module that the refusal names."""
+    model = tiny_model("qwen2_moe" if way == "experts" else "qwen2", tie=False)
+    layers = model.model.layers
+    if way == "a weight of two layers":
+        layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+    elif way == "positions":
+        model.model.embed_tokens = Positions(*model.model.embed_tokens.weight.shape, dtype=torch.float64)
+    elif way == "an adapter on the embedding":
+        config = peft.LoraConfig(r=3, init_lora_weights=False, target_modules=["embed_tokens", "q_proj"])
+        model = peft.get_peft_model(model, config).eval()
+    elif way in WAYS:
+        layers[0].mlp = Using(layers[0].mlp, WAYS[way])
+    return model, {"positions": "embed_tokens", "an adapter on the embedding": "embed_tokens"}.get(
+        way, r"layers\.0\.mlp"
+    )
+
+
+@pytest.mark.parametrize(
+    "way", [*WAYS, "experts", "a weight of two layers", "positions", "an adapter on the embedding"]
+)
+def test_an_unknown_use_is_named(way):
+    (model, named), batch = using(way), random_batch()
+    for method in ("exact", "local"):
+        with pytest.raises(UserError, match=rf"{named}.*another way"):
+            run(model, batch, method=method)
+
+
+def test_a_parameter_inside_the_models_own_attention(monkeypatch):
+    model, batch = tiny_model("qwen2"), random_batch()
+    model.config._attn_implementation = "eager"
+    layer = model.model.layers[1].self_attn
+    layer.factor = nn.Parameter(torch.tensor(1.2, dtype=torch.float64))
+    plain = modeling_qwen2.eager_attention_forward
+
+    def attention(module, query, *rest, **others):
+        return plain(module, query * getattr(module, "factor", 1.0), *rest, **others)
+
+    monkeypatch.setattr(modeling_qwen2, "eager_attention_forward", attention)
+    with pytest.raises(UserError, match=r"layers\.1\.self_attn.*another way"):
+        run(model, batch)
+    with pytest.raises(CheckError, match="derivative: differs from plain autograd"):
+        attribute(model, batch["input_ids"], batch["mask"], batch["mask"].double(), None, batch["attention_mask"])
+
+
+def test_squares_do_not_overflow_float16():
+    """Activations and cotangents fit into float16 here; their squares, at most 65504 there, do not."""
+    model, batch = tiny_model("gpt2", dtype=torch.float16), random_batch()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".ln_" in name:
+                parameter.mul_(120)
+            elif parameter.ndim > 1 and "wte" not in name:
+                parameter.mul_(0.02)
+    wide = tiny_model("gpt2", dtype=torch.float32)
+    wide.load_state_dict(model.state_dict())
+    full, cut = (expect(oracle, wide, batch)[1] for oracle in (token_gradients, local_token_gradients))
+    assert float(cut[batch["mask"] == 1].median()) > 65504
+    for method, expected in (("exact", full), ("local", cut), ("head", run(wide, batch, method="head").squared)):
+        found = run(model, batch, method=method).squared.double()
+        torch.testing.assert_close(found, expected.double(), rtol=3e-2, atol=1.0)
