@@ -12,7 +12,6 @@ nox.options.default_venv_backend = "venv"
 nox.options.error_on_missing_interpreters = False
 
 CORE = [
-    "tests/policy/test_embedded.py",
     "tests/policy/test_forward.py",
     "tests/policy/test_loading.py",
     "tests/policy/test_token_stats.py",

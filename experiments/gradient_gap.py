@@ -20,7 +20,7 @@ from torch import Tensor
 from sharpscope import critical_sharpness
 from sharpscope.config import build_config
 from sharpscope.policy import Policy, Rollouts, load_policy
-from sharpscope.policy.scoring import Scorer
+from sharpscope.policy.forward import Scorer
 from sharpscope.probes.guard import guarded
 from sharpscope.tasks import make_task
 from sharpscope.training.rollouts import draw_group

@@ -21,8 +21,6 @@ from sharpscope.errors import UserError
 
 T = TypeVar("T")
 
-SUM_BYTES = 64 * 2**20  # size of one all-reduce
-
 
 @dataclass(frozen=True)
 class Launch:
@@ -205,12 +203,8 @@ def map_rows(rows: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
 
 @torch.no_grad()
 def sum_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Sums of `tensors` over the processes. All tensors have one dtype."""
-    sums = list(tensors)
-    if world_size() > 1 and sums:
-        sums = [tensor.clone() for tensor in sums]
-        _sum(sums)
-    return sums
+    """Sums of `tensors` over the processes."""
+    return list(tensors) if world_size() == 1 else [_sum(tensor.clone()) for tensor in tensors]
 
 
 @torch.no_grad()
@@ -219,33 +213,17 @@ def sum_gradients(parameters: Sequence[Tensor]) -> None:
 
     A parameter whose gradient is None in every process keeps None.
     """
-    if world_size() == 1:
-        return
     replicated = [p for p in parameters if not hasattr(p, "to_local")]
-    if not replicated:
+    if world_size() == 1 or not replicated:
         return
     used = torch.tensor([p.grad is not None for p in replicated], dtype=torch.int32, device=replicated[0].device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX)
-    gradients: list[Tensor] = []
     for parameter, is_used in zip(replicated, used.tolist(), strict=True):
         if is_used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
-    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        _sum([gradient for gradient in gradients if gradient.dtype == dtype])
+            parameter.grad = _sum(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
 
 
-def _sum(tensors: list[Tensor]) -> None:
-    """Sum tensors of one dtype in place, in buckets of about SUM_BYTES."""
-    bucket: list[Tensor] = []
-    size = 0
-    for position, tensor in enumerate(tensors):
-        bucket.append(tensor)
-        size += tensor.numel() * tensor.element_size()
-        if size >= SUM_BYTES or position + 1 == len(tensors):
-            flat = torch.cat([t.flatten() for t in bucket])
-            dist.all_reduce(flat)
-            for t, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-                t.copy_(part.view_as(t))
-            bucket, size = [], 0
+def _sum(tensor: Tensor) -> Tensor:
+    tensor = tensor.contiguous()
+    dist.all_reduce(tensor)
+    return tensor

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 OTHERS = r"(?!sharpscope\b|__main__$)"
@@ -29,21 +27,9 @@ def silence() -> None:
     """Filter `SILENCED`, set `VARIABLES` and print other warnings as one line. The command line calls it before imports."""
     for variable, value in VARIABLES.items():
         os.environ.setdefault(variable, value)
-    _filter()
-    warnings.formatwarning = _one_line
-
-
-@contextmanager
-def silenced() -> Iterator[None]:
-    """Context manager that filters `SILENCED` and restores the warning filters at exit."""
-    with warnings.catch_warnings():
-        _filter()
-        yield
-
-
-def _filter() -> None:
     for category, module in SILENCED:
         warnings.filterwarnings("ignore", category=category, module=module)
+    warnings.formatwarning = _one_line
 
 
 def _one_line(message: Any, *_: Any, **__: Any) -> str:

@@ -47,17 +47,6 @@ def test_deals_hold_everything_once_and_are_balanced(work, count):
     assert all(part == sorted(part) for part in parts)
 
 
-def test_one_process_is_the_identity():
-    assert distributed.start() == Launch() and distributed.world_size() == 1 and distributed.is_rank_zero()
-    assert distributed.gather(3) == [3] and distributed.broadcast("x") == "x" and distributed.sum_values(1.5) == 1.5
-    assert distributed.rank_zero_call(lambda: 7) == 7 and distributed.together(lambda: 5) == 5
-    values = torch.arange(6.0).view(3, 2)
-    distributed.exchange_rows(torch.tensor([1]), [values])
-    parameter = torch.nn.Parameter(torch.ones(2))
-    distributed.sum_gradients([parameter])
-    assert torch.equal(values, torch.arange(6.0).view(3, 2)) and parameter.grad is None
-
-
 def test_a_refusal_in_one_process_is_one_in_all(monkeypatch):
     """The process that refuses still takes part in the exchange, for which the others wait; all raise the first one's reason."""
     as_process(monkeypatch, 0, 2)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from sharpscope.errors import UserError
-from sharpscope.policy.embedded import build_tokenizer
+from sharpscope.policy.loading import build_tokenizer
 from sharpscope.tasks import MathSpec, ToolQaSpec, make_task
 from sharpscope.tasks.knights_knaves import roles_of, score_logic_rl, truth
 from sharpscope.warm_start import demonstrations as room

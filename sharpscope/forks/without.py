@@ -29,7 +29,7 @@ from sharpscope.errors import UserError
 from sharpscope.forks.experiment import FixedRollouts, Reading, greedy_success, heldout_order, outcome_rows, run_radius
 from sharpscope.forks.start import Snapshot, Start, Tell, as_recorded, resolve
 from sharpscope.policy import Policy, Rollouts, load_policy
-from sharpscope.policy.scoring import Scorer
+from sharpscope.policy.forward import Scorer
 from sharpscope.probes import Drawn, Objective, attribute, find_radius, limited_surface, rollout_batch, sharpness
 from sharpscope.recording.environment import set_threads
 from sharpscope.recording.from_checkpoint import WRONG

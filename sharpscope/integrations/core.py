@@ -37,7 +37,7 @@ from sharpscope.integrations.steps import (
 )
 from sharpscope.objective import Method, Plan, calibrate, named_method, prepare
 from sharpscope.policy import Rollouts, TokenStats, make_policy
-from sharpscope.policy.scoring import Scorer
+from sharpscope.policy.forward import Scorer
 from sharpscope.policy.sharding import ModelView, gathered_copy, is_sharded, reshard, unsharded
 from sharpscope.probes import Rotation, guarded, logp_gradient, rotation
 from sharpscope.recording import environment

@@ -29,7 +29,7 @@ from sharpscope.errors import UserError
 from sharpscope.integrations.core import Recorder, dropout_of, original_forward
 from sharpscope.integrations.price import Work
 from sharpscope.integrations.steps import sequences_of
-from sharpscope.policy.adapters import has_adapters
+from sharpscope.policy.loading import has_adapters
 from sharpscope.policy.sharding import reshard
 from sharpscope.probes import guarded
 from sharpscope.recording.observers import StepObserver

@@ -75,51 +75,36 @@ def take_rows(states: Tensor, rows: Tensor) -> Tensor:
 
 
 class PromptLayer(DynamicLayer):
-    """Keys and values (B, H, P, d_head) of prompts, with their autograd graph; `beginning` has those that all prompts share.
+    """Keys and values (B, H, P, d_head) of prompts, with their autograd graph, after those of `before`: of its only row, or of `rows` (B,).
 
-    An update replaces them, since a layer that is recomputed in the backward pass updates them again.
+    An update replaces them, since a layer that is recomputed in the backward pass updates them again; with `rows` they are not kept.
     """
 
     keys: Tensor
     values: Tensor
 
-    def __init__(self, beginning: PromptLayer | None = None) -> None:
+    def __init__(self, before: PromptLayer | None = None, rows: Tensor | None = None) -> None:
         super().__init__()
-        self.beginning = beginning
+        self.before, self.rows = before, rows
 
     def get_seq_length(self) -> int:
         """Number of positions."""
-        known = self if self.is_initialized else self.beginning
+        known = self if self.is_initialized else self.before
         return 0 if known is None else known.keys.shape[2]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Set states (B, H, t, d_head) and return all keys and values to attend to; see transformers."""
-        if self.beginning is not None:
-            shared = self.beginning.keys, self.beginning.values  # (1, H, c, d_head)
+        if self.before is not None:
             key_states, value_states = (
-                torch.cat([part.expand(len(states), -1, -1, -1), states], 2)
-                for part, states in zip(shared, (key_states, value_states), strict=True)
+                torch.cat([self._first(part, len(states)), states], 2)
+                for part, states in ((self.before.keys, key_states), (self.before.values, value_states))
             )
-        self.keys, self.values, self.is_initialized = key_states, value_states, True
+        if self.rows is None:
+            self.keys, self.values, self.is_initialized = key_states, value_states, True
         return key_states, value_states
 
-
-class ContinuationLayer(DynamicLayer):
-    """Prepends the keys and values of each row's prompt; stores nothing itself."""
-
-    def __init__(self, prompt: PromptLayer, row_prompt: Tensor) -> None:
-        super().__init__()
-        self.prompt, self.row_prompt = prompt, row_prompt
-
-    def get_seq_length(self) -> int:
-        """Number of positions of the prompts."""
-        return self.prompt.get_seq_length()
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add states (n, H, t, d_head) and return all keys and values to attend to; see transformers."""
-        keys = take_rows(self.prompt.keys, self.row_prompt)  # (B, H, P, d) -> (n, H, P, d)
-        values = take_rows(self.prompt.values, self.row_prompt)
-        return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)  # (n, H, P+T, d)
+    def _first(self, part: Tensor, count: int) -> Tensor:
+        return part.expand(count, -1, -1, -1) if self.rows is None else take_rows(part, self.rows)
 
 
 class PromptCache(Cache):
@@ -152,7 +137,7 @@ class PromptCache(Cache):
 
     def continuation(self, row_prompt: Tensor) -> Cache:
         """Cache for one forward pass of n rows with the prompts `row_prompt` (n,) long."""
-        return Cache(layers=[ContinuationLayer(layer, row_prompt) for layer in self.layers])  # type: ignore[arg-type]
+        return Cache(layers=[PromptLayer(layer, row_prompt) for layer in self.layers])  # type: ignore[arg-type]
 
 
 def read_prompts(body: nn.Module, ids: Tensor, lengths: Tensor) -> tuple[Tensor, PromptCache]:

@@ -1,17 +1,31 @@
-"""Load models and tokenizers from the package, a folder or the Hugging Face Hub."""
+"""Load models, tokenizers and adapters from the package, a folder or the Hugging Face Hub, and make the embedded policies.
+
+The embedded policies ship with the package and train on two CPU cores. Their tokenizer is byte-level BPE with added phrases: it encodes
+any text without loss, and each part of a puzzle (a name, " is a knight", " if and only if ") is one token in any position, so that a
+policy with less than a million parameters learns to reason within minutes. The phrases are added tokens, because transformers'
+AutoTokenizer uses Qwen2's pre-tokenizer for all models of the type qwen2, whatever tokenizer.json contains (and normalizes text to
+NFC, which `PreTrainedTokenizerFast` does not).
+"""
 
 from __future__ import annotations
 
 import copy
 import importlib.util
 import io
+import json
+import math
 import os
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -19,16 +33,17 @@ from transformers import (
     AutoTokenizer,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
-from sharpscope.config.run import EMBEDDED_PREFIX, PolicySpec
-from sharpscope.errors import UserError, first_line
+from sharpscope.config.run import EMBEDDED_NAMES, EMBEDDED_PREFIX, LoraSpec, PolicySpec
+from sharpscope.errors import UserError, first_line, nearest
 from sharpscope.memory import require_memory, stored_numbers
-from sharpscope.policy.adapters import adapter_folder, add_adapters, base_of, load_adapters
+from sharpscope.packaged import data_path
 from sharpscope.policy.cache import check_cacheable
-from sharpscope.policy.embedded import embedded_policy
 from sharpscope.policy.head import Head, bare, check_head, output_head
 
 GGUF = ".gguf"
@@ -239,3 +254,195 @@ def _eos_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> tuple[int,
     listed = getattr(getattr(bare(model), "generation_config", None), "eos_token_id", None)
     found = [tokenizer.eos_token_id, *(listed if isinstance(listed, list | tuple) else [listed])]
     return tuple(dict.fromkeys(int(token) for token in found if token is not None))
+
+
+# -- Low-rank adapters from peft
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether the model is a peft model."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def add_adapters(model: nn.Module, spec: LoraSpec, base: str) -> nn.Module:
+    """Add new adapters to a model; they are its only trainable parameters, float32, or float64 in a float64 model.
+
+    B is zero, so the outputs do not change. A has peft's distribution, uniform with variance 1/(3·inputs), the same for every run.
+    The model's linear layers are replaced in place; `base`, the folder or hub id of the base model, is stored with the adapters.
+
+    Raises:
+        UserError: peft is not installed.
+    """
+    peft = _peft()
+    modules = {"target_modules": "all-linear", "lora_dropout": 0.0, "bias": "none"}
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=spec.r, lora_alpha=spec.alpha, **modules)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore", category=FutureWarning):
+        adapted = peft.get_peft_model(model, config)  # initializes A from the global generator
+    config.base_model_name_or_path = base
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_A." in name:
+                bound = 1 / math.sqrt(parameter[0].numel())
+                uniform = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_((2 * uniform - 1) * bound)
+    return adapted.eval()
+
+
+def load_adapters(model: nn.Module, folder: Path) -> nn.Module:
+    """Add the trainable adapters saved in `folder`, as safetensors, to a model; raises UserError where they do not match it."""
+    if not (folder / ADAPTER_WEIGHTS).is_file():  # peft would load a pickle, which can run code
+        raise UserError(f"policy.model '{folder}': no {ADAPTER_WEIGHTS}; save the adapters with save_pretrained")
+    peft = _peft()
+    try:
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            adapted = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise UserError(f"policy.model '{folder}': cannot load the adapters: {str(error).splitlines()[0]}") from error
+    return adapted.eval()
+
+
+def adapter_folder(model: str) -> Path | None:
+    """The folder `model`, if it contains adapters without a full model, else None."""
+    folder = Path(model).expanduser()
+    return folder if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file() else None
+
+
+def base_of(folder: Path) -> str:
+    """Folder or hub id of the base model of saved adapters.
+
+    Raises:
+        UserError: The adapters do not name a base model.
+    """
+    base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UserError(f"policy.model '{folder}': {ADAPTER_CONFIG} names no base model; set base_model_name_or_path")
+    return base
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise UserError("policy.lora: peft is not installed; pip install 'sharpscope[peft]'") from None
+    return peft
+
+
+# -- The embedded policies
+
+PAD, END = "<|pad|>", "<|endoftext|>"
+TAGS = ("think", "answer", "search", "information")
+MARKS = (*(f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")), "<|im_start|>", "<|im_end|>")
+"""Tags with one token each. They are not special tokens, so that decoded text contains them for the scorers."""
+
+CONTEXT = 2048
+"""Context length of the policies [tokens]; they were trained on shorter sequences."""
+
+PIECES = "|".join(
+    (
+        r"(?: is(?: not)? a)? (?:knight|knave)(?!\p{L})",
+        r" if and only if ",
+        r" (?:and|or|then) (?=\p{Lu})",
+        r"[Ii]f (?=\p{Lu})",
+        r"\p{Lu}\p{Ll}*",  # a name or other capitalized word
+        r"(?:(?! is a kn| is not a kn|if \p{Lu})[^\p{Lu}\n\d])+",  # other text
+    )
+)
+"""Pattern that splits a puzzle into candidate phrases."""
+
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Qwen2's pre-tokenizer, so that all loaders give the same tokens."""
+
+
+def embedded_policy(name: str) -> Path:
+    """Folder of an embedded policy: config.json, model.safetensors, tokenizer.json, tokenizer_config.json, warm_start.json.
+
+    Raises:
+        UserError: The name is unknown.
+    """
+    if name not in EMBEDDED_NAMES:
+        raise UserError(f"embedded policy '{name}': unknown{nearest(name, EMBEDDED_NAMES)}")
+    return data_path("policies", name)
+
+
+def common_phrases(texts: Iterable[str], share: float = 0.002) -> list[str]:
+    """Pieces of `texts` (`PIECES`) with at least 2 characters and at least `share` occurrences per text, sorted."""
+    splitter = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    texts = list(texts)
+    counts = Counter(piece for text in texts for piece, _ in splitter.pre_tokenize_str(text))
+    return sorted(piece for piece, count in counts.items() if len(piece) > 1 and count >= share * len(texts))
+
+
+def build_tokenizer(texts: Iterable[str], phrases: Sequence[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer with at most `vocabulary` tokens on `texts`; deterministic.
+
+    Padding is token 0 and end of text is token 1; `MARKS` and `phrases` are the last tokens, matched longest first.
+    """
+    added = [*MARKS, *phrases]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary - len(added),
+        special_tokens=[PAD, END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    separator = re.compile("|".join(re.escape(token) for token in sorted(added, key=len, reverse=True)))
+    tokenizer.train_from_iterator((part for text in texts for part in separator.split(text) if part), trainer)
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in added])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        clean_up_tokenization_spaces=False,
+        model_max_length=CONTEXT,
+        padding_side="left",
+    )
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json, with a class name that all versions of transformers support."""
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    file.write_text(json.dumps(settings, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def build_model(
+    tokenizer: PreTrainedTokenizerBase, *, layers: int, width: int, feed_forward: int, heads: int, seed: int
+) -> Qwen2ForCausalLM:
+    """A float32 Qwen2 model for `tokenizer` with tied embeddings: matrices N(0, 0.02²), biases 0, norm gains 1."""
+    config = Qwen2Config(
+        vocab_size=-(-len(tokenizer) // 16) * 16,
+        hidden_size=width,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):  # construction uses the global generator
+        model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if parameter.ndim == 2:
+                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    return model

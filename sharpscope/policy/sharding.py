@@ -20,8 +20,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sharpscope import distributed
 from sharpscope.errors import UserError
-from sharpscope.policy.adapters import has_adapters
 from sharpscope.policy.head import backbone, layers_of
+from sharpscope.policy.loading import has_adapters
 
 
 def shard(model: nn.Module, reshard_after_forward: bool = True) -> None:

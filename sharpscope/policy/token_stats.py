@@ -58,13 +58,7 @@ def spread(values: Tensor, keep: Tensor) -> Tensor:
 
 @torch.no_grad()
 def flat_stats(hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> dict[str, Tensor]:
-    """`TokenStats` by name, (M,) each, of `targets` (M,) given `hidden` (M, d), with memory independent of M × vocabulary.
-
-    Raises:
-        ValueError: The temperature is not positive.
-    """
-    if not temperature > 0:
-        raise ValueError(f"temperature {temperature}: must be positive")
+    """`TokenStats` by name, (M,) each, of `targets` (M,) given `hidden` (M, d), with memory independent of M × vocabulary."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     out = {name: torch.empty(len(hidden), dtype=dtype, device=hidden.device) for name in STAT_NAMES}
     out["hidden_norm"] = torch.linalg.vector_norm(hidden, dim=-1, dtype=dtype)

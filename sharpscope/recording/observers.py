@@ -24,7 +24,7 @@ from sharpscope.config.probes import Check
 from sharpscope.errors import UserError
 from sharpscope.memory import require_memory
 from sharpscope.policy import Policy, Rollouts, completions_of
-from sharpscope.policy.scoring import Scorer
+from sharpscope.policy.forward import Scorer
 from sharpscope.policy.sharding import ModelView, copy_bytes, is_sharded, reshard
 from sharpscope.probes import (
     CriticalSharpness,

@@ -23,7 +23,7 @@ from sharpscope.objective import (
     token_normalizer,
 )
 from sharpscope.policy import Policy, Rollouts, TokenStats, completions_of
-from sharpscope.policy.scoring import Scorer
+from sharpscope.policy.forward import Scorer
 from sharpscope.probes import logp_gradient, noise_rotation, rotation
 from sharpscope.recording.step import step_tensors
 from sharpscope.traces import Run

@@ -19,9 +19,9 @@ from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.memory import require_memory
 from sharpscope.objective import Method, MethodState, Plan, clipped_norm, k3, per_token, prepare
 from sharpscope.policy import Policy, Rollouts, TokenStats, load_policy
-from sharpscope.policy.adapters import has_adapters
+from sharpscope.policy.forward import Scorer
 from sharpscope.policy.head import output_head
-from sharpscope.policy.scoring import Scorer
+from sharpscope.policy.loading import has_adapters
 from sharpscope.policy.sharding import ModelView, gathered_copy, is_shard
 from sharpscope.policy.token_stats import Moments, flat_curvature, flat_proxy
 from sharpscope.recording.norms import clip_factor, layer_groups, norms

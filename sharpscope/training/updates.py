@@ -26,8 +26,7 @@ from sharpscope.objective import (
     token_normalizer,
 )
 from sharpscope.policy import Rollouts
-from sharpscope.policy.forward import Scored
-from sharpscope.policy.scoring import shortest
+from sharpscope.policy.forward import Scored, shortest
 from sharpscope.policy.token_stats import flat_entropy
 from sharpscope.probes import coming_step, noise_rotation, rotation
 from sharpscope.recording.norms import Norms, gradient_norms, total_norm, update_norms

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from sharpscope.errors import UserError
-from sharpscope.policy.embedded import build_model, build_tokenizer, common_phrases, save_tokenizer
+from sharpscope.policy.loading import build_model, build_tokenizer, common_phrases, save_tokenizer
 from sharpscope.warm_start import demonstrations as made
 from sharpscope.warm_start.demonstrations import Demonstration
 

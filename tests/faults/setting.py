@@ -62,7 +62,7 @@ def tiny_policy(folder: Path, layers: int = 1, width: int = 16, feed_forward: in
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from sharpscope.policy.embedded import build_model, build_tokenizer
+    from sharpscope.policy.loading import build_model, build_tokenizer
 
     disable_progress_bar()
     splits, _ = vowels()

@@ -13,7 +13,7 @@ from sharpscope.config.methods import parse_method
 from sharpscope.forks.experiment import FixedRollouts, Measure, matching_scale
 from sharpscope.forks.start import Snapshot, Start
 from sharpscope.policy import Rollouts, render_prompts
-from sharpscope.policy.scoring import Scorer
+from sharpscope.policy.forward import Scorer
 from tests.models import tiny_model
 
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from sharpscope.config.run import LoraSpec, SamplingSpec
 from sharpscope.errors import UserError
 from sharpscope.policy import decoding
-from sharpscope.policy.adapters import add_adapters
 from sharpscope.policy.decoding import DirectDecoder, can_decode_directly, completion_uniforms, draw
 from sharpscope.policy.generation import generate, left_pad
-from sharpscope.policy.loading import make_policy
+from sharpscope.policy.loading import add_adapters, make_policy
 from tests.models import ARCHITECTURES
 from tests.oracles.generation import choose, log_softmax
 from tests.policy.helpers import (
@@ -73,7 +72,7 @@ def test_truncated_and_greedy_sampling_equal_slow_generation(sampling):
 
 
 @pytest.mark.parametrize("remove_share", [0.0, 1.0])
-@pytest.mark.parametrize("decode_batch", [1, 2, 4, 100])
+@pytest.mark.parametrize("decode_batch", [1, 4, 100])
 def test_what_is_decoded_together_changes_no_sample(decode_batch, remove_share, monkeypatch):
     monkeypatch.setattr(decoding, "REMOVE_SHARE", remove_share)
     monkeypatch.setattr(decoding, "SHORT", 0)
@@ -198,15 +197,6 @@ def test_other_models_are_decoded_through_their_layers(architecture, overrides, 
     assert not can_decode_directly(policy.model)
     monkeypatch.setattr(decoding, "DirectDecoder", None)  # calling it would fail
     generate(policy, PROMPTS, GROUP, SamplingSpec(max_new_tokens=2), generator())
-
-
-def test_nothing_of_generation_reaches_later_gradients():
-    policy = tiny_policy()
-    out = generate(policy, PROMPTS, GROUP, SamplingSpec(max_new_tokens=6), generator())
-    assert not any(t.is_inference() for t in (out.input_ids, out.behavior_logp, out.completion_mask, out.truncated))
-    logits = policy.model(input_ids=out.input_ids, attention_mask=out.attention_mask).logits
-    (logits.log_softmax(-1)[:, -1, 0] * out.behavior_logp[:, 0]).sum().backward()
-    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in policy.model.parameters())
 
 
 def test_prompts_that_cannot_be_continued_are_named():

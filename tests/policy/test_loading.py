@@ -1,23 +1,30 @@
-"""Loading from a folder, what is refused and how it is said."""
+"""Loading from a folder, what is refused and how it is said; adapters; the embedded policies."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from sharpscope import memory
+from sharpscope.config.run import EMBEDDED_NAMES, LoraSpec
 from sharpscope.errors import UserError
+from sharpscope.packaged import data_path
 from sharpscope.policy import SamplingSpec, generate, load_policy, make_policy
 from sharpscope.policy.head import check_head, output_head
+from sharpscope.policy.loading import END, PAD, embedded_policy, has_adapters
+from sharpscope.tasks import KnightsKnavesSpec, make_task
 from tests.models import tiny_model
-from tests.policy.helpers import spec, word_tokenizer
+from tests.policy.helpers import adapted, logp, spec, stir, word_tokenizer
 
 
 @pytest.fixture
@@ -55,19 +62,20 @@ def test_a_saved_model_speaks_like_the_original(saved):
     assert torch.equal(ours.completion_ids, theirs.completion_ids)
 
 
-def test_attention_with_capped_logits_is_never_given_to_sdpa(tmp_path):
-    tiny_model("gemma2", dtype=torch.float32).save_pretrained(tmp_path)
-    word_tokenizer().save_pretrained(tmp_path)
-    assert load_policy(spec(tmp_path)).model.config._attn_implementation == "eager"
-
-
 def test_a_folder_that_is_not_there_or_not_a_model(tmp_path):
     assert "no such folder" in refusal(tmp_path / "nowhere")
     assert "no such folder" in refusal("./nowhere")
-    assert "needs config.json" in refusal(tmp_path)
+    assert "needs config.json and weights in *.safetensors" in refusal(tmp_path)
     (tmp_path / "file").write_text("x")
     assert "is neither a .gguf file nor a folder" in refusal(tmp_path / "file")
     assert "did you mean 'knights_knaves'" in refusal("embedded:knights_knave")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_text("x")  # pickled
+    assert "needs config.json and weights in *.safetensors" in refusal(tmp_path)
+
+
+def test_a_device_that_is_not_there(saved):
+    assert "policy.device 'abacus'" in refusal(saved, device="abacus")
 
 
 def test_a_hub_model_that_cannot_be_reached_is_one_line(monkeypatch):
@@ -78,11 +86,6 @@ def test_a_hub_model_that_cannot_be_reached_is_one_line(monkeypatch):
     assert refusal("someone/model") == (
         "policy.model 'someone/model': no such folder, and as a hub id it cannot be loaded: We couldn't connect to the hub"
     )
-
-
-def test_a_pickled_checkpoint_is_refused_unread(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert "needs config.json and weights in *.safetensors" in refusal(folder)
 
 
 def test_missing_weights_are_not_made_up(folder):
@@ -99,12 +102,6 @@ def test_code_in_a_checkpoint_is_not_run(folder, tmp_path):
     (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     assert "policy.model" in refusal(folder)
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_device_that_is_not_there(saved):
-    assert "policy.device 'abacus'" in refusal(saved, device="abacus")
-    if not torch.cuda.is_available():
-        assert "policy.device 'cuda:7'" in refusal(saved, device="cuda:7")
 
 
 def test_tokenizers_that_do_not_fit():
@@ -193,3 +190,122 @@ def test_what_does_not_fit_into_memory_is_said_before_it_is_loaded(folder, monke
     load_policy(spec(folder))
     monkeypatch.setattr(memory, "free_memory", lambda device: 4 * numbers - 1)
     assert refusal(folder).startswith("memory: loading ")
+
+
+# -- Adapters
+
+
+def saved_adapters(policy, folder: Path) -> Path:
+    policy.model.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_new_adapters_for_a_folder_of_adapters_are_refused(saved, tmp_path):
+    folder = saved_adapters(adapted(saved), tmp_path)
+    wanted = spec(folder, lora=LoraSpec(r=2, alpha=4.0))
+    for beneath in (None, str(folder)):  # as a script loads it, and as a run begins with it
+        with pytest.raises(UserError, match=r"policy.lora: '.*' is a folder of adapters"):
+            load_policy(wanted, base=beneath)
+    assert has_adapters(load_policy(wanted, base=str(saved)).model)  # a run that continues
+    assert has_adapters(load_policy(spec(folder)).model)
+
+
+def test_only_the_adapters_train_and_they_start_at_the_model_itself(saved):
+    policy, plain = adapted(saved), load_policy(spec(saved))
+    trainable = {name for name, p in policy.model.named_parameters() if p.requires_grad}
+    assert trainable and all(".lora_" in name for name in trainable)
+    assert len(trainable) == 2 * 2 * 7  # A and B of two layers' q, k, v, o, gate, up, down
+    assert torch.equal(logp(policy), logp(plain))
+    assert output_head(policy.model).weight.requires_grad is False
+
+
+def test_without_adapters_it_is_the_reference(saved):
+    policy = adapted(saved)
+    stir(policy)
+    before = logp(policy)
+    with policy.model.disable_adapter():
+        assert torch.equal(logp(policy), logp(load_policy(spec(saved))))
+    assert torch.equal(logp(policy), before)
+
+
+def test_saved_adapters_load_here_and_with_transformers(saved, tmp_path):
+    policy = adapted(saved)
+    stir(policy)
+    assert not (saved_adapters(policy, tmp_path) / "model.safetensors").exists()
+    again = load_policy(spec(tmp_path))
+    assert has_adapters(again.model) and torch.equal(logp(again), logp(policy))
+    assert [p.requires_grad for p in again.model.parameters()] == [p.requires_grad for p in policy.model.parameters()]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = torch.tensor([[3, 5, 9, 4]])
+    assert torch.allclose(theirs(ids).logits, policy.model(ids).logits, atol=1e-5)
+
+
+def test_pickled_adapters_are_refused_unread(saved, tmp_path):
+    weights = saved_adapters(adapted(saved), tmp_path / "adapters") / "adapter_model.safetensors"
+    torch.save(load_file(weights), weights.with_suffix(".bin"))
+    weights.unlink()
+    with pytest.raises(UserError, match=r"adapters': no adapter_model\.safetensors; .* save_pretrained") as refused:
+        load_policy(spec(tmp_path / "adapters"))
+    assert "\n" not in str(refused.value)
+
+
+# -- The embedded policies: any text comes back, and what must be one token is
+
+NAMES = sorted(EMBEDDED_NAMES)
+
+
+@cache
+def shipped(name="knights_knaves"):
+    return PreTrainedTokenizerFast.from_pretrained(embedded_policy(name))
+
+
+@cache
+def quizzes(style="compact", people=3):
+    spec = KnightsKnavesSpec(people=people, train_size=1, heldout_size=25, seed=3, style=style)
+    return [quiz.prompt for quiz in make_task(spec).splits()["heldout"]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shipped_policy_is_a_small_qwen2_in_safetensors(name):
+    folder = embedded_policy(name)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.model_type == "qwen2"
+    assert model.num_parameters() <= 1_500_000
+    assert model.config.max_position_embeddings >= 1024
+    assert all(parameter.dtype == torch.float32 and parameter.isfinite().all() for parameter in model.parameters())
+    assert (folder / "model.safetensors").stat().st_size <= 8 * 2**20
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert (
+        (model.config.pad_token_id, model.config.eos_token_id)
+        == (tokenizer.pad_token_id, tokenizer.eos_token_id)
+        == (0, 1)
+    )
+    assert (tokenizer.pad_token, tokenizer.eos_token) == (PAD, END)
+    assert len(tokenizer) <= model.config.vocab_size
+    assert json.loads((folder / "warm_start.json").read_text())["parameters"] == model.num_parameters()
+
+
+@given(st.text(max_size=300))
+@example("👩‍👩‍👧 naïve e\u0301 \u212b ﷽ 漢字 <search>x</search>\x00\r\n")
+@example("🙂é" * 20_000)
+@settings(max_examples=150, deadline=None)
+def test_any_text_comes_back(text):
+    ids = shipped()(text)["input_ids"]
+    assert shipped().decode(ids) == text
+    assert not ids or max(ids) < len(shipped())
+
+
+@pytest.mark.parametrize("style", ["compact", "logic_rl"])
+def test_every_loader_gives_the_same_tokens_for_puzzles(style):
+    auto = AutoTokenizer.from_pretrained(embedded_policy("knights_knaves"))
+    for prompt in quizzes(style):
+        ids = shipped()(prompt)["input_ids"]
+        assert auto(prompt)["input_ids"] == ids
+        assert auto.decode(ids) == prompt
+
+
+def test_data_outside_the_data_folder_is_refused():
+    for parts in ((), ("..", "x"), ("/etc/passwd",), ("a", "../..")):
+        with pytest.raises(UserError, match="outside the packaged data"):
+            data_path(*parts)

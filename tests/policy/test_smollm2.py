@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
-import sharpscope
-from experiments.smollm2.sums import ask, sums
+from experiments.smollm2.sums import sums
 from sharpscope.policy import PolicySpec, SamplingSpec, generate, load_policy, render_prompts, score_completions
 from sharpscope.policy.generation import left_pad
 from sharpscope.tasks import Example
 
 FOLDER = os.environ.get("SHARPSCOPE_SMOLLM2", "")
-has_model = Path(FOLDER, "model.safetensors").is_file()
-needs_model = pytest.mark.skipif(not has_model, reason="SHARPSCOPE_SMOLLM2 names no folder with SmolLM2")
 
 
 def test_sums_are_right_and_held_out_in_both_orders():
@@ -32,22 +28,10 @@ def test_sums_are_right_and_held_out_in_both_orders():
         assert int(a) + int(b) == int(example.answer)
 
 
-@pytest.mark.parametrize(
-    ("text", "right"), [(" 68\n", 1), ("68 or 69", 1), (" 69, no, 68", 0), ("", 0), (" 6 8", 0), (" 068", 1)]
-)
-def test_the_first_integer_counts(text, right):
-    reward = sums().score(ask(23, 45), text)
-    assert (reward.total, reward.correct) == (right, bool(right))
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    return load_policy(PolicySpec(model=FOLDER, device="cpu"))
-
-
 @pytest.mark.slow
-@needs_model
-def test_generation_is_that_of_transformers_and_scored_alike(smollm2):
+@pytest.mark.skipif(not FOLDER, reason="SHARPSCOPE_SMOLLM2 names no folder with SmolLM2")
+def test_generation_is_that_of_transformers_and_scored_alike():
+    smollm2 = load_policy(PolicySpec(model=FOLDER, device="cpu"))
     prompts = render_prompts(
         [Example("What is 10 + 28? Answer with the number only.", ""), Example("Name a color.", "")], smollm2
     )
@@ -61,23 +45,3 @@ def test_generation_is_that_of_transformers_and_scored_alike(smollm2):
         assert ours.completion_ids[row, :n].tolist() == theirs[row // 2, :n].tolist()
     again = score_completions(smollm2.model, ours, 1.0, share_prompt=True, with_grad=False).logp
     torch.testing.assert_close(again, ours.behavior_logp, atol=2e-4, rtol=1e-4)
-
-
-@pytest.mark.slow
-@needs_model
-def test_two_steps_of_grpo_move_the_model(tmp_path):
-    from sharpscope.config import build_config
-    from sharpscope.training import train
-
-    overrides = [
-        f"policy.model={FOLDER}",
-        "steps=2",
-        "evaluation.every=0",
-        "probes.every=0",
-        "rollout.prompts_per_step=4",
-    ]
-    config = build_config(Path("experiments/smollm2/sums.yaml"), [*overrides, f"out={tmp_path / 'run'}"])
-    train(config)
-    run = sharpscope.load_run(next(tmp_path.rglob("run.json")).parent)
-    assert len(run.steps) == 2 and (run.steps["grad_norm"] > 0).all()
-    assert run.steps["reward_mean"].between(0, 1).all()

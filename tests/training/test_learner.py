@@ -18,7 +18,7 @@ from sharpscope.config.run import OptimizerSpec
 from sharpscope.errors import UserError
 from sharpscope.objective import Method, named_method, policy_loss
 from sharpscope.policy import load_policy
-from sharpscope.policy.scoring import Scorer
+from sharpscope.policy.forward import Scorer
 from sharpscope.recording.norms import Norms
 from sharpscope.recording.rows import steps_row, update_columns
 from sharpscope.tasks import make_task

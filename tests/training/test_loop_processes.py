@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import sharpscope
-from sharpscope.policy.scoring import Scorer
+from sharpscope.policy.forward import Scorer
 from sharpscope.traces import TABLES, timing_columns, update_run_info
 from sharpscope.training import train, updates
 from sharpscope.training.checkpoint import checkpoints

@@ -15,7 +15,7 @@ from sharpscope import load_run
 from sharpscope.config.run import EvaluationSpec
 from sharpscope.objective import named_method
 from sharpscope.policy import SamplingSpec, draw_scored, load_policy
-from sharpscope.policy.scoring import Scorer
+from sharpscope.policy.forward import Scorer
 from sharpscope.recording.rows import clipped_weight_share, completion_advantage
 from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Reward, make_task

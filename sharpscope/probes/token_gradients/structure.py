@@ -157,6 +157,16 @@ def hidden_states(model: nn.Module, ids: Tensor, cache: DynamicCache | None = No
     # Learned positions are looked up once per row, so that each row has a gradient of its own.
     positions = torch.arange(start, start + ids.shape[1], device=ids.device).repeat(ids.shape[0], 1)  # (B, L)
     given: dict[str, Any] = {"position_ids": positions} if "position_ids" in signature(body.forward).parameters else {}
+    if is_sharded(model):  # FSDP2 may have sharded the final norm with the output layer, and waits for both
+        if "logits_to_keep" in signature(bare(model).forward).parameters:
+            given["logits_to_keep"] = 1
+        seen: list[Tensor] = []
+        hook = body.register_forward_hook(lambda *passed: seen.append(passed[2].last_hidden_state))
+        try:
+            model(input_ids=ids, use_cache=False, **given)
+        finally:
+            hook.remove()
+        return seen[0]
     if cache is not None:
         given[cache_keyword(body)] = cache
     return body(input_ids=ids, use_cache=cache is not None, **given).last_hidden_state

@@ -137,12 +137,6 @@ def test_always_sees_what_first_has_already_passed(monkeypatch):
 # -- what is known of a model is known of that model only --------------------------------------------------------------
 
 
-def adapted():
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, task_type="CAUSAL_LM", init_lora_weights=False)
-    return peft.get_peft_model(tiny_model("gemma2", dtype=torch.float32), config)
-
-
 def replace_head(model):
     model.lm_head = torch.nn.Linear(16, 37, bias=False).requires_grad_(False)
 
@@ -169,25 +163,27 @@ def test_a_changed_model_is_looked_at_again(change):
 
 
 def test_changed_adapters_are_looked_at_again():
+    peft = pytest.importorskip("peft")
+
     def scale(model):
         for module in model.modules():
             if hasattr(module, "scaling") and isinstance(module.scaling, dict):
                 module.scaling["default"] *= 2
 
     for change in (scale, lambda model: model.merge_adapter(), lambda model: model.disable_adapter_layers()):
-        model = adapted()
+        config = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
+        model = peft.get_peft_model(tiny_model("gemma2", dtype=torch.float32), config)
         before = remembered(model)
         change(model)
         assert remembered(model) is not before
 
 
 def test_training_leaves_what_is_known():
-    model, batch = tiny_model("llama", dtype=torch.float32), random_batch()
+    model = tiny_model("llama", dtype=torch.float32)
     call(model, "local")
     before = structure_of(model)
-    optimizer = torch.optim.AdamW(model.parameters())
     model.train()
-    model(input_ids=batch["input_ids"]).logits.sum().backward()
-    optimizer.step()
+    model(input_ids=random_batch()["input_ids"]).logits.sum().backward()
+    torch.optim.AdamW(model.parameters()).step()
     model.eval()
     assert structure_of(model) is before and set(before.checked) == {"local"}
