@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -23,7 +24,6 @@ from sharpscope.cli import (
 )
 from sharpscope.cli.console import printable
 from sharpscope.errors import UserError
-from sharpscope.quiet import silence
 
 # Before torch is imported: limit how long idle OpenMP threads spin. By default they spin for milliseconds, and two runs on
 # the same cores take several times as long.
@@ -101,6 +101,23 @@ for panel, commands in PANELS.items():
 _options = {"debug": False}
 
 
+def _silence() -> None:
+    """Ignore warnings that a user cannot act on, and print others as one line; to be called before heavy imports."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # sharpscope reports problems of a model itself
+    # Its threads compete with those of torch, and it warns after each fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for category in (FutureWarning, DeprecationWarning):  # to the authors of a library, not to its users
+        warnings.filterwarnings("ignore", category=category, module=r"(?!sharpscope\b|__main__$)")
+    # Of NumPy: a mean of nothing, a division by 0; the result is empty and shown so.
+    warnings.filterwarnings("ignore", category=RuntimeWarning)
+    warnings.formatwarning = _one_line
+
+
+def _one_line(message: Any, *_: Any, **__: Any) -> str:
+    """A warning without the file and the line of source that it comes from."""
+    return f"warning: {' '.join(str(message).split())}\n"
+
+
 def _version(value: bool) -> None:
     if value:
         typer.echo(f"sharpscope {__version__}")
@@ -112,7 +129,7 @@ def _common(
     version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
     debug: Annotated[bool, Option("--debug", help="Show the traceback of errors.")] = False,
 ) -> None:
-    silence()
+    _silence()
     _options["debug"] = debug
 
 

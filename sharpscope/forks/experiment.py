@@ -26,8 +26,8 @@ from sharpscope.errors import UserError
 from sharpscope.forks.start import Start, Tell, arms_of, resolve, saved_states
 from sharpscope.objective import k3
 from sharpscope.policy import Policy, Rollouts, TokenStats
-from sharpscope.policy.generation import draw_scored
 from sharpscope.policy.forward import Scorer
+from sharpscope.policy.generation import draw_scored
 from sharpscope.probes import Drawn, Objective, find_radius, limited_surface, rollout_batch, rotation, sharpness
 from sharpscope.probes.directions import inner
 from sharpscope.probes.surface import Surface

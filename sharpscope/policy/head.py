@@ -45,30 +45,22 @@ class Head:
         """
         autocast = torch.is_autocast_enabled(hidden.device.type)
         with torch.autocast(hidden.device.type, enabled=False) if autocast else nullcontext():
+            count, dtype = len(self.weight), torch.promote_types(self.weight.dtype, torch.float32)
+            whole = self.weight.dtype == dtype
+            budget = BLOCK_BYTES.get(hidden.device.type, BLOCK_BYTES["cuda"])
+            size = count if whole else max(1, budget // (self.weight.shape[1] * dtype.itemsize))
             parts = []
-            for rows, block in widened(self.weight):
-                bias = None if self.bias is None else self.bias[rows].to(block.dtype)
-                parts.append(F.linear(hidden.to(block.dtype), block, bias))
+            for start in range(0, count, size):
+                rows = slice(start, start + size)
+                weight = self.weight if whole else self.weight[rows].to(dtype)
+                bias = None if self.bias is None else self.bias[rows].to(dtype)
+                parts.append(F.linear(hidden.to(dtype), weight, bias))
             z = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         if self.scale != 1.0:
             z = z * self.scale
         if self.soft_cap is not None:
             z = torch.tanh(z / self.soft_cap) * self.soft_cap
         return z
-
-
-def widened(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield a matrix (V, d) in at least float32: unchanged, or consecutive blocks of rows cast from half precision."""
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    count = len(weight)
-    if weight.dtype == dtype:
-        yield slice(0, count), weight
-        return
-    budget = BLOCK_BYTES.get(weight.device.type, BLOCK_BYTES["cuda"])
-    size = max(1, budget // (weight.shape[1] * dtype.itemsize))
-    for start in range(0, count, size):
-        rows = slice(start, min(start + size, count))
-        yield rows, weight[rows].to(dtype)
 
 
 def computing(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[Any]:

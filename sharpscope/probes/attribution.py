@@ -77,37 +77,23 @@ def attribute(
         raise UserError(f"coef, shape {tuple(coef.shape)}: must be that of input_ids, {tuple(input_ids.shape)}")
     with guarded(model):
         rows = _counting(make_rows(model, input_ids, mask, attention_mask, temperature), coef)
-        structure = structure_of(model)
-        if direction is not None:
-            values = _checked_derivative(model, structure, rows, direction, temperature, check)
-            return coef.to(values) * values
-        kept: list[list[Tensor]] = []
-        along = _gradient(model, structure, rows, coef, temperature, kept)
-        squared = math.fsum(length(part) ** 2 for part in along)
-        if squared == 0.0:
-            return torch.where(mask.bool(), math.nan, 0.0).to(coef.dtype)
-        values = _checked_derivative(model, structure, rows, along, temperature, check, kept)
+        structure, kept, squared = structure_of(model), list[list[Tensor]](), 1.0
+        along = _gradient(model, structure, rows, coef, temperature, kept) if direction is None else direction
+        shapes, given = ([tuple(part.shape) for part in parts] for parts in (structure.named.values(), along))
+        if shapes != given:
+            raise UserError(
+                f"direction, {len(given)} tensors: must be like the {len(shapes)} trainable parameters in the model's order"
+            )
+        if direction is None:
+            squared = math.fsum(length(part) ** 2 for part in along)
+            if squared == 0.0:
+                return torch.where(mask.bool(), math.nan, 0.0).to(coef.dtype)
+        check_derivative(model, structure, rows, temperature, check)
+        values = logp_derivative(model, structure, rows, along, temperature, kept)
         shares = coef.to(values) * values / squared
-        check_shares(model, shares, check)
+        if direction is None:
+            check_shares(model, shares, check)
         return shares
-
-
-def _checked_derivative(
-    model: nn.Module,
-    structure: Structure,
-    rows: Rows,
-    direction: Sequence[Tensor],
-    temperature: float,
-    check: Check,
-    kept: Sequence[Sequence[Tensor]] = (),
-) -> Tensor:
-    shapes, given = ([tuple(part.shape) for part in parts] for parts in (structure.named.values(), direction))
-    if shapes != given:
-        raise UserError(
-            f"direction, {len(given)} tensors: must be like the {len(shapes)} trainable parameters in the model's order"
-        )
-    check_derivative(model, structure, rows, temperature, check)
-    return logp_derivative(model, structure, rows, direction, temperature, kept)
 
 
 def logp_gradient(

@@ -134,22 +134,6 @@ def test_sampled_ids_stay_as_they_were_sampled():
     assert drifted > len(out) // 2
 
 
-def test_a_reply_that_leaves_no_room_ends_the_row_as_truncated():
-    class Long(Parrot):
-        stop = ("<pad>", "</s>", *(f"t{i}" for i in range(2, 37)))
-
-        def respond(self, example, completion):
-            return " t5" * (3 - int(example.answer))
-
-    policy = tiny_policy()
-    object.__setattr__(policy, "eos_ids", ())
-    out = played(policy, Long(), SamplingSpec(max_new_tokens=4))
-    # one token, a reply of 3, 2 or 1, and where it left room, again
-    assert [out.completion_mask[i].tolist() for i in (0, 3, 6)] == [[1, 0, 0, 0], [1, 0, 0, 1], [1, 0, 1, 0]]
-    assert out.lengths.tolist() == [1] * 3 + [4] * 3 + [3] * 3
-    assert out.truncated.all()
-
-
 def test_stop_strings_of_several_bytes_are_found():
     tokenizer = load_policy(PolicySpec()).tokenizer
     policy = make_policy(tiny_model("qwen2", vocab=len(tokenizer)), tokenizer, "tiny")

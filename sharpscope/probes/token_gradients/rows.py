@@ -51,15 +51,9 @@ class Rows:
 
     def take(self, index: Tensor, first: int = 0) -> Rows:
         """The rows `index` from column `first` on, truncated to the longest of them."""
-        columns = slice(first, int(self.lengths[index].max()))
-        return Rows(
-            self.ids[index, columns],
-            self.lengths[index] - first,
-            self.chosen[index, columns],
-            self.columns[index, columns],
-            self.source[index],
-            self.shape,
-        )
+        at = index, slice(first, int(self.lengths[index].max()))
+        lengths, source = self.lengths[index] - first, self.source[index]
+        return Rows(self.ids[at], lengths, self.chosen[at], self.columns[at], source, self.shape)
 
     def segment(self, start: int, stop: int) -> Rows:
         """The columns from `start` to `stop`, of which the first is read and not chosen."""

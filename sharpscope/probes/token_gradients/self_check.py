@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -102,8 +101,8 @@ def _once(
         return None
     if (check == "first" and probe in structure.checked) or not bool(rows.chosen.any()):
         return structure.checked.get(probe)
-    sample = _sample(model, structure, rows, temperature)
-    error = math.nan if sample is None else run(sample)
+    sample = _Sample(model, structure, rows, temperature)
+    error = run(sample) if sample.finite else math.nan
     if not math.isnan(error):
         _judge(model, probe, error, "differs from plain autograd on two tokens")
         structure.checked[probe] = error
@@ -123,17 +122,26 @@ def _judge(model: nn.Module, probe: str, error: float, what: str) -> None:
         )
 
 
-@dataclass(frozen=True)
 class _Sample:
-    """A row whose last two words are compared, and plain autograd on them."""
+    """Two words after the beginning of the first row that has a chosen token, and plain autograd on them."""
 
-    model: nn.Module
-    ids: Tensor  # (1, n) the row
-    rows: Rows  # the same as rows of a call, with the last two words chosen
-    mask: Tensor
-    temperature: float
-    parameters: list[nn.Parameter]  # the trainable ones
-    floor: float  # norms below it are rounding
+    def __init__(self, model: nn.Module, structure: Structure, rows: Rows, temperature: float) -> None:
+        self.model, self.temperature = model, temperature
+        self.parameters = list(structure.named.values())
+        self.floor = 10 * torch.finfo(structure.head.weight.dtype).eps  # norms below it are rounding
+        self.finite = True  # whether the weights have not diverged
+        row = int(rows.chosen.any(1).nonzero()[0])
+        self.ids = rows.ids[row : row + 1, : max(1, min(LENGTH, int(rows.lengths[row]) - 2))]  # (1, n)
+        vocabulary = bare(model).get_input_embeddings().weight.shape[0]  # type: ignore[index]
+        for _ in range(2):
+            with torch.no_grad():
+                ones = torch.ones_like(self.ids)
+                logits = model(input_ids=self.ids, attention_mask=ones, use_cache=False).logits[0, -1]
+            self.finite = self.finite and bool(logits.isfinite().all())
+            self.ids = torch.cat([self.ids, logits[:vocabulary].topk(2).indices[-1].view(1, 1)], 1)
+        self.mask = torch.zeros_like(self.ids, dtype=torch.bool)
+        self.mask[0, -2:] = True
+        self.rows = make_rows(model, self.ids, self.mask, None, temperature)
 
     def gradient(self, i: int, *, local: bool = False) -> list[Tensor]:
         """∇ log π of the compared word i by autograd; local: with other positions' keys and values constant, from the key-value cache."""
@@ -173,21 +181,3 @@ class _Sample:
             return math.nan
         errors = [abs(f - e) / max(size, self.floor) for f, e, size in zip(values, expected, sizes, strict=True)]
         return math.inf if any(map(math.isnan, errors)) else max(errors)
-
-
-def _sample(model: nn.Module, structure: Structure, rows: Rows, temperature: float) -> _Sample | None:
-    """Two tokens after the beginning of the first row that has a chosen token; None if the weights have diverged."""
-    row = int(rows.chosen.any(1).nonzero()[0])
-    ids = rows.ids[row : row + 1, : max(1, min(LENGTH, int(rows.lengths[row]) - 2))]
-    vocabulary = bare(model).get_input_embeddings().weight.shape[0]  # type: ignore[index]
-    for _ in range(2):
-        with torch.no_grad():
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -1]
-        if not bool(logits.isfinite().all()):
-            return None
-        ids = torch.cat([ids, logits[:vocabulary].topk(2).indices[-1].view(1, 1)], 1)
-    mask = torch.zeros_like(ids, dtype=torch.bool)
-    mask[0, -2:] = True
-    made = make_rows(model, ids, mask, None, temperature)
-    floor = 10 * torch.finfo(structure.head.weight.dtype).eps
-    return _Sample(model, ids, made, mask, temperature, list(structure.named.values()), floor)
