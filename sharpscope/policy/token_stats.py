@@ -57,14 +57,20 @@ def spread(values: Tensor, keep: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def flat_stats(hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> dict[str, Tensor]:
-    """`TokenStats` by name, (M,) each, of `targets` (M,) given `hidden` (M, d), with memory independent of M × vocabulary."""
+def flat_stats(
+    hidden: Tensor, head: Head, targets: Tensor, temperature: float, z: Tensor | None = None
+) -> dict[str, Tensor]:
+    """`TokenStats` by name, (M,) each, of `targets` (M,) given `hidden` (M, d), with memory independent of M × vocabulary.
+
+    `z` (M, V): the logits, if they are known.
+    """
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     out = {name: torch.empty(len(hidden), dtype=dtype, device=hidden.device) for name in STAT_NAMES}
     out["hidden_norm"] = torch.linalg.vector_norm(hidden, dim=-1, dtype=dtype)
-    for start, stop in chunks(len(hidden), head.weight.shape[0] * dtype.itemsize, hidden.device, LOGIT_BYTES):
-        z = head.logits(hidden[start:stop])  # (C, V)
-        logit_stats(z, targets[start:stop], temperature, {k: v[start:stop] for k, v in out.items()})
+    budget = LOGIT_BYTES if z is None else cache_budget()
+    for start, stop in chunks(len(hidden), head.weight.shape[0] * dtype.itemsize, hidden.device, budget):
+        part = head.logits(hidden[start:stop]) if z is None else z[start:stop].clone()  # (C, V)
+        logit_stats(part, targets[start:stop], temperature, {k: v[start:stop] for k, v in out.items()})
     return out
 
 
@@ -86,14 +92,7 @@ def flat_logp(
         return logp, flat_stats(hidden.detach(), head, targets, temperature) if stats else {}
     z = head.logits(hidden)  # (M, V)
     logp = torch.log_softmax(z if temperature == 1.0 else z / temperature, -1).gather(1, targets[:, None])[:, 0]
-    if not stats:
-        return logp, {}
-    out = {name: torch.empty_like(logp.detach()) for name in STAT_NAMES}
-    out["hidden_norm"] = torch.linalg.vector_norm(hidden.detach(), dim=-1, dtype=logp.dtype)
-    for start, stop in chunks(len(hidden), bytes_per_row, hidden.device, cache_budget()):
-        part = {name: value[start:stop] for name, value in out.items()}
-        logit_stats(z.detach()[start:stop].clone(), targets[start:stop], temperature, part)
-    return logp, out
+    return logp, flat_stats(hidden.detach(), head, targets, temperature, z.detach()) if stats else {}
 
 
 def flat_entropy(hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> Tensor:
