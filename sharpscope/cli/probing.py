@@ -149,7 +149,7 @@ def _models(
     """Probe models on a file of texts, all at the radius of the first."""
     from sharpscope.policy import PolicySpec, load_policy
     from sharpscope.probes import read_rows, run, text_batches
-    from sharpscope.recording.environment import set_threads
+    from sharpscope.recording.run_folder import set_threads
 
     assert data is not None
     set_threads(threads, models[0])
@@ -170,8 +170,8 @@ def _checkpoints(
     from sharpscope.errors import UserError
     from sharpscope.policy import load_policy
     from sharpscope.probes import Radius, probe_set_batches, run
-    from sharpscope.recording.environment import set_threads
     from sharpscope.recording.probe_sets import Drawer, run_probe_set
+    from sharpscope.recording.run_folder import set_threads
     from sharpscope.tasks import make_task
     from sharpscope.traces import read_run_info
     from sharpscope.training.checkpoint import checkpoints, load_checkpoint
@@ -225,8 +225,8 @@ def _afterwards(
     from sharpscope.errors import UserError
     from sharpscope.integrations.replay import probe_rollouts
     from sharpscope.policy import PolicySpec, load_policy
-    from sharpscope.recording.environment import set_threads
     from sharpscope.recording.from_checkpoint import Probed, probe_trace
+    from sharpscope.recording.run_folder import set_threads
     from sharpscope.traces import load_run
 
     if not all(step.isdecimal() for step in split(steps)):

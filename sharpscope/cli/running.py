@@ -279,7 +279,7 @@ def _train(config: RunConfig, quiet: bool, resume: bool = False) -> None:
 
 def _sweep(runs: Sequence[PlannedRun], workers: int, retry: bool, dry_run: bool) -> None:
     """Execute a sweep and print how its runs ended, or only list them."""
-    from sharpscope.recording.environment import default_threads
+    from sharpscope.recording.run_folder import default_threads
     from sharpscope.sweeps import execute
 
     fixed = runs[0].config.threads

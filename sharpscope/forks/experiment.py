@@ -32,8 +32,8 @@ from sharpscope.probes import Drawn, Objective, find_radius, limited_surface, ro
 from sharpscope.probes.directions import inner
 from sharpscope.probes.surface import Surface
 from sharpscope.recording import run_folder
-from sharpscope.recording.environment import set_threads
 from sharpscope.recording.probe_sets import Drawer
+from sharpscope.recording.run_folder import set_threads
 from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Task
 from sharpscope.traces import (

@@ -19,8 +19,8 @@ from sharpscope.errors import UserError
 from sharpscope.forks.start import Start, Tell, arms_of, as_recorded, resolve, saved_states
 from sharpscope.objective import StepTensors, calibrate, policy_loss, token_bins, token_normalizer, token_weights
 from sharpscope.policy import TokenStats
-from sharpscope.recording.environment import set_threads
 from sharpscope.recording.rows import weight_columns
+from sharpscope.recording.run_folder import set_threads
 from sharpscope.recording.step import RolloutBatch, StepTokens, UpdateRotation, step_tensors
 from sharpscope.training.rollouts import step_advantages
 from sharpscope.training.updates import Gradient

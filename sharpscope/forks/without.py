@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -31,11 +30,10 @@ from sharpscope.forks.start import Snapshot, Start, Tell, as_recorded, resolve
 from sharpscope.policy import Policy, Rollouts, load_policy
 from sharpscope.policy.forward import Scorer
 from sharpscope.probes import Drawn, Objective, attribute, find_radius, limited_surface, rollout_batch, sharpness
-from sharpscope.recording.environment import set_threads
-from sharpscope.recording.from_checkpoint import WRONG
+from sharpscope.recording.from_checkpoint import WRONG, step_rows
 from sharpscope.recording.norms import clip_factor, gradient_norms, layer_groups, update_norms
 from sharpscope.recording.probe_sets import Drawer
-from sharpscope.recording.replay import step_rows
+from sharpscope.recording.run_folder import set_threads
 from sharpscope.recording.step import PendingUpdate, UpdateResult
 from sharpscope.seeds import derive, generator
 from sharpscope.tasks import Task, make_task
@@ -315,10 +313,9 @@ def trainer_step(
         raise UserError(
             f"--step {step}: the run has a sample of its tokens; record it again with more recording.token_rows"
         )
-    gap = float(np.nanmean(np.abs(rows.column(rows.stats.logp) - rows.frame["logp"].to_numpy(dtype=float))))
-    if gap > WRONG:
+    if rows.gap > WRONG:
         raise UserError(
-            f"--model {checkpoint}: its log-probabilities differ from those recorded before step {step} by {gap:.2g} nats a token "
+            f"--model {checkpoint}: its log-probabilities differ from those recorded before step {step} by {rows.gap:.2g} nats a token "
             f"(limit {WRONG:g}); give the checkpoint that was saved after step {step - 1}"
         )
     parameters, groups = [p for p in policy.model.parameters() if p.requires_grad], layer_groups(policy.model)

@@ -40,7 +40,7 @@ from sharpscope.policy import Rollouts, TokenStats, make_policy
 from sharpscope.policy.forward import Scorer
 from sharpscope.policy.sharding import ModelView, gathered_copy, is_sharded, reshard, unsharded
 from sharpscope.probes import Rotation, guarded, logp_gradient, rotation
-from sharpscope.recording import environment
+from sharpscope.recording import run_folder
 from sharpscope.recording.health import Quantities, StepHealth
 from sharpscope.recording.norms import clip_factor, gradient_norm, gradient_norms, layer_groups, norms, update_norms
 from sharpscope.recording.observers import Observers, StepObserver
@@ -305,7 +305,7 @@ class Recorder(Guard):
                 end=reason,
                 seconds=round(time.perf_counter() - self._started, 3),
                 measuring=self.observers.schedule.summary(),
-                peak_memory_bytes=environment.peak_memory_bytes(self.policy.device),
+                peak_memory_bytes=run_folder.peak_memory_bytes(self.policy.device),
             )
         _say(f"{self.step_number - 1} steps recorded to {self.run_dir} (try: sharpscope show {self.run_dir})")
 

@@ -11,7 +11,7 @@ import numpy as np
 from sharpscope.config.run import EMBEDDED_PREFIX, EvaluationSpec
 from sharpscope.errors import UserError
 from sharpscope.policy import Policy, SamplingSpec, draw_scored, embedded_policy, load_policy
-from sharpscope.recording import environment
+from sharpscope.recording import run_folder
 from sharpscope.recording.rows import evaluation_row, prompt_pass_at_k, standard_error
 from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Reward, Task, make_task, task_choice
@@ -137,7 +137,7 @@ def evaluate_model(
     if task is not None:
         values["task"] = dict(task_choice(task))
     config = read_recorded(folder, values, overrides) if recorded else build_config(None, overrides, values)
-    environment.set_threads(config.threads, config.policy.model)
+    run_folder.set_threads(config.threads, config.policy.model)
     made = make_task(config.task)
     asked = config.evaluation.model_copy(update={"splits": tuple(_present_splits(made, splits))})
     policy = load_policy(config.policy, base=read_recorded(folder).policy.model if recorded else None)

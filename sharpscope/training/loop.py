@@ -25,7 +25,7 @@ from sharpscope.errors import UserError
 from sharpscope.objective import Method, MethodState, calibrate, method_label
 from sharpscope.policy import Policy, check_lengths, render_prompts
 from sharpscope.policy.sharding import shard
-from sharpscope.recording import environment, run_folder
+from sharpscope.recording import run_folder
 from sharpscope.recording.health import (
     Quantities,
     StepHealth,
@@ -159,7 +159,7 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
             or reduced.
     """
     launch = distributed.start(config.policy.device)
-    threads = environment.set_threads(config.threads, config.policy.model)
+    threads = run_folder.set_threads(config.threads, config.policy.model)
     display = display if display is not None and distributed.is_rank_zero() else Display()
     folder = config.run_dir
     with ExitStack() as stack:
@@ -289,7 +289,7 @@ class _Run:
                 steps_done=done,
                 end=reason,
                 seconds=round(time.perf_counter() - started, 3),
-                peak_memory_bytes=environment.peak_memory_bytes(self.policy.device),
+                peak_memory_bytes=run_folder.peak_memory_bytes(self.policy.device),
                 measuring=self.observers.schedule.summary(),
             )
         return Outcome(run_dir, status, done, reason, tuple(notes))

@@ -17,8 +17,7 @@ from sharpscope.integrations.completions import Labels
 from sharpscope.integrations.importers import import_files
 from sharpscope.policy import PolicySpec, load_policy
 from sharpscope.recording import from_checkpoint
-from sharpscope.recording.from_checkpoint import STATISTICS, probe_trace
-from sharpscope.recording.replay import step_rows
+from sharpscope.recording.from_checkpoint import STATISTICS, probe_trace, step_rows
 from tests.integrations.trainers import small_model, tokenizer
 from tests.oracles.supervised import row_logp, tokens_of
 

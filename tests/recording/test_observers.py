@@ -16,7 +16,7 @@ from sharpscope import memory
 from sharpscope.analysis.headline import layer_norms
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy import load_policy
-from sharpscope.probes import critical_sharpness, runner
+from sharpscope.probes import runner
 from sharpscope.probes.token_gradients import norms
 from sharpscope.recording import observers, schedule
 from sharpscope.training import train
@@ -73,12 +73,16 @@ def test_training_does_not_notice(recorded):
 
 
 def test_shares_of_a_gradient_sum_to_one_at_the_scheduled_steps(recorded):
-    tokens = sharpscope.load_run(recorded[0]).tokens()
+    run = sharpscope.load_run(recorded[0])
+    tokens = run.tokens()
     found = tokens.dropna(subset=["attribution"]).groupby("step")["attribution"].sum()
     assert found.index.tolist() == [1, 2, 4]  # every second step, the first and the last
     np.testing.assert_allclose(found, 1.0, atol=1e-3)
     assert tokens[tokens["step"] == 3]["score_norm_local"].isna().all()
     assert tokens[tokens["step"].isin([1, 2, 4])]["score_norm_local"].notna().all()
+    assert tokens.dropna(subset=["heldout_influence"])["step"].unique().tolist() == [2, 4]
+    surface = run.probes[run.probes["probe"].isin(["curvature", "perturbation"])]
+    assert sorted(surface["step"].unique()) == [0, 2, 4] and len(surface["probe_set"].unique()) == 2  # both splits
 
 
 def test_exact_norms_are_those_of_autograd(toy_config):
@@ -179,23 +183,6 @@ def test_large_steps_are_written_in_part_and_spikes_whole(toy_config, monkeypatc
         whole.set_index(keys)[same].loc[pd.MultiIndex.from_frame(tokens[keys])],
         check_exact=True,
     )
-
-
-def test_the_share_of_recording_is_in_run_json(recorded):
-    info = sharpscope.load_run(recorded[0]).info["measuring"]
-    assert {"norms", "shares", "surface", "tables", "influence"} <= set(info["seconds"])
-    run = sharpscope.load_run(recorded[0])
-    training = float((run.steps["generation_s"] + run.steps["training_s"]).sum())
-    total = sum(info["seconds"].values())
-    assert info["share"] == pytest.approx(total / (total + training), abs=0.02)
-
-
-def test_influence_and_the_surface_are_measured_on_schedule(recorded):
-    run = sharpscope.load_run(recorded[0])
-    assert run.tokens().dropna(subset=["heldout_influence"])["step"].unique().tolist() == [2, 4]
-    surface = run.probes[run.probes["probe"].isin(["curvature", "perturbation"])]
-    assert sorted(surface["step"].unique()) == [0, 2, 4]
-    assert len(surface["probe_set"].unique()) == 2  # train and held-out
 
 
 def test_an_interrupted_run_with_probes_goes_on_as_if_it_had_not_been(recorded, toy_config):
@@ -334,39 +321,13 @@ CRITICAL = {
 }
 
 
-def test_a_line_search_starts_where_the_last_one_ended_also_after_a_resume(toy_config, monkeypatch):
-    asked: list[float] = []
-    found: list[float | None] = []
-
-    def noted(*args, guess, **options):
-        result = critical_sharpness(*args, guess=guess, **options)
-        asked.append(guess)
-        found.append(result.lr if result.outcome == "found" else None)
-        return result
-
-    monkeypatch.setattr(observers, "critical_sharpness", noted)
-    whole = toy_config(name="whole", steps=6, checkpoint__every=2, **CRITICAL)
-    train(whole)
-    expected = [observers.GUESS * 0.01]
-    for lr in found[:-1]:
-        expected.append(expected[-1] if lr is None else lr)
-    assert asked == expected and len(set(asked)) > 2
-    config = toy_config(name="broken", steps=6, checkpoint__every=2, **CRITICAL)
-    asked.clear()
-    train(config, StopAfter(4))
-    asked.clear()
-    train(config, resume=True)
-    assert asked == expected[-2:]
-
-
-@pytest.mark.parametrize("method", ["cispo", "vespo"])
-def test_no_critical_sharpness_of_losses_with_a_factor_held_constant(toy_config, method):
-    config = toy_config(**CRITICAL | {"method": method, "name": method, "steps": 2})
+def test_no_critical_sharpness_of_losses_with_a_factor_held_constant(toy_config):
+    config = toy_config(**CRITICAL | {"method": "cispo", "steps": 2})
     train(config)
     run = sharpscope.load_run(config.run_dir)
     assert run.steps["grad_norm"].gt(0).any() and run.probes.empty
     text = run.events.loc[run.events["message"].str.contains("critical"), "message"].tolist()
-    assert len(text) == 1 and f"method.clip.kind = {method}" in text[0] and "constant" in text[0]
+    assert len(text) == 1 and "method.clip.kind = cispo" in text[0] and "constant" in text[0]
 
 
 def test_leading_tokens_have_their_local_norms_by_layer(recorded):

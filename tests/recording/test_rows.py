@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import sharpscope
-from sharpscope.policy import draw_scored, load_policy
+from sharpscope.config.run import OptimizerSpec
+from sharpscope.policy import load_policy
 from sharpscope.policy.sharding import ModelView
+from sharpscope.recording.norms import gradient_norm, gradient_norms, layer_groups, update_norm, update_norms
 from sharpscope.recording.probe_sets import Drawer, SurfaceProbes, run_probe_set
 from sharpscope.recording.rows import steps_row, unweighted_gradient
 from sharpscope.recording.run_folder import wind_back
@@ -20,6 +22,8 @@ from sharpscope.recording.step import StepTokens
 from sharpscope.tasks import make_task
 from sharpscope.traces import TraceWriter
 from sharpscope.training import train
+from sharpscope.training.learner import build_optimizer
+from tests.models import tiny_model
 from tests.traces.rows import damage_part, new_run, rows
 from tests.training.test_learner import learn, learner_of, method_of, world  # noqa: F401 - a fixture
 
@@ -96,14 +100,7 @@ def test_probes_draw_from_the_whole_distribution_of_the_policy_itself(toy_config
     plain, found = drawn(toy_config(rollout__temperature=1.0)), drawn(toy_config(rollout__top_p=1e-6))
     assert same(found, plain) and found.sampler_logp is None
     assert len({tuple(row) for row in plain.completion_ids[:5].tolist()}) > 1  # top_p = 1e-6 would draw one text
-
-
-def test_without_truncation_probes_draw_as_the_run_would(toy_config):
-    config = toy_config(rollout__temperature=0.7)
-    policy, task = load_policy(config.policy), make_task(config.task)
-    examples = task.splits()["train"][:3]
-    assert same(drawn(config), draw_scored(policy, task, examples, 5, config.rollout, 7)[0])
-    assert not same(drawn(config), drawn(toy_config(rollout__temperature=1.0)))
+    assert not same(drawn(toy_config(rollout__temperature=0.7)), plain)
 
 
 # -- Probes of the loss surface in a run: what is recorded, the radius of the run, and an event for what is not reliable
@@ -129,22 +126,6 @@ def probes_of(config):
     view = ModelView(policy.model, list(policy.model.parameters()), optimizer)
     probes = SurfaceProbes(config, lambda: view, Drawer(config, policy, task), MeasurementSchedule(config))
     return probes, run_probe_set(config, task), policy.model
-
-
-def test_a_run_records_curvature_with_adamws_threshold(toy_config):
-    config = toy_config(**SMALL, probes__functionals=["expected_failure"], probes__rho=0.05)
-    train(config)
-    probes = sharpscope.load_run(config.run_dir).probes
-    surface = probes[~probes["probe"].isin(["critical", "update"])]
-    assert sorted(surface["step"].unique()) == [0, 2]
-    critical = probes[probes["quantity"] == "critical_sharpness"]
-    assert {1, 2} == set(critical["step"])
-    # AdamW has moments after the first update only.
-    assert sorted(probes.loc[probes["quantity"] == "preconditioned_largest", "step"].unique()) == [2]
-    threshold = probes.loc[probes["quantity"] == "preconditioned_threshold", "value"].iloc[0]
-    lr = float(sharpscope.load_run(config.run_dir).steps["lr"].iloc[-1])
-    beta = 0.9
-    assert threshold == pytest.approx((2 + 2 * beta) / ((1 - beta) * lr))
 
 
 def test_the_radius_of_a_run_is_found_once_and_kept(toy_config):
@@ -194,3 +175,47 @@ def test_without_solutions_the_expected_failure_is_probed(toy_config):
     run = sharpscope.load_run(config.run_dir)
     assert set(run.probes["functional"]) == {"expected_failure"} and set(run.probes["step"]) == {0, 2}
     assert "info" in set(run.events.loc[run.events["step"] == 0, "severity"])
+
+
+# -- Norms of gradients and of AdamW's steps, against the parameters themselves
+
+
+def test_a_parameter_without_gradient_does_not_count():
+    model = tiny_model("qwen2", tie=False)
+    optimizer = build_optimizer(model, OptimizerSpec(lr=0.01, weight_decay=0.1))
+    parameters = list(model.parameters())
+    parameters[0].grad = torch.ones_like(parameters[0])
+    before = parameters[0].detach().clone()
+    optimizer.step()
+    assert update_norm(optimizer) == pytest.approx(float((parameters[0].detach() - before).norm()), rel=1e-9)
+    assert gradient_norm(parameters) == pytest.approx(math.sqrt(parameters[0].numel()))
+
+
+KINDS = {"norm": "norm", "attn": "attention", "mlp": "mlp", "embed": "embedding", "lm_": "head"}
+
+
+@pytest.mark.parametrize(("tie", "decay"), [(False, 0.3), (True, 0.3), (True, 0.0)])
+def test_norms_by_layer_are_those_of_the_parameters_of_each_name(tie, decay):
+    """Against a loop over names, in three steps; the squares sum to the total. A shared embedding counts once."""
+    model = tiny_model("qwen2", tie=tie)
+    optimizer, groups = build_optimizer(model, OptimizerSpec(lr=0.01, weight_decay=decay)), layer_groups(model)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        gradient = gradient_norms(model.parameters(), groups)
+        optimizer.step()
+        moved = update_norms(optimizer, groups)
+        expected: dict[str, list[float]] = {}
+        for name, p in model.named_parameters():
+            kind = next(kind for word, kind in KINDS.items() if word in name)
+            group = f"{name.split('.')[2]}.{kind}" if ".layers." in name else kind
+            squares = expected.setdefault(group, [0.0, 0.0])
+            assert p.grad is not None
+            squares[0] += float(p.grad.square().sum())
+            squares[1] += float((p.detach() - before[name]).square().sum())
+        assert gradient.layers == pytest.approx({group: math.sqrt(s) for group, (s, _) in expected.items()}, rel=1e-9)
+        assert moved.layers == pytest.approx({group: math.sqrt(s) for group, (_, s) in expected.items()}, rel=1e-6)
+        assert gradient.total == pytest.approx(math.hypot(*gradient.layers.values()), rel=1e-12)
+        assert update_norm(optimizer) == moved.total == pytest.approx(math.hypot(*moved.layers.values()), rel=1e-12)

@@ -38,7 +38,7 @@ from sharpscope.integrations.guard import Guard, reason_of, warn_stopped
 from sharpscope.policy import completions_of
 from sharpscope.probes import Estimate, columns, guarded
 from sharpscope.probes.token_gradients import ShardedProbes
-from sharpscope.recording import environment
+from sharpscope.recording import run_folder
 from sharpscope.recording.health import refusal
 from sharpscope.recording.norms import (
     clip_factor,
@@ -510,7 +510,7 @@ class VerlRecorder(Guard):
             "seed": None,
             "config": {"policy": {"model": str(worker.model_config.path)}, "rollout": rollout}
             | ({"steps": self.steps} if self.steps > 0 else {}),
-            "versions": environment.versions() | {"verl": version("verl")},
+            "versions": run_folder.versions() | {"verl": version("verl")},
             "processes": torch.distributed.get_world_size(),
             "notes": ["recorded from verl's TrainingWorker"],
             "trainer": {"name": "verl", **loss},
