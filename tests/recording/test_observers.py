@@ -226,7 +226,7 @@ def test_entropy_at_fixed_tokens_is_that_of_the_stored_solutions(toy_config):
 def test_columns_of_a_token_belong_to_the_update_that_first_used_it(toy_config):
     """Lopti's two updates: the shares of each one's gradient sum to 1, and each one's exact tier is drawn from its own tokens."""
     changes = {"method": "lopti", "recording__token_gradients_every": 1}
-    config = toy_config(**(RECORD | changes | {"method__passes__eta": 0.02, "steps": 1}))
+    config = toy_config(**(RECORD | changes | {"method__passes": 0.02, "steps": 1}))
     train(config)
     tokens = sharpscope.load_run(config.run_dir).tokens()
     assert sorted(tokens["update"].unique()) == [0, 1]
