@@ -139,11 +139,6 @@ class Study:
         return {name: run for name, run in self.runs.items() if run.status == "finished"}
 
     @property
-    def unfinished(self) -> list[str]:
-        """Names of the other runs."""
-        return [name for name in self.runs if name not in self.finished]
-
-    @property
     def methods(self) -> list[str]:
         """Names of the methods with a finished run."""
         return sorted({run.method for run in self.finished.values()})
@@ -176,10 +171,8 @@ class Study:
         """A note on the runs of these methods that `alike` leaves out."""
         inside = self.alike(*methods)
         names = [name for name in self.of(*methods) if name not in inside]
-        if not names:
-            return ()
         listed = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
-        return (f"{len(names)} runs of other settings or tasks are not used: {listed}",)
+        return (f"{len(names)} runs of other settings or tasks are not used: {listed}",) * bool(names)
 
     def pairing(self, treatment: str | None = None, baseline: str | None = None) -> Pairing:
         """Pairs by seed in the setting that has the most of them; ties go to the first by key.
@@ -187,17 +180,18 @@ class Study:
         If a setting and seed was run twice, the run whose name sorts first is used.
         """
         first, second = baseline or self.baseline, treatment or self.treatment
-        by_key = {method: self._by_key(method) for method in (first, second)}
-        for method in (first, second):
-            if not by_key[method]:
+        by_key: dict[str, dict[str, dict[Any, str]]] = {first: {}, second: {}}  # method → setting → seed → name
+        for method, found in by_key.items():
+            for name, run in sorted(self.of(method).items()):
+                found.setdefault(self.setting_key(run), {}).setdefault(run.seed, name)
+            if not found:
                 there = ", ".join(self.methods) or "none"
                 return Pairing(missing=f"no finished run of {method}; there are runs of {there}")
         pairs: dict[str, list[Pair]] = {}
-        for key, of_baseline in by_key[first].items():
-            of_treatment = by_key[second].get(key, {})
-            shared = [seed for seed in of_baseline if seed in of_treatment]
-            if shared:
-                pairs[key] = [Pair(seed, of_baseline[seed], of_treatment[seed]) for seed in sorted(shared, key=_order)]
+        for key, ours in by_key[first].items():
+            theirs = by_key[second].get(key, {})
+            if shared := sorted((seed for seed in ours if seed in theirs), key=_order):
+                pairs[key] = [Pair(seed, ours[seed], theirs[seed]) for seed in shared]
         if not pairs:
             return Pairing(missing=_mismatch(first, second, by_key))
         chosen = max(sorted(pairs), key=lambda key: len(pairs[key]))
@@ -217,12 +211,6 @@ class Study:
                 rows.append({"seed": pair.seed, "baseline": first, "treatment": second})
         frame = pd.DataFrame(rows, columns=["seed", "baseline", "treatment"])
         return frame.assign(difference=frame["treatment"] - frame["baseline"])
-
-    def _by_key(self, method: str) -> dict[str, dict[Any, str]]:
-        matches: dict[str, dict[Any, str]] = {}
-        for name, run in sorted(self.of(method).items()):
-            matches.setdefault(self.setting_key(run), {}).setdefault(run.seed, name)
-        return matches
 
     # Tokens.
 

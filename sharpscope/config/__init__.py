@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from sharpscope.config.base import Schedule, SettingInfo, Spec, known_settings, settings_of, validate
-from sharpscope.config.claims import ClaimsSpec
-from sharpscope.config.forks import ForkSpec
+from sharpscope.config.forks import ClaimsSpec, ForkSpec
 from sharpscope.config.method import Method
 from sharpscope.config.methods import (
     constants,

@@ -46,8 +46,9 @@ def judge(study: Study, names: Sequence[str] | None = None) -> tuple[list[Verdic
     checks = {name: check for name, check in CHECKS.items() if name in names}
     reducers = [reducer for claim in claims.values() for reducer in claim.reducers] + [r for _, r in checks.values()]
     study.read_tokens(list(dict.fromkeys(reducers)))
-    left, listed = len(study.unfinished), ", ".join(study.unfinished[:5]) + " …" * (len(study.unfinished) > 5)
-    unfinished = (f"{left} unfinished runs are left out: {listed}",) * bool(left)
+    left = [name for name in study.runs if name not in study.finished]
+    listed = ", ".join(left[:5]) + " …" * (len(left) > 5)
+    unfinished = (f"{len(left)} unfinished runs are left out: {listed}",) * bool(left)
 
     def verdict(claim: Claim) -> Verdict:
         """The verdict on one version of a claim."""

@@ -143,12 +143,6 @@ def test_learning_rate_as_hidden_cause_of_sharpness_and_gap():
     plain = next(e for e in result.others if e.name == "plain Kendall τ over all runs")
     assert plain.value > 0.3  # what a test that does not hold the learning rate would report
     assert abs(result.effect.value) < 0.4
-    rates = [
-        frame_run(seed=s, config={"optimizer": {"lr": lr}}, sharpness=lr, train=0.7, tag=f"-{lr}")
-        for s in range(6)
-        for lr in (1e-4, 2e-4)
-    ]
-    assert "learning rate" in verdict(study(*rates), "C6").reason
 
 
 def test_runs_that_have_nothing_to_be_compared_with_are_none_of_the_grid():
