@@ -10,6 +10,7 @@ import html
 import importlib
 import importlib.util
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -129,13 +130,23 @@ def test_the_kept_runs_give_the_published_verdicts(study: str, runs: str):
     arguments = ["study", "claims", str(ROOT / "data" / runs), "--study", str(folder / "study.yaml"), "--json"]
     found = json.loads(CliRunner().invoke(app, arguments).stdout)["verdicts"]
     published = json.loads((folder / "results" / "claims.json").read_text())
-    verdicts = {(row["claim"], row["version"]): (row["verdict"], row["p_value"], row["n"]) for row in published}
+    stored = {(row["claim"], row["version"]): row for row in published}
     dropped = {("C5", ""), ("C11", "")} if study != "3" else set()  # untestable, and judged no longer
-    assert {(row["claim"], row["version"]) for row in found} == set(verdicts) - dropped
-    for row in found:
-        verdict, p, n = verdicts[row["claim"], row["version"]]
-        assert (row["verdict"], row["n"]) == (verdict, n), row["claim"]
-        assert row["p_value"] == (p if p is None else pytest.approx(p, rel=1e-6)), row["claim"]
+    assert {(row["claim"], row["version"]) for row in found} == set(stored) - dropped
+    for after in found:
+        before = stored[after["claim"], after["version"]]
+        for one, other in ((after, before), (after["other"], before["other"])):
+            if one is not None:
+                assert numbers(one) == pytest.approx(numbers(other), rel=1e-6, nan_ok=True), one["claim"]
+                assert (one["verdict"], one["n"]) == (other["verdict"], other["n"]), one["claim"]
+
+
+def numbers(verdict: dict[str, Any]) -> list[float]:
+    """p-values, effect and interval; NaN where there is none."""
+    effect = verdict["effect"] or {}
+    ends = effect.get("interval") or {}
+    values = (verdict["p_value"], verdict["p_refuted"], effect.get("value"), ends.get("low"), ends.get("high"))
+    return [math.nan if value is None else value for value in values]
 
 
 # -- Every notebook under docs/tutorials runs from top to bottom on the example traces, and the numbers of its answer hold
