@@ -86,13 +86,10 @@ class InteractiveCheckedTask(CheckedTask):
 
     def __init__(self, name: str, task: Any) -> None:
         super().__init__(name, task.splits, task.score)
-        self._task, stop = task, getattr(task, "stop", ())
+        self._task, stop = task, getattr(task, "stop", None)
         self.stop = (stop,) if isinstance(stop, str) else stop  # ("</search>") is a string, not a tuple
-        if (
-            not isinstance(stop, str | tuple | list)
-            or not self.stop
-            or not all(isinstance(text, str) and text for text in self.stop)
-        ):
+        texts = self.stop if isinstance(self.stop, tuple | list) and self.stop else ("",)
+        if not all(isinstance(text, str) and text for text in texts):
             raise UserError(f"task '{name}': defines respond but not stop; set stop = ('…',), texts that end a turn")
 
     def respond(self, example: Example, completion: str) -> str | None:

@@ -30,22 +30,16 @@ PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "label")
 VERL_ANSWER = "reward_model.ground_truth"
 
-DATA_SOURCES = {
-    source: scorer
-    for scorer, sources in {
-        "logic_rl": "kk_logic logic_rl",
-        "exact": "exact",
-        "numeric": "numeric openai/gsm8k gsm8k",
-        "math": "math lighteval/MATH DigitalLearningGmbH/MATH-lighteval HuggingFaceH4/MATH-500 math_dapo aime aime24 aime25 "
-        "aime_2024 amc amc23 minerva olympiad olympiad_bench deepscaler",
-        "exact_match": "exact_match "
-        + " ".join(
-            f"{name} searchR1_{name}"
-            for name in ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
-        ),
-    }.items()
-    for source in sources.split()
+_SOURCES = {
+    "logic_rl": "kk_logic logic_rl",
+    "exact": "exact",
+    "numeric": "numeric openai/gsm8k gsm8k",
+    "math": "math lighteval/MATH DigitalLearningGmbH/MATH-lighteval HuggingFaceH4/MATH-500 math_dapo aime aime24 aime25 "
+    "aime_2024 amc amc23 minerva olympiad olympiad_bench deepscaler",
+    "exact_match": "exact_match nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle",
 }
+DATA_SOURCES = {source: scorer for scorer, sources in _SOURCES.items() for source in sources.split()}
+DATA_SOURCES |= {f"searchR1_{source}": "exact_match" for source in _SOURCES["exact_match"].split()[1:]}
 """Known `data_source` -> name of its scorer."""
 
 SCORERS: dict[str, Callable[[str, Sequence[str]], Reward]] = {
@@ -93,9 +87,8 @@ class DatasetTask:
         train = [example for example in rows if example.meta["content"] not in contents]
         for side, name in ((train, "training"), (heldout, "held-out")):
             if not side and (name == "training" or spec.heldout_fraction or spec.heldout_path):
-                given = (
-                    f"task.heldout_fraction = {spec.heldout_fraction}: the {name} set has none of the {len(rows)} rows"
-                )
+                none = f"the {name} set has none of the {len(rows)} rows"
+                given = f"task.heldout_fraction = {spec.heldout_fraction}: {none}"
                 raise UserError(f"{given}; change it, set task.heldout_path, or evaluate with --split all")
         return {"train": train} | ({"heldout": heldout} if heldout else {})
 
