@@ -83,7 +83,6 @@ def import_(
       sharpscope import prime-rl outputs --adv-tau 1 --kl-tau 0.001
     """
     from sharpscope.errors import UserError
-    from sharpscope.integrations.completions import Labels
     from sharpscope.integrations.importers import Options, import_files, recognize
 
     pairs: dict[str, str] = {}
@@ -99,8 +98,8 @@ def import_(
         if given and kind != of:
             raise UserError(f"{name}: belongs to the format {of}, not {kind}; leave it out")
     folder = out or Path("runs") / kind
-    labels = Labels(method, task, seed, tokenizer, temperature)
-    counts = import_files(kind, source, folder, labels, Options(pairs, adv_tau, kl_tau))
+    options = Options(method, task, seed, tokenizer, temperature, pairs, adv_tau, kl_tau)
+    counts = import_files(kind, source, folder, options)
     made = f"{counts['steps']} steps, {counts['rollouts']} completions, {counts['tokens']} tokens"
     typer.echo(f"{made}. Written: {folder}/")
     typer.echo(f"Next: {next_command(folder)}")

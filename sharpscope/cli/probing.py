@@ -223,7 +223,7 @@ def _afterwards(
     """Copy an imported run, or write a dumped batch as a run, with what a recorded step would have had at `model`."""
     from sharpscope.config.methods import parse_method
     from sharpscope.errors import UserError
-    from sharpscope.integrations.replay import probe_rollouts
+    from sharpscope.integrations.importers import probe_rollouts
     from sharpscope.policy import PolicySpec, load_policy
     from sharpscope.recording.from_checkpoint import Probed, probe_trace
     from sharpscope.recording.run_folder import set_threads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from sharpscope.traces.rules import sampler_values
 
 
 @dataclass(frozen=True)
-class Labels:
-    """What a user says of an imported run.
+class Options:
+    """What a user says of an import.
 
     Attributes:
         method: name of the training method.
@@ -32,6 +32,9 @@ class Labels:
         tokenizer: folder or hub id of the tokenizer, for texts; None: tokens are shown as their numbers.
         temperature: softmax temperature T > 0 of the log-probabilities, which probes of a checkpoint use; None: not known, 1 is
             assumed.
+        columns: jsonl: column of a trace -> its name in the file.
+        adv_tau, kl_tau: prime-rl: constants of its default loss, which its export leaves out:
+            −adv_tau·A·r·M + kl_tau·(ln π − ln μ)². None: loss_coef is null.
     """
 
     method: str = "unknown"
@@ -39,6 +42,9 @@ class Labels:
     seed: int | None = None
     tokenizer: str | None = None
     temperature: float | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    adv_tau: float | None = None
+    kl_tau: float | None = None
 
 
 @dataclass
@@ -78,8 +84,8 @@ def write(
     kind: str,
     source: Path,
     steps: Iterable[tuple[int, list[Completion]]],
-    labels: Labels,
-    notes: Sequence[str],
+    options: Options,
+    notes: Iterable[str],
 ) -> dict[str, int]:
     """Write a trace of the completions of each step; returns the number of steps, rollouts and tokens.
 
@@ -89,34 +95,29 @@ def write(
         UserError: `out` is not empty, the temperature is not positive, the tokenizer cannot be loaded, or there is no sequence in a
             step or at all.
     """
-    if labels.temperature is not None and not 0 < labels.temperature < math.inf:
-        raise UserError(f"--temperature {labels.temperature:g}: must be above 0; give that of the log-probabilities")
-    tokenizer = None if labels.tokenizer is None else _tokenizer(labels.tokenizer)
+    temperature = options.temperature
+    if temperature is not None and not 0 < temperature < math.inf:
+        raise UserError(f"--temperature {temperature:g}: must be above 0; give that of the log-probabilities")
+    tokenizer = None if options.tokenizer is None else _tokenizer(options.tokenizer)
     made = create_run_dir(out)
     if tokenizer is not None:
         tokenizer.save_pretrained(made / "tokenizer")
-    info: dict[str, Any] = {
-        "method": labels.method,
-        "task": labels.task or kind,
-        "seed": labels.seed,
-        "config": {} if labels.temperature is None else {"rollout": {"temperature": labels.temperature}},
-    }
-    create_run_info(made, info)
-    decode = None if tokenizer is None else lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    info: dict[str, Any] = {"method": options.method, "task": options.task or kind, "seed": options.seed}
+    create_run_info(made, info | {"config": {} if temperature is None else {"rollout": {"temperature": temperature}}})
     counts = {"steps": 0, "rollouts": 0, "tokens": 0}
     known: dict[str, set[str]] = {table: set() for table in counts}
     try:
         with RunLock(made), TraceWriter(made) as writer:
             for step, given in steps:
                 if not given:
-                    raise UserError(
-                        f"{source}: step {step} has no completion; wait until it is written, or remove its file"
-                    )
-                for table, columns in step_tables(step, given, decode).items():
+                    wrong = f"step {step} has no completion; wait until it is written, or remove its file"
+                    raise UserError(f"{source}: {wrong}")
+                tables = step_tables(step, given, tokenizer)
+                for table, columns in tables.items():
                     if columns and table in counts:
                         known[table] |= {name for name, values in columns.items() if np.any(pd.notna(values))}
                         counts[table] += writer.append(table, columns)
-                for event in step_events(step, given):
+                for event in step_events(step, tables):
                     writer.append("events", event.row())
                 writer.flush()
         if not counts["rollouts"]:
@@ -155,10 +156,11 @@ def _stacked(step: int, parts: Sequence[Mapping[str, Sequence[Any]]]) -> dict[st
     return columns and columns | {"rollout": np.repeat(np.arange(len(parts)), lengths), "step": step}
 
 
-def step_tables(
-    step: int, given: Sequence[Completion], decode: Callable[[Sequence[int]], str] | None
-) -> dict[str, dict[str, Any]]:
-    """Columns of the tables rollouts, tokens and uses (empty without any) and steps of one step; groups become adjacent."""
+def step_tables(step: int, given: Sequence[Completion], tokenizer: Any) -> dict[str, dict[str, Any]]:
+    """Columns of the tables rollouts, tokens and uses (empty without any) and steps of one step; groups become adjacent.
+
+    A `tokenizer` that is not None gives the texts that are not known.
+    """
     groups: dict[str | None, int] = {}
     for one in given:
         groups.setdefault(one.group, len(groups))
@@ -167,18 +169,19 @@ def step_tables(
     rollouts = []
     for index, one in enumerate(rows):
         values = [value for value in one.tokens.get("advantage", ()) if value is not None]
-        prompt, completion = one.prompt, one.completion
-        if one.ids is not None and decode is not None:
-            prompt = decode(one.ids[: one.prompt_length]) if prompt is None else prompt
-            completion = decode(one.ids[one.prompt_length :]) if completion is None else completion
+        texts = [one.prompt, one.completion]
+        if one.ids is not None and tokenizer is not None:
+            parts = (one.ids[: one.prompt_length], one.ids[one.prompt_length :])
+            made = (str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for ids in parts)
+            texts = [new if text is None else text for text, new in zip(texts, made, strict=True)]
         rollouts.append(
             {
                 "step": step,
                 "rollout": index,
                 "group": None if None in groups else groups[one.group],
                 "env": one.env,
-                "prompt": prompt,
-                "completion": completion,
+                "prompt": texts[0],
+                "completion": texts[1],
                 "reward": one.reward,
                 "reward_parts": dict(one.parts),
                 "correct": one.correct,
@@ -189,49 +192,35 @@ def step_tables(
             }
         )
     columns = {name: [row[name] for row in rollouts] for name in rollouts[0]}
-    row = _step_row(rows, columns, tokens, None not in groups)
-    uses = _stacked(step, [one.again for one in rows])
-    return {"rollouts": columns, "tokens": tokens, "uses": uses, "steps": row | {"step": step}}
+    steps: dict[str, Any] = {"step": step}
+    if None not in columns["reward"]:
+        rewards = pd.Series(columns["reward"], dtype=float)
+        steps |= {"reward_mean": rewards.mean(), "reward_std": rewards.std() if rewards.count() > 1 else None}
+        if None not in groups:
+            steps["zero_std_groups"] = int((rewards.groupby(columns["group"]).nunique(dropna=False) == 1).sum())
+    for one in rows:
+        steps |= one.of_step
+    steps |= {"accuracy": _mean(columns["correct"]), "completion_length_mean": _mean(columns["length"])}
+    if tokens:
+        steps |= {"entropy_mean": _mean(tokens.get("entropy")), "weight_mean": _mean(tokens.get("weight"))}
+        steps |= {"tokens": len(tokens["position"]), "updates": 1}
+        if None not in (clipped := tokens.get("clipped", [None])):
+            steps["clip_fraction_low"] = _mean([value < 0 for value in clipped])
+            steps["clip_fraction_high"] = _mean([value > 0 for value in clipped])
+    return {"rollouts": columns, "tokens": tokens, "uses": _stacked(step, [one.again for one in rows]), "steps": steps}
 
 
-def step_events(step: int, rows: Sequence[Completion], trainer: str = "sharpscope") -> list[Event]:
-    """Events on a step's rewards, and by the health rules on its sampler log-probabilities, at their defaults."""
-    events = []
-    missing = sum(one.reward is not None and math.isnan(one.reward) for one in rows)
+def step_events(step: int, tables: Mapping[str, Mapping[str, Any]], trainer: str = "sharpscope") -> list[Event]:
+    """Events on the rewards in `step_tables`, and by the health rules on its sampler log-probabilities, at their defaults."""
+    events, rewards, tokens = [], tables["rollouts"]["reward"], tables["tokens"]
+    missing = sum(reward is not None and math.isnan(reward) for reward in rewards)
     if missing:
-        text = f"{missing} of {len(rows)} rewards are NaN; they are left out of the mean"
-        events.append(Event(step, "nan_reward", "warning", missing / len(rows), 0.0, "none", text))
-    known = [one.tokens for one in rows if {"logp", "behavior_logp"} <= one.tokens.keys()]
-    if known:
-        logp, sampler = (
-            np.array([value for tokens in known for value in tokens[name]], dtype=np.float64)  # None is NaN
-            for name in ("logp", "behavior_logp")
-        )
+        text = f"{missing} of {len(rewards)} rewards are NaN; they are left out of the mean"
+        events.append(Event(step, "nan_reward", "warning", missing / len(rewards), 0.0, "none", text))
+    if {"logp", "behavior_logp"} <= tokens.keys():
+        logp, sampler = (np.array(tokens[name], dtype=np.float64) for name in ("logp", "behavior_logp"))  # None is NaN
         events += judge(step, sampler_values(logp, sampler), HealthSpec().limits, trainer)
     return events
-
-
-def _step_row(
-    rows: list[Completion], rollouts: Mapping[str, list[Any]], tokens: Mapping[str, list[Any]], grouped: bool
-) -> dict[str, Any]:
-    """The row of the steps table, without `step`."""
-    row: dict[str, Any] = {}
-    if None not in rollouts["reward"]:
-        rewards = pd.Series(rollouts["reward"], dtype=float)
-        row = {"reward_mean": rewards.mean(), "reward_std": rewards.std() if rewards.count() > 1 else None}
-        if grouped:
-            row["zero_std_groups"] = int((rewards.groupby(rollouts["group"]).nunique(dropna=False) == 1).sum())
-    for one in rows:
-        row |= one.of_step
-    row |= {"accuracy": _mean(rollouts["correct"]), "completion_length_mean": _mean(rollouts["length"])}
-    if tokens:
-        clipped = tokens.get("clipped") or [None]
-        row |= {"entropy_mean": _mean(tokens.get("entropy")), "weight_mean": _mean(tokens.get("weight"))}
-        row |= {"tokens": len(tokens["position"]), "updates": 1}
-        if None not in clipped:
-            row["clip_fraction_low"] = _mean([value < 0 for value in clipped])
-            row["clip_fraction_high"] = _mean([value > 0 for value in clipped])
-    return row
 
 
 def _mean(values: Sequence[Any] | None) -> float | None:

@@ -1,4 +1,4 @@
-"""Completions from the files of other trainers, without their code.
+"""Completions from the files of other trainers, without their code, and a dumped batch measured at a checkpoint.
 
 A format says which files it reads, and how their records become rows with the columns COLUMNS. What the files do not say is
 null, and what they say beyond the trace's columns is named in a note.
@@ -9,17 +9,27 @@ from __future__ import annotations
 import json
 import math
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
 from sharpscope.errors import UserError, nearest
-from sharpscope.integrations.completions import Completion, Labels, write
+from sharpscope.integrations.completions import Completion, Options, write
 from sharpscope.tasks.dataset import read_file
+from sharpscope.traces import load_run
 from sharpscope.traces.rules import POSITIVE
+
+if TYPE_CHECKING:
+    from sharpscope.config.method import Method
+    from sharpscope.policy import Policy
+    from sharpscope.recording.from_checkpoint import Probed
 
 PRIME_RL_SCHEMA = 1
 """Schema version of prime-rl's export that is read."""
@@ -32,73 +42,62 @@ COLUMNS = (*_TOKEN, "mask", "position", *_ROW)
 """What a file of JSON lines can have. `mask`: tokens with 0 are not in the loss; `prompt_ids`: token IDs of the prompt;
 `prompt_length`: how many of the token IDs are the prompt; `loss`, `grad_norm`, `lr`: of the step."""
 SAMPLERS = "the files have no log-probabilities of the trainer: those of the sampler stand in their place (logp)"
-FROM_ZERO = "step numbers are one higher than the files', which begin at 0"
 Record = tuple[str, dict[str, Any]]
 """Place in a file, as messages name it, and the object there."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What some formats need.
+@dataclass
+class Told:
+    """What reading has to say: notes, in their order, and the names of columns that are left out."""
 
-    Attributes:
-        columns: jsonl: one of COLUMNS -> its name in the file.
-        adv_tau, kl_tau: prime-rl: constants of its default loss, which its export leaves out:
-            −adv_tau·A·r·M + kl_tau·(ln π − ln μ)². None: loss_coef is null.
-    """
-
-    columns: Mapping[str, str] = field(default_factory=dict)
-    adv_tau: float | None = None
-    kl_tau: float | None = None
+    notes: dict[str, None]
+    dropped: set[str]
 
 
-def import_files(
-    kind: str | None, source: Path, out: Path, labels: Labels, options: Options | None = None
-) -> dict[str, int]:
+def import_files(kind: str | None, source: Path, out: Path, options: Options) -> dict[str, int]:
     """Write a trainer's files as a run; returns the number of steps, rollouts and tokens.
 
     Args:
         kind: one of FORMATS; None: recognized from the files.
         source: the file, or the folder.
         out: folder of the new run.
-        labels: of the run.
-        options: of the format.
+        options: of the run and the format.
 
     Raises:
-        UserError: the format is unknown, a file has none of its values or wrong ones, or the folder or a label cannot be used.
+        UserError: the format is unknown, a file has none of its values or wrong ones, or the folder or an option cannot be used.
     """
-    kind, notes = kind or recognize(source), list[str]()
-    return write(out, kind, source, read(source, kind, options or Options(), notes), labels, notes)
+    kind, notes = kind or recognize(source), dict[str, None]()
+    return write(out, kind, source, read(source, kind, options, notes), options, notes)
 
 
-def read(source: Path, kind: str, options: Options, notes: list[str]) -> Iterator[tuple[int, list[Completion]]]:
+def read(source: Path, kind: str, options: Options, notes: dict[str, None]) -> Iterator[tuple[int, list[Completion]]]:
     """Yield each step with the completions in a trainer's files, and add to `notes`; see `import_files`."""
     if kind not in FORMATS:
         raise UserError(f"{kind}: unknown format{nearest(kind, tuple(FORMATS))}; one of {', '.join(FORMATS)}")
-    form, dropped, shift = FORMATS[kind], set[str](), 0
+    form, told, shift = FORMATS[kind], Told(notes, set()), 0
     files = _files(source, form)
     if not files:
         raise UserError(f"{source}: has no files of {kind}; {form.written}")
     if kind == "prime-rl":
         partly = dict.fromkeys(step for step, path in files if not (path.parent / "STABLE").exists())
-        notes += [f"step {step} is not complete (no file STABLE) and is left out" for step in partly]
-        files = [(step, path) for step, path in files if step not in partly]
-    parts: dict[int | None, list[tuple[int | None, Path]]] = {}
-    for step, path in files:
-        parts.setdefault(step if form.a_step else None, []).append((step, path))
-    for part in sorted(parts, key=lambda step: step or 0):
+        notes |= dict.fromkeys(f"step {step} is not complete (no file STABLE) and is left out" for step in partly)
+        files = [file for file in files if file[0] not in partly]
+    for part, some in groupby(files, lambda file: file[0] if form.a_step else None):
         by_step: dict[int, list[Completion]] = {} if part is None else {part: []}
-        for step in dict.fromkeys(step for step, _ in parts[part]):
-            paths = [path for number, path in parts[part] if number == step]
-            for where, values in form.rows(form.records(paths), options, notes, dropped):
-                number = _step_number(values.get("step", 1 if step is None else step), where)
+        for step, named in groupby(some, itemgetter(0)):
+            for where, values in form.rows(form.records(path for _, path in named), options, told):
+                number = values.get("step", 1 if step is None else step)
+                if not _whole(number):
+                    wrong = f"step = {str(number)[:40]!r} is not a whole number from 0; number the steps from 1"
+                    raise UserError(f"{where}: {wrong}")
                 by_step.setdefault(number, []).append(completion_of(values, where))
         if 0 in by_step:  # it would stand for "before training"
-            notes.append(FROM_ZERO)
+            notes["step numbers are one higher than the files', which begin at 0"] = None
             shift = 1
         yield from ((step + shift, by_step[step]) for step in sorted(by_step))
-    if dropped:
-        notes.append(f"columns that a trace has no place for, or that are not named: {', '.join(sorted(dropped))}")
+    if told.dropped:
+        names = ", ".join(sorted(told.dropped))
+        notes[f"columns that a trace has no place for, or that are not named: {names}"] = None
 
 
 def recognize(source: Path) -> str:
@@ -123,6 +122,52 @@ def _files(source: Path, form: Format) -> list[tuple[int | None, Path]]:
     numbered = len(found) > 1 or form.a_step
     steps = [int(match[1]) if numbered and match.re.groups and match[1] else None for match, _ in found]
     return sorted(zip(steps, (path for _, path in found), strict=True), key=lambda file: file[0] or 0)
+
+
+def probe_rollouts(
+    source: Path,
+    policy: Policy,
+    out: Path,
+    *,
+    method: Method | None = None,
+    temperature: float | None = None,
+    **options: Any,
+) -> list[Probed]:
+    """Read a dump of another trainer and write it as a run with shares, norms, layers and rotation at a checkpoint.
+
+    Args:
+        source: file or folder; see `import_files`.
+        policy: the checkpoint that drew the batch, or the one that the first update of the step changed.
+        out: folder of the new run.
+        method: whose loss gives the tokens' coefficients; None: those in the files.
+        temperature: of the log-probabilities; None: 1, or what the files say.
+        options: further ones of `probe_trace`.
+
+    Raises:
+        UserError: IDs, log-probabilities or advantages are missing (the message says what makes the trainer write them), or the
+            checkpoint does not fit.
+    """
+    from sharpscope.recording.from_checkpoint import probe_trace
+
+    kind, name = recognize(source), getattr(method, "name", None) or "unknown"
+    with tempfile.TemporaryDirectory() as folder:
+        import_files(kind, source, Path(folder) / "imported", Options(name, temperature=temperature))
+        run = load_run(Path(folder) / "imported")
+        rollouts, written, missing = run.rollouts, FORMATS[kind].written, ""
+        without = int(rollouts["token_ids"].isna().sum())
+        if without or not run.token_steps:
+            ids = "prompt and completion" if not run.token_steps else "the prompt"
+            count = f"{without or len(rollouts)} of {len(rollouts)}"
+            raise UserError(f"--rollouts {source}: {count} completions have no token IDs of {ids}; {written}")
+        tokens = run.tokens(columns=["loss_coef", "advantage"])
+        rewarded = rollouts["reward"].notna().all() and rollouts["group"].notna().all()
+        if method is None and tokens["loss_coef"].isna().any():
+            missing = "has no coefficients (loss_coef); give the method that trained on it, such as --method grpo"
+        elif method is not None and tokens["advantage"].isna().any() and not rewarded:
+            missing = f"has neither advantages nor rewards with groups, from which {name} makes them; {written}"
+        if missing:
+            raise UserError(f"--rollouts {source}: {missing}")
+        return probe_trace(run, policy, out, method=method, **options)
 
 
 def json_lines(paths: Iterable[Path]) -> Iterator[Record]:
@@ -234,27 +279,17 @@ def _integers(value: Any, name: str, where: str) -> list[int]:
     return value
 
 
-def _step_number(value: Any, where: str) -> int:
-    if not _whole(value):
-        raise UserError(f"{where}: step = {str(value)[:40]!r} is not a whole number from 0; number the steps from 1")
-    return int(value)
-
-
-def _renamed(record: Mapping[str, Any], names: str) -> dict[str, Any]:
-    """The columns of a record that are not null under our names; `names` has pairs "ours=theirs"."""
-    pairs = (pair.split("=") for pair in names.split())
+def _renamed(record: Mapping[str, Any], names: str, told: Told, more: str = "") -> dict[str, Any]:
+    """The columns of a record that are not null under our names; `names` has pairs "ours=theirs", `more` what else is known."""
+    pairs = [pair.split("=") for pair in names.split()]
+    told.dropped |= set(record) - {theirs for _, theirs in pairs} - set(more.split())
     return {ours: record[theirs] for ours, theirs in pairs if record.get(theirs) is not None}
-
-
-def _note(notes: list[str], text: str) -> None:
-    if text not in notes:
-        notes.append(text)
 
 
 # -- any table of tokens ------------------------------------------------------------------------------------------------------
 
 
-def jsonl(records: Iterator[Record], options: Options, _: list[str], dropped: set[str]) -> Iterator[Record]:
+def jsonl(records: Iterator[Record], options: Options, told: Told) -> Iterator[Record]:
     """A table of tokens as JSON lines: a file, or a folder of files.
 
     Needed: `token_id` and `logp` (ln π under the policy at the start of the step). A line is a sequence (its columns are lists)
@@ -270,7 +305,7 @@ def jsonl(records: Iterator[Record], options: Options, _: list[str], dropped: se
     tokens: dict[tuple[str, Any, Any], list[dict[str, Any]]] = {}
     for where, record in records:
         values = {ours: record[name] for ours, name in theirs.items() if name in record}
-        dropped |= set(record) - set(theirs.values())
+        told.dropped |= set(record) - set(theirs.values())
         for ours in ("token_id", "logp", *sorted(options.columns)):
             if ours not in values:
                 raise UserError(f"{where}: no column '{theirs[ours]}'; name the file's column: --columns {ours}=NAME")
@@ -293,22 +328,20 @@ def jsonl(records: Iterator[Record], options: Options, _: list[str], dropped: se
 # -- dumps of trainers --------------------------------------------------------------------------------------------------------
 
 
-def nemo_rl(records: Iterator[Record], _: Options, __: list[str], dropped: set[str]) -> Iterator[Record]:
+def nemo_rl(records: Iterator[Record], _: Options, told: Told) -> Iterator[Record]:
     """NeMo-RL's train_data_step{N}.jsonl (written by default): rows padded to one width, each value in a list of length 1."""
     columns = "advantage=advantages behavior_logp=generation_logprobs logp=prev_logprobs reward=rewards"
     columns += " reward=filtered_rewards"  # of the rows that are left by dynamic sampling
-    used = {"token_ids", "token_loss_mask", "sample_loss_mask", "input_lengths", "idx", "content"}
-    used |= set(re.findall(r"=(\w+)", columns))
     for where, record in records:
         row = {k: v[0] if isinstance(v, list) and len(v) == 1 else v for k, v in record.items()}
         for name in ("token_ids", "token_loss_mask", "prev_logprobs"):
             if not isinstance(row.get(name), list):
                 raise UserError(f"{where}: no list {name}; give the training data that NeMo-RL's GRPO writes")
-        dropped |= set(row) - used
+        known = _renamed(row, columns, told, "token_ids token_loss_mask sample_loss_mask input_lengths idx content")
         length = int(row.get("input_lengths", len(row["token_ids"])))
         mask, ids = [int(keep) for keep in row["token_loss_mask"][:length]], row["token_ids"][:length]
         start = mask.index(1) if 1 in mask else length
-        values = {k: v[:length] if isinstance(v, list) else v for k, v in _renamed(row, columns).items()}
+        values = {k: v[:length] if isinstance(v, list) else v for k, v in known.items()}
         values |= {"token_id": ids, "prompt_length": start, "group": ids[:start]}
         yield where, values | {"mask": mask if row.get("sample_loss_mask", 1) else [0] * length}
 
@@ -331,44 +364,40 @@ def _torch_records(paths: Iterable[Path]) -> Iterator[Record]:
             yield f"{path} sample {index}", row
 
 
-def slime(records: Iterator[Record], _: Options, notes: list[str], dropped: set[str]) -> Iterator[Record]:
+def slime(records: Iterator[Record], _: Options, told: Told) -> Iterator[Record]:
     """Slime's training data (--dump-details or --save-debug-train-data): a dict of torch in {rollout_id}.pt, format 2."""
     columns = "logp=log_probs behavior_logp=rollout_log_probs ref_logp=ref_log_probs entropy=entropy "
     columns += "advantage=advantages reward=rewards token_id=tokens"
-    used = {"response_lengths", "loss_masks", "total_lengths", "rollout_position", "data_parallel_rank", "sample_index"}
-    used |= set(re.findall(r"=(\w+)", columns))
+    used = "response_lengths loss_masks total_lengths rollout_position data_parallel_rank sample_index"
     for where, row in records:
-        dropped |= set(row) - used
-        values, length = _renamed(row, columns), int(row["response_lengths"])
+        values, length = _renamed(row, columns, told, used), int(row["response_lengths"])
         start = len(row["tokens"]) - length
         values |= {"prompt_length": start, "group": row["tokens"][:start]}
         values["mask"] = [0] * start + [int(keep) for keep in row.get("loss_masks") or [1] * length]
         if "logp" not in values and "behavior_logp" in values:  # trained on the sampler's
             values["logp"] = values.pop("behavior_logp")
-            _note(notes, SAMPLERS)
+            told.notes[SAMPLERS] = None
         yield where, values
 
 
-def open_instruct(records: Iterator[Record], _: Options, notes: list[str], dropped: set[str]) -> Iterator[Record]:
+def open_instruct(records: Iterator[Record], _: Options, told: Told) -> Iterator[Record]:
     """open-instruct's {run}_rollouts_{shard}.jsonl (--save_traces)."""
-    _note(notes, SAMPLERS)
+    told.notes[SAMPLERS] = None
     columns = "step=step logp=logprobs advantage=advantage reward=reward group=prompt_idx env=dataset"
-    used = {"prompt_tokens", "response_tokens", *re.findall(r"=(\w+)", columns)}
     for where, record in records:
-        dropped |= set(record) - used
         prompt, response = (_integers(record.get(n), n, where) for n in ("prompt_tokens", "response_tokens"))
         if record.get("logprobs") is None:
             raise UserError(f"{where}: no logprobs; run open-instruct with log-probabilities of the sampler")
         values = {"step": None, "token_id": prompt + response, "prompt_length": len(prompt)}
-        yield where, values | _renamed(record, columns)
+        yield where, values | _renamed(record, columns, told, "prompt_tokens response_tokens")
 
 
-def verifiers(records: Iterator[Record], _: Options, notes: list[str], __: set[str]) -> Iterator[Record]:
+def verifiers(records: Iterator[Record], _: Options, told: Told) -> Iterator[Record]:
     """Verifiers' traces.jsonl (prime-rl: rollouts/step_N/…/traces.jsonl): episodes whose messages form a tree.
 
     Each path from the root to a leaf is a completion; a message in several of them counts in the first.
     """
-    streams = ["logprobs", "trainer_logprobs", "entropies", "advantages", "reference_logprobs"]
+    streams = "behavior_logp=logprobs logp=trainer_logprobs entropy=entropies advantage=advantages ref_logp=reference_logprobs"
     for where, episode in records:
         task, env = episode.get("group") or episode.get("task"), episode.get("env")
         whole = {"group": json.dumps(task, sort_keys=True) if isinstance(task, dict) else task}
@@ -379,13 +408,13 @@ def verifiers(records: Iterator[Record], _: Options, notes: list[str], __: set[s
             for path in _branches(trace.get("nodes") or [], where):
                 ids = [i for node, _ in path for i in node["token_ids"]]
                 mask = [int(keep and new) for node, new in path for keep in node["mask"]]
-                tokens = {name: [v for node, _ in path for v in _stream(node, name)] for name in streams}
-                tokens = {name: values for name, values in tokens.items() if values != [None] * len(ids)}
-                if "trainer_logprobs" not in tokens and "logprobs" in tokens:
-                    _note(notes, SAMPLERS)
-                    tokens["trainer_logprobs"] = tokens.pop("logprobs")
-                columns = "logp=trainer_logprobs behavior_logp=logprobs entropy=entropies advantage=advantages"
-                values = _renamed(tokens, columns + " ref_logp=reference_logprobs")
+                values: dict[str, Any] = {}
+                for ours, theirs in (pair.split("=") for pair in streams.split()):
+                    stream = [v for node, _ in path for v in _stream(node, theirs)]
+                    values |= {} if stream == [None] * len(ids) else {ours: stream}
+                if "logp" not in values and "behavior_logp" in values:
+                    told.notes[SAMPLERS] = None
+                    values["logp"] = values.pop("behavior_logp")
                 start = mask.index(1) if 1 in mask else len(ids)
                 yield where, {**whole, **values, "token_id": ids, "mask": mask, "prompt_length": start}
 
@@ -412,113 +441,90 @@ def _stream(node: Mapping[str, Any], name: str) -> list[Any]:
 # -- prime-rl's token export --------------------------------------------------------------------------------------------------
 
 
-def prime_rl(records: Iterator[Record], options: Options, notes: list[str], dropped: set[str]) -> Iterator[Record]:
+PRIME_RL = (
+    "token_id=token_ids position=position_ids mask=loss_mask logp=trainer_logprobs behavior_logp=inference_logprobs entropy=entropy "
+    "advantage=advantages ratio=importance_ratio temperature=temperatures reward=rewards masked=is_masked high=is_masked_high "
+    "low=is_masked_low rl=rl_weights ce=ce_weights ref_kl=ref_kl_weights"
+)
+"""Ours=theirs: a record's values of its tokens; the first five are needed."""
+
+
+def prime_rl(records: Iterator[Record], options: Options, told: Told) -> Iterator[Record]:
     """prime-rl's token export (enable_token_export): its output folder, or token_exports in it.
 
     Log-probabilities, entropy, advantages, ratios r = π/μ, masks of the default loss and, where the export has them, rewards
     are known. With `adv_tau` and `kl_tau`, loss_coef is w(−adv_tau·A·r·M + 2·kl_tau·(ln π − ln μ)) / (RL tokens of the
     step), w the token's weight `rl_weights`; of tokens outside pure RL (weight 0, or in another part of the loss) it is null.
     """
-    if options.adv_tau is not None:
-        text = f"loss_coef: of the default loss with adv_tau = {options.adv_tau:g}, kl_tau = {options.kl_tau:g}"
-        _note(notes, text)
-    found = list(records)
-    for where, record in found:
-        _check_export(record, where)
-        dropped |= set(record) - _EXPORTED
-    total = sum(weight is not None for _, record in found for weight in _weights(record))
-    for where, record in found:
-        yield from ((where, values) for values in _samples(record, options, total))
+    found, (adv_tau, kl_tau) = [], (options.adv_tau, options.kl_tau)
+    for where, record in records:
+        version = record.get("schema_version")
+        if version != PRIME_RL_SCHEMA:
+            wrong = f"schema_version {version}, not {PRIME_RL_SCHEMA}; export with a prime-rl that writes it"
+            raise UserError(f"{where}: {wrong}")
+        found.append((where, record, _exported(record, where, told)))
+    total = sum(int(tokens["rl"].notna().sum()) for _, _, tokens in found)
+    for where, record, tokens in found:
+        if adv_tau is not None and kl_tau is not None:
+            text = f"loss_coef: of the default loss with adv_tau = {adv_tau:g}, kl_tau = {kl_tau:g}"
+            told.notes[text] = None
+            policy = adv_tau * tokens["advantage"] * tokens["ratio"] * (1 - tokens["masked"])
+            coef = tokens["rl"] * (2 * kl_tau * (tokens["logp"] - tokens["behavior_logp"]) - policy) / total
+            tokens["loss_coef"] = coef.where(tokens["pure"])
+        for _, part in tokens.groupby(
+            (tokens["position"] == 0).cumsum()
+        ):  # packed samples, in which positions begin anew
+            mask = part["mask"] > 0
+            if not mask.any():
+                continue
+            known = [name for name in (*_TOKEN, "mask") if name in part and part[name].notna().any()]
+            values: dict[str, Any] = {name: part[name].tolist() for name in known}
+            values |= {"token_id": part["token_id"].astype(int).tolist(), "env": record.get("env_name")}
+            # A log-probability that is not finite is null.
+            values |= {"prompt_length": int(mask.argmax()), "mask": (mask & part["logp"].notna()).astype(int).tolist()}
+            for reward in part["reward"][mask].dropna().tolist()[:1]:
+                values |= {"reward": reward, "reward_parts": {"total": reward}}
+            yield where, values
 
 
-_EXPORTED = frozenset(
-    re.findall(
-        r"\w+",
-        "schema_version step export_step rank micro_step micro_sequence_idx export_sequence_idx run_id env_name position_ids "
-        "token_ids loss_mask advantages losses rewards rl_weights ce_weights ref_kl_weights inference_logprobs "
-        "trainer_logprobs entropy importance_ratio temperatures is_masked is_masked_high is_masked_low",
-    )
-)
-"""What is read of a record, and what says where it comes from."""
-
-
-def _check_export(record: dict[str, Any], where: str) -> None:
-    version = record.get("schema_version")
-    if version != PRIME_RL_SCHEMA:
-        raise UserError(
-            f"{where}: schema_version {version}, not {PRIME_RL_SCHEMA}; export with a prime-rl that writes it"
-        )
+def _exported(record: dict[str, Any], where: str, told: Told) -> pd.DataFrame:
+    """The tokens of a record, with columns of PRIME_RL, `clipped` and `pure` (no other part of the loss); weight: NaN outside RL."""
     ids = _integers(record.get("token_ids"), "token_ids", where)
-    for name in ("position_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"):
-        values = record.get(name)
+    pairs = [pair.split("=") for pair in PRIME_RL.split()]
+    columns: dict[str, Any] = {}
+    for ours, theirs in pairs:
+        values = record.get(theirs)
+        if values is None and pairs.index([ours, theirs]) >= 5:
+            values = [None] * len(ids)
         if not isinstance(values, list) or len(values) != len(ids):
-            raise UserError(f"{where}: {name} is no list of {len(ids)} values like token_ids; export the step again")
-
-
-def _weights(record: dict[str, Any]) -> list[float | None]:
-    """Each token's weight in the RL loss; None outside it. prime-rl leaves tokens of weight 0 out of the denominator."""
+            raise UserError(f"{where}: {theirs} is no list of {len(ids)} values like token_ids; export the step again")
+        columns[ours] = [number(value, theirs, where) for value in values]
+    known = (
+        "losses env_name schema_version step export_step rank micro_step micro_sequence_idx export_sequence_idx run_id"
+    )
+    _renamed(record, PRIME_RL, told, known)
+    tokens = pd.DataFrame(columns, dtype=float)
+    tokens["clipped"] = tokens["high"] - tokens["low"]
+    tokens["pure"] = (tokens[["ce", "ref_kl"]].fillna(0) == 0).all(axis=1)
+    # prime-rl leaves tokens of weight 0 out of the denominator.
+    tokens["rl"] = tokens["rl"].fillna(1).where(lambda weight: (tokens["mask"] > 0) & (weight != 0))
     if record.get("losses") is not None:  # since 2026-09, in place of the weights
-        of_rl = [(losses or {}).get("rl") for losses in record["losses"]]
-        return [1.0 if one is not None and one.get("mask") else None for one in of_rl]
-    given = record.get("rl_weights") or [None] * len(record["token_ids"])
-    weights = [1.0 if weight is None else float(weight) for weight in given]
-    return [weight if keep and weight else None for keep, weight in zip(record["loss_mask"], weights, strict=True)]
-
-
-def _pure(record: dict[str, Any], i: int) -> bool:
-    """Whether token i has no other part of the loss."""
-    others = [(record.get(name) or {i: None})[i] for name in ("ce_weights", "ref_kl_weights")]
-    channels = (record.get("losses") or {i: None})[i] or {}
-    return not any(others) and not any((channels.get(name) or {}).get("mask") for name in channels if name != "rl")
-
-
-def _samples(record: dict[str, Any], options: Options, total: int) -> Iterator[dict[str, Any]]:
-    """The samples of a packed sequence, in which positions begin anew."""
-    starts = [i for i, position in enumerate(record["position_ids"]) if i == 0 or position == 0]
-    weights, count = _weights(record), len(record["token_ids"])
-    columns = "token_id=token_ids logp=trainer_logprobs behavior_logp=inference_logprobs entropy=entropy "
-    tokens = _renamed(record, columns + "advantage=advantages ratio=importance_ratio temperature=temperatures")
-    if record.get("is_masked_high") is not None and record.get("is_masked_low") is not None:
-        pairs = zip(record["is_masked_high"], record["is_masked_low"], strict=True)
-        tokens["clipped"] = [None if None in pair else int(pair[0]) - int(pair[1]) for pair in pairs]
-    if options.adv_tau is not None:
-        pure = [weights[i] if _pure(record, i) else None for i in range(count)]
-        tokens["loss_coef"] = [_coefficient(record, i, pure[i], options, total) for i in range(count)]
-    known = [lp is not None for lp in tokens["logp"]]  # a value that is not finite is null
-    for start, end in zip(starts, [*starts[1:], count], strict=True):
-        mask = record["loss_mask"][start:end]
-        if not any(mask):
-            continue
-        values = {name: column[start:end] for name, column in tokens.items()}
-        values |= {"prompt_length": mask.index(True), "env": record.get("env_name")}
-        values["mask"] = [int(keep and there) for keep, there in zip(mask, known[start:end], strict=True)]
-        rewards = zip((record.get("rewards") or [])[start:end], mask, strict=False)
-        reward = next((reward for reward, keep in rewards if keep and reward is not None), None)
-        yield values if reward is None else values | {"reward": reward, "reward_parts": {"total": float(reward)}}
-
-
-def _coefficient(record: Mapping[str, Any], i: int, weight: float | None, options: Options, total: int) -> float | None:
-    """∂L/∂ln π of token i; None outside pure RL and where the export lacks a value."""
-    names = ("advantages", "importance_ratio", "is_masked", "trainer_logprobs", "inference_logprobs")
-    values = [record[name][i] for name in names if record.get(name) is not None]
-    known = [float(value) for value in values if value is not None]
-    if weight is None or options.adv_tau is None or options.kl_tau is None or len(known) < len(names):
-        return None
-    advantage, ratio, masked, logp, sampler = known
-    policy = 0.0 if masked else options.adv_tau * advantage * ratio
-    return float(weight * (2 * options.kl_tau * (logp - sampler) - policy) / total)
+        parts = [{name for name, of in (losses or {}).items() if (of or {}).get("mask")} for losses in record["losses"]]
+        tokens["rl"] = [1.0 if "rl" in names else math.nan for names in parts]
+        tokens["pure"] &= pd.Series([names <= {"rl"} for names in parts], dtype=bool)
+    return tokens
 
 
 # -- verl's rollout files -----------------------------------------------------------------------------------------------------
 
 
-def verl(records: Iterator[Record], _: Options, notes: list[str], __: set[str]) -> Iterator[Record]:
+def verl(records: Iterator[Record], _: Options, told: Told) -> Iterator[Record]:
     """Verl's rollout files, N.jsonl in the folder that `trainer.rollout_data_dir` names: texts and rewards, no tokens.
 
     Accuracy where the reward function gives `acc`. Completions of a prompt are a group: by `uid` where the file has it, else
     by equal prompts.
     """
-    _note(notes, "the files have no tokens")
+    told.notes["the files have no tokens"] = None
     known = ("input", "output", "gts", "score", "step", "uid", "request_id")
     for where, record in records:
         for name in ("input", "output"):
@@ -539,7 +545,7 @@ class Format:
     Attributes:
         patterns: of its files in the folder, separated by spaces; the first that has any.
         name: regular expression of their paths; its group is the step.
-        rows: the records of files with one step, options, notes and names of dropped columns to add to -> rows of COLUMNS.
+        rows: the records of files with one step, options, what to tell the user -> rows of COLUMNS.
         written: how its trainer writes token IDs, log-probabilities and advantages.
         a_step: whether a file has one step, so that steps are read one after the other.
         records: reads files.
@@ -547,7 +553,7 @@ class Format:
 
     patterns: str
     name: str
-    rows: Callable[[Iterator[Record], Options, list[str], set[str]], Iterator[Record]]
+    rows: Callable[[Iterator[Record], Options, Told], Iterator[Record]]
     written: str
     a_step: bool = True
     records: Callable[[Iterable[Path]], Iterator[Record]] = json_lines

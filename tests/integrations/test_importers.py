@@ -16,18 +16,15 @@ from typer.testing import CliRunner
 import sharpscope
 from sharpscope.cli import app
 from sharpscope.errors import UserError
-from sharpscope.integrations.completions import Labels
 from sharpscope.integrations.importers import Options, import_files, read, recognize
 from sharpscope.policy import PolicySpec, load_policy
 from sharpscope.probes import score_norms
 from sharpscope.recording.from_checkpoint import probe_trace
 from tests.integrations.trainers import small_model, tokenizer
 
-LABELS = Labels("grpo", "task", 3)
 
-
-def import_jsonl(source: Path, out: Path, labels: Labels, columns: Any = None) -> dict[str, int]:
-    return import_files("jsonl", source, out, labels, Options(columns=columns or {}))
+def imported(kind: str | None, source: Path, out: Path, **options: Any) -> dict[str, int]:
+    return import_files(kind, source, out, Options(**({"method": "grpo", "task": "task", "seed": 3} | options)))
 
 
 def write_lines(path: Path, records: list[Any]) -> Path:
@@ -97,8 +94,8 @@ def export(tmp_path: Path) -> tuple[Path, dict[int, list[dict[str, Any]]]]:
 def test_jsonl_with_a_sequence_on_each_line(tmp_path: Path):
     file = write_lines(tmp_path / "t.jsonl", ROWS)
     tokenizer().save_pretrained(tmp_path / "words")
-    labels = Labels(tokenizer=str(tmp_path / "words"))
-    assert import_jsonl(file, tmp_path / "run", labels, NAMES) == {"steps": 2, "rollouts": 3, "tokens": 6}
+    options = {"tokenizer": str(tmp_path / "words"), "columns": NAMES}
+    assert imported("jsonl", file, tmp_path / "run", **options) == {"steps": 2, "rollouts": 3, "tokens": 6}
     run = sharpscope.load_run(tmp_path / "run")
     tokens = run.tokens()
     assert tokens["token_id"].tolist() == [5, 7, 8, 9, 8, 9] and tokens["position"].tolist() == [0, 2, 0, 1, 0, 1]
@@ -117,7 +114,7 @@ def test_jsonl_with_a_token_on_each_line(tmp_path: Path):
         for token, lp, keep in zip(row["ids"], row["lp"], row["m"], strict=True)
     ]
     rows[2] |= {"reward": 0.5, "entropy": 1.5}  # known of the last token only
-    import_jsonl(write_lines(tmp_path / "t.jsonl", rows), tmp_path / "run", LABELS)
+    imported("jsonl", write_lines(tmp_path / "t.jsonl", rows), tmp_path / "run")
     run = sharpscope.load_run(tmp_path / "run")
     tokens = run.tokens()
     assert tokens["token_id"].tolist() == [5, 7, 8, 9, 8, 9] and tokens["position"].tolist() == [0, 2, 0, 1, 0, 1]
@@ -133,7 +130,7 @@ def test_a_folder_of_files_with_prompt_and_completion_in_one_list(tmp_path: Path
         row |= {"attribution": [0, 0, 0.5, 0.25], "score_norm": [None, None, 2.0, 3.0], "clipped": [0, 0, 1, 0]}
         row |= {"grad_norm": 1.5, "loss": 0.1 * step, "lr": 1e-3, "mystery": 1}
         write_lines(tmp_path / "dump" / f"train_data_step{step}.jsonl", [row, row | {"reward": math.nan}])
-    import_jsonl(tmp_path / "dump", tmp_path / "run", LABELS, {"token_id": "ids"})
+    imported("jsonl", tmp_path / "dump", tmp_path / "run", columns={"token_id": "ids"})
     run = sharpscope.load_run(tmp_path / "run")
     assert run.steps["step"].tolist() == [1, 8] and run.steps["grad_norm"].tolist() == [1.5, 1.5]
     assert run.steps["lr"].tolist() == [1e-3] * 2 and run.steps["loss"].tolist() == pytest.approx([0, 0.7])
@@ -148,7 +145,7 @@ def test_a_folder_of_files_with_prompt_and_completion_in_one_list(tmp_path: Path
     file = write_lines(
         tmp_path / "t.jsonl", [{"token_id": [5, 6, 7], "logp": [-1.0, -2.0], "prompt_length": 1, "advantage": 0.5}]
     )
-    import_jsonl(file, tmp_path / "length", LABELS)
+    imported("jsonl", file, tmp_path / "length")
     assert sharpscope.load_run(tmp_path / "length").tokens()["token_id"].tolist() == [6, 7]
 
 
@@ -160,7 +157,7 @@ def test_the_samplers_log_probabilities_are_checked(tmp_path: Path):
         {"step": step, "token_id": [5] * 20, "logp": logp.tolist(), "behavior_logp": sampler.tolist()}
         for step, sampler in enumerate((logp, some, np.zeros(20)), 1)
     ]
-    import_jsonl(write_lines(tmp_path / "t.jsonl", lines), tmp_path / "run", LABELS)
+    imported("jsonl", write_lines(tmp_path / "t.jsonl", lines), tmp_path / "run")
     events = sharpscope.load_run(tmp_path / "run").events
     found = sorted(zip(events["step"], events["rule"], events["value"], strict=True))
     gap = pytest.approx(1.75)  # mean |ln π − ln μ|
@@ -175,7 +172,7 @@ def test_the_samplers_log_probabilities_are_checked(tmp_path: Path):
 
 def test_prime_rl(export, tmp_path: Path):
     source, records = export
-    counts = import_files("prime-rl", source, tmp_path / "run", LABELS, Options(adv_tau=1.25, kl_tau=0.01))
+    counts = imported("prime-rl", source, tmp_path / "run", adv_tau=1.25, kl_tau=0.01)
     assert counts == {"steps": 2, "rollouts": 8, "tokens": 24}
     run = sharpscope.load_run(tmp_path / "run")
     assert (run.method, run.task, run.seed, run.status, run.info["steps_done"]) == ("grpo", "task", 3, "finished", 2)
@@ -233,7 +230,7 @@ def test_tokens_outside_pure_rl_have_no_coefficient(tmp_path: Path):
     record["ce_weights"] = [0.0] * 4 + [1.0] + [0.0] * 5
     write_lines(tmp_path / "step_1" / "rank_0.jsonl", [record])
     (tmp_path / "step_1" / "STABLE").touch()
-    import_files("prime-rl", tmp_path, tmp_path / "run", LABELS, Options(adv_tau=1.0, kl_tau=0.0))
+    imported("prime-rl", tmp_path, tmp_path / "run", adv_tau=1.0, kl_tau=0.0)
     tokens = sharpscope.load_run(tmp_path / "run").tokens()
     weight = np.array(record["rl_weights"])[[2, 3, 4, 6, 7, 9]]
     expected = -weight * tokens["advantage"] * tokens["ratio"] * (tokens["clipped"] == 0) / 4
@@ -242,7 +239,7 @@ def test_tokens_outside_pure_rl_have_no_coefficient(tmp_path: Path):
     distilled = packed(rng, 1, rl_weights=[0.0] * 10)
     write_lines(tmp_path / "o" / "step_1" / "rank_0.jsonl", [distilled])
     (tmp_path / "o" / "step_1" / "STABLE").touch()
-    import_files("prime-rl", tmp_path / "o", tmp_path / "other", LABELS, Options(adv_tau=1.0, kl_tau=0.0))
+    imported("prime-rl", tmp_path / "o", tmp_path / "other", adv_tau=1.0, kl_tau=0.0)
     assert sharpscope.load_run(tmp_path / "other").tokens()["loss_coef"].isna().all()
 
 
@@ -261,13 +258,13 @@ def test_prime_rl_with_channels_and_without_the_constants(tmp_path: Path):
     folder = tmp_path / "token_exports" / "step_4"
     write_lines(folder / "rank_0.jsonl", [record])
     (folder / "STABLE").touch()
-    import_files("prime-rl", tmp_path / "token_exports", tmp_path / "run", LABELS)
+    imported("prime-rl", tmp_path / "token_exports", tmp_path / "run")
     run = sharpscope.load_run(tmp_path / "run")
     assert run.rollouts["reward"].tolist() == [0.5, 0.5] and run.steps["reward_mean"].tolist() == [0.5]
     assert run.steps["step"].tolist() == [4] and len(run.tokens()) == 5
     assert run.tokens()["loss_coef"].isna().all() and (run.rollouts["env"] == "e").all()
     np.testing.assert_allclose(run.tokens()["temperature"], [0.7] * 2 + [1.0] * 3)
-    import_files("prime-rl", tmp_path / "token_exports", tmp_path / "known", LABELS, Options(adv_tau=1.0, kl_tau=0.0))
+    imported("prime-rl", tmp_path / "token_exports", tmp_path / "known", adv_tau=1.0, kl_tau=0.0)
     tokens = sharpscope.load_run(tmp_path / "known").tokens()
     expected = -tokens["advantage"] * tokens["ratio"] * (tokens["clipped"] == 0) / 10
     np.testing.assert_allclose(tokens["loss_coef"], expected, rtol=1e-6)
@@ -408,7 +405,7 @@ def test_dumps_of_trainers(kind, dump, tmp_path: Path):
     rows = truth(np.random.default_rng(3))
     more = dump(tmp_path / "dump", rows)
     assert recognize(tmp_path / "dump") == kind
-    import_files(None, tmp_path / "dump", tmp_path / "run", LABELS)
+    imported(None, tmp_path / "dump", tmp_path / "run")
     run = sharpscope.load_run(tmp_path / "run")
     sampler_only = kind == "open-instruct"
     for step in (1, 2):
@@ -448,14 +445,14 @@ def test_a_message_in_two_branches_counts_once(tmp_path: Path):
             {"parent": parent, "token_ids": ids, "mask": [True] * len(ids), "logprobs": [-0.1 * i for i in ids]}
         )
     write_lines(tmp_path / "traces.jsonl", [{"traces": [{"nodes": nodes, "rewards": {}}]}])
-    ((step, completions),) = read(tmp_path / "traces.jsonl", "verifiers", Options(), [])
+    ((step, completions),) = read(tmp_path / "traces.jsonl", "verifiers", Options(), {})
     assert step == 1 and [c.ids for c in completions] == [[3, 4, 5, 6, 7], [3, 4, 5, 6, 8, 9]]
     assert [c.tokens["token_id"] for c in completions] == [[5, 6, 7], [8, 9]]
     assert completions[1].tokens["logp"] == pytest.approx([-0.8, -0.9]) and completions[1].prompt_length == 4
     del nodes[1]["token_ids"]
     write_lines(tmp_path / "traces.jsonl", [{"traces": [{"nodes": nodes}]}])
     with pytest.raises(UserError, match="line 1: a message has no token_ids; run with verifiers' TrainClient"):
-        list(read(tmp_path / "traces.jsonl", "verifiers", Options(), []))
+        list(read(tmp_path / "traces.jsonl", "verifiers", Options(), {}))
 
 
 def test_verl(tmp_path: Path):
@@ -467,7 +464,7 @@ def test_verl(tmp_path: Path):
     by_text = [line(2, "same", i, i / 4, acc=float(i > 1), format=0.5) for i in range(3)]
     write_lines(tmp_path / "rollouts" / "2.jsonl", by_text)
     (tmp_path / "rollouts" / "notes.jsonl").write_text("not a step")
-    assert import_files("verl", tmp_path / "rollouts", tmp_path / "run", LABELS) == {
+    assert imported("verl", tmp_path / "rollouts", tmp_path / "run") == {
         "steps": 2,
         "rollouts": 7,
         "tokens": 0,
@@ -524,7 +521,7 @@ def test_the_temperature_is_that_of_probes(tmp_path: Path):
 )
 def test_a_bad_table_is_refused_and_nothing_is_left(row, columns, message, tmp_path: Path):
     with pytest.raises(UserError) as raised:
-        import_jsonl(write_lines(tmp_path / "t.jsonl", [row]), tmp_path / "run", LABELS, columns)
+        imported("jsonl", write_lines(tmp_path / "t.jsonl", [row]), tmp_path / "run", columns=columns)
     assert message in str(raised.value)
     assert not (tmp_path / "run").exists()
 
@@ -538,16 +535,16 @@ def test_other_mistakes(export, tmp_path: Path):
     ):
         write_lines(bad, [records[0][0] | change])
         with pytest.raises(UserError, match=message):
-            import_files("prime-rl", source, tmp_path / "run", LABELS)
+            imported("prime-rl", source, tmp_path / "run")
     write_lines(tmp_path / "v" / "1.jsonl", [{"input": "q", "output": "a", "score": 1.0}])
     (tmp_path / "v" / "2.jsonl").write_text("")
-    for kind, folder, labels, message in (
-        ("verl", tmp_path / "nothing", LABELS, "has no files of verl"),
-        ("verl", tmp_path / "v", LABELS, "step 2 has no completion"),
-        ("verl", tmp_path / "v", Labels(tokenizer="nowhere"), "--tokenizer nowhere: cannot be loaded"),
+    for kind, folder, options, message in (
+        ("verl", tmp_path / "nothing", {}, "has no files of verl"),
+        ("verl", tmp_path / "v", {}, "step 2 has no completion"),
+        ("verl", tmp_path / "v", {"tokenizer": "nowhere"}, "--tokenizer nowhere: cannot be loaded"),
     ):
         with pytest.raises(UserError, match=message):
-            import_files(kind, folder, tmp_path / "run", labels)
+            imported(kind, folder, tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
 
 

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 import sharpscope
-from sharpscope.integrations.completions import Labels
-from sharpscope.integrations.importers import import_files
+from sharpscope.integrations.importers import Options, import_files
 from tests.integrations.test_loop import LENGTH, drawn, logps
 from tests.integrations.trainers import small_model, tokenizer
 
@@ -224,7 +223,7 @@ def test_tinkers_writer_makes_a_table(tmp_path: Path):
     data = [datum([3, 4, 5, 6], [0, 1, 1]), datum([7, 8, 9, 5, 4], [0, 0, 1, 1])]
     logp = [[0.0, -0.6, -0.4], [0.0, 0.0, -0.5, -0.7]]
     recipe("tinker")["write"](tmp_path / "t.jsonl", 1, data, logp)
-    import_files("jsonl", tmp_path / "t.jsonl", tmp_path / "run", Labels())
+    import_files("jsonl", tmp_path / "t.jsonl", tmp_path / "run", Options())
     run = sharpscope.load_run(tmp_path / "run")
     assert [json.loads(ids) for ids in run.rollouts["token_ids"]] == [[3, 4, 5, 6], [7, 8, 9, 5, 4]]
     tokens = run.tokens()

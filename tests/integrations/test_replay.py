@@ -18,7 +18,7 @@ from sharpscope.cli.app import main
 from sharpscope.config import build_config
 from sharpscope.config.methods import parse_method
 from sharpscope.errors import UserError
-from sharpscope.integrations.replay import probe_rollouts
+from sharpscope.integrations.importers import probe_rollouts
 from sharpscope.policy import PolicySpec, load_policy
 from sharpscope.training import train
 from tests.conftest import TOY

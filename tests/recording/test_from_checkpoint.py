@@ -13,8 +13,7 @@ import torch
 
 import sharpscope
 from sharpscope.errors import UserError
-from sharpscope.integrations.completions import Labels
-from sharpscope.integrations.importers import import_files
+from sharpscope.integrations.importers import Options, import_files
 from sharpscope.policy import PolicySpec, load_policy
 from sharpscope.recording import from_checkpoint
 from sharpscope.recording.from_checkpoint import STATISTICS, probe_trace, step_rows
@@ -44,7 +43,7 @@ def trace(folder: Path, coef: list[list[float]] | None, shift: float = 0.0) -> P
     ]
     file = folder / "t.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    import_files("jsonl", file, folder / "imported", Labels())
+    import_files("jsonl", file, folder / "imported", Options())
     return folder / "imported"
 
 
@@ -122,7 +121,7 @@ def test_what_cannot_be_probed_is_refused(checkpoint: Path, tmp_path: Path):
         ),
     ):
         (tmp_path / "u.jsonl").write_text(json.dumps({"prompt_ids": [2]} | line))
-        import_files("jsonl", tmp_path / "u.jsonl", tmp_path / name, Labels())
+        import_files("jsonl", tmp_path / "u.jsonl", tmp_path / name, Options())
         with pytest.raises(UserError, match=words):
             probe_trace(sharpscope.load_run(tmp_path / name), policy, tmp_path / "out")
     assert not (tmp_path / "out").exists()

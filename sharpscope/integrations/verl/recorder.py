@@ -469,9 +469,8 @@ class VerlRecorder(Guard):
         assert self.writer is not None
         writer, step = self.writer, self.count
         given = [one for completions, _ in parts for one in completions]
-        tokenizer = self.worker.model_config.tokenizer
-        tables = step_tables(step, given, lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
-        for event in [*step_events(step, given, "verl"), *self.events]:
+        tables = step_tables(step, given, self.worker.model_config.tokenizer)
+        for event in [*step_events(step, tables, "verl"), *self.events]:
             writer.append("events", event.row())
         if self.probes:
             writer.append("probes", {"step": step, **columns(self.probes)})
