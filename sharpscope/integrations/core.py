@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +26,11 @@ from sharpscope.config import RunConfig, validate
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
 from sharpscope.integrations.guard import Guard, T, reason_of, warn_stopped
-from sharpscope.integrations.price import Work, places
 from sharpscope.integrations.steps import (
     Batch,
     Step,
+    Work,
+    places,
     prompt_texts,
     same_prompts,
     unused_tokens,
@@ -143,6 +144,7 @@ class Recorder(Guard):
         self.scorer = Scorer(model, temperature, self.config.update.microbatch_tokens, False, compute=compute)
         self.run_dir = self.out
         self.recent: list[float] = []
+        self.gap = math.inf  # mean |ln π of the trainer − ln π of the recorder| of the last step [nats]
         self._serial = distributed.rank()
         self._step, self.step_number, self.total = Step(), 1, 0
         self._events: list[Event] = []
@@ -330,24 +332,38 @@ class Recorder(Guard):
 
     # -- batches and updates ------------------------------------------------------------------------------------------
 
-    def batch_of(
-        self, rollouts: Rollouts, advantage: Tensor, parts: Sequence[Mapping[str, float]] = (), size: int = 1
-    ) -> RolloutBatch:
-        """Completions with their rewards, and the rewards' parts; each `size` rows have one prompt."""
+    def open_batch(
+        self,
+        rollouts: Rollouts,
+        advantage: Tensor,
+        labels: Sequence[Hashable] | None = None,
+        parts: Sequence[Mapping[str, float]] = (),
+        size: int = 1,
+        shared: bool = False,
+        measure: bool = True,
+    ) -> Batch:
+        """Add a batch of completions to the step, and measure its tokens' statistics before the update.
+
+        Args:
+            rollouts: N completions with their rewards, of this process, or with `shared` of all, which have the same.
+            advantage: (N,) or (N, T).
+            labels: (N,) names of the rows' groups; None: those of the rollouts.
+            parts: (N,) of the rewards.
+            size: each `size` rows have one example.
+            shared: whether every process has the batch.
+            measure: whether to measure them now; else the caller fills them in before the update.
+        """
+        self._serial += 1 if shared else distributed.world_size()
         examples = [Example(text, "", {}) for text in prompt_texts(rollouts, self.policy.tokenizer)[::size]]
         each = zip(rollouts.reward.tolist(), parts or [{}] * len(rollouts), strict=True)
         rewards = [Reward(v, dict(of), bool(self.correct(v)) if self.correct else False) for v, of in each]
-        return RolloutBatch(examples, rollouts, rewards, advantage, None)
-
-    def open_batch(self, rollouts: Rollouts, advantage: Tensor, labels: list[Any], **options: Any) -> Batch:
-        """Add a batch of this process's completions to the step: measure its tokens' statistics before the update."""
-        self._serial += distributed.world_size()
-        batch = self.batch_of(rollouts, advantage, **options)
         with self.whole():
-            shared = len(batch.examples) < len(rollouts) and same_prompts(rollouts, 2)
-            stats = replace(self.scorer, share_prompt=shared).statistics(rollouts, divided=False)
-        sampled = not bool(rollouts.behavior_logp.isnan().all())
-        made = Batch(self._serial, batch, unused_tokens(stats, advantage), sampled, labels)
+            same = size > 1 and same_prompts(rollouts, size)
+            scorer = replace(self.scorer, share_prompt=same)
+            stats = scorer.statistics(rollouts, divided=shared) if measure else scorer.zeros(rollouts)
+        batch = RolloutBatch(examples, rollouts, rewards, advantage, None)
+        labels = labels or [(self._serial, group) for group in rollouts.group.tolist()]
+        made = Batch(self._serial, batch, unused_tokens(stats, advantage), list(labels), shared)
         self._step.batches.append(made)
         return made
 
@@ -470,7 +486,8 @@ class Recorder(Guard):
         started, step, number = time.perf_counter(), self._step, self.step_number
         batch, tokens, first = step.joined()
         if step.gaps:
-            self._check_gap(float(torch.cat(step.gaps).mean()))
+            self.gap = float(torch.cat(step.gaps).mean())
+            self._check_gap(self.gap)
         probed = self._probed(tokens.update)
         self._check_shares(probed, tokens.update, {index for index, _, _ in step.again})
         method = self.method if self.weights is None else self.method.model_copy(update={"weight": self.weights.weight})
@@ -498,8 +515,8 @@ class Recorder(Guard):
             layers = {at: values for one in self._observed for at, values in one.by_layer.items()}
             written = self._written(batch.rollouts)
             columns = token_columns(number, batch, result, probed, self.policy.head, self.temperature, layers, written)
-            sampled = all(one.sampled for one in step.batches)
-            self._append("tokens", columns if sampled else columns | {"behavior_logp": None})
+            unknown = any(bool(one.rollout_batch.rollouts.behavior_logp.isnan().all()) for one in step.batches)
+            self._append("tokens", columns | ({"behavior_logp": None} if unknown else {}))
             if (later := step.later_uses(first)) is not None:
                 kept = slice(None) if written is None else written[0].numpy()[later["rollout"]]
                 self._append("uses", {"step": number} | {name: values[kept] for name, values in later.items()})
@@ -583,7 +600,7 @@ class Recorder(Guard):
         rollouts = batch.rollouts.rows(rows.to(batch.rollouts.group.device))
         mask = rollouts.completion_mask.bool().cpu()
         with self.whole():  # a group may have several prompts
-            after = replace(self.scorer, share_prompt=False).statistics(rollouts, divided=False).logp.cpu()
+            after = self.scorer.statistics(rollouts, divided=False).logp.cpu()
         x = (after - before.cpu()[rows])[mask].double()
         return float((torch.expm1(x) - x).mean()) if len(x) else None
 

@@ -1,8 +1,6 @@
 """Export of scalars (tables steps, updates, eval and probes) to TensorBoard and Weights & Biases.
 
-Everything stays on the machine unless `online` is set for Weights & Biases. A scalar is named steps/<column>,
-updates/<index in the step>/<column>, eval/<split>/<level>/T<temperature>@<k>/<column>, or
-probes/<probe>/<probe set>/<functional>/<parameters>/<quantity>[/rho<rho>][/std_error].
+Everything stays on the machine unless `online` is set for Weights & Biases. A scalar is named by `_NAMES` and its column.
 """
 
 from __future__ import annotations
@@ -86,27 +84,28 @@ def export(
 def scalars(run: Run) -> dict[int, dict[str, float]]:
     """Scalars of a run: step -> name -> value. Those that are missing or not finite and spectral densities are left out."""
     result: dict[int, dict[str, float]] = {}
-    for table in ("steps", "updates", "eval", "probes"):
+    for table, pattern in _NAMES.items():
         numbers = [c.name for c in TABLES[table].columns if c.type[:3] in ("int", "flo")]
         names = ["value", "std_error"] if table == "probes" else [n for n in numbers if n not in TABLES[table].key]
         for row in getattr(run, table).to_dict("records"):
+            label = "/".join(
+                part for part in (part.format(**row) for part in pattern.split("/")) if part not in ("", "None")
+            )
+            label += "" if pd.isna(row.get("rho")) else f"/rho{row['rho']:g}"
             for name in names if row.get("quantity") != "density" else ():
                 if not pd.isna(row[name]) and math.isfinite(row[name]):
-                    label = _prefix(table, row) + ("" if name == "value" else f"/{name}")
-                    result.setdefault(int(row["step"]), {})[label] = float(row[name])
+                    key = label if name == "value" else f"{label}/{name}"
+                    result.setdefault(int(row["step"]), {})[key] = float(row[name])
     return dict(sorted(result.items()))
 
 
-def _prefix(table: str, row: dict[str, Any]) -> str:
-    if table == "updates":
-        return f"updates/{row['update']}"
-    if table == "eval":
-        return f"eval/{row['split']}/{row['level']}/T{row['temperature']:g}@{row['k']}"
-    if table == "probes":
-        parts = [row[name] for name in ("probe", "probe_set", "functional", "parameters", "quantity")]
-        parts += [] if pd.isna(row["rho"]) else [f"rho{row['rho']:g}"]
-        return "/".join(["probes", *filter(None, parts)])
-    return table
+_NAMES = {
+    "steps": "steps",
+    "updates": "updates/{update}",
+    "eval": "eval/{split}/{level}/T{temperature:g}@{k}",
+    "probes": "probes/{probe}/{probe_set}/{functional}/{parameters}/{quantity}",
+}
+"""Table -> beginning of its scalars' names."""
 
 
 def _tensorboard(stack: ExitStack, out: Path, name: str, config: Any, _project: str, _online: bool) -> Write:

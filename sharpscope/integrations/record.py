@@ -1,21 +1,34 @@
-"""`sharpscope.record`: record a trainer, or any training loop in PyTorch."""
+"""`sharpscope.record`: record a trainer, or any training loop in PyTorch, and the recorder of a loop.
+
+A loop tells its recorder of tokens before the backward pass, and of the gradient after it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import atexit
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import lt
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from sharpscope import distributed
 from sharpscope.config.methods import parse_method
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
-from sharpscope.integrations.loop import LoopRecorder
-from sharpscope.objective import Method
+from sharpscope.integrations.core import Recorder, dropout_of
+from sharpscope.integrations.steps import Work, prompt_texts, sequences_of
+from sharpscope.objective import Method, k3
+from sharpscope.policy import Rollouts
+from sharpscope.probes import guarded
+from sharpscope.recording.observers import StepObserver
 
 
 def record(
@@ -33,7 +46,6 @@ def record(
     steps: int = 0,
     updates_per_step: int = 1,
     temperature: float = 1.0,
-    max_grad_norm: float | None = None,
 ) -> Any:
     """Record a trainer, or the updates of a model in a training loop of your own.
 
@@ -59,11 +71,10 @@ def record(
         recording: fields of the run configuration's part `recording`, such as {"token_gradients_every": 5}.
         critical_sharpness: whether to measure the critical sharpness of updates; or the interval [steps]. A loop gives `step` its
             loss as a function. By default it, norms and shares are measured at up to ten steps of the training, and at fewer where
-            they would cost more than 12 % of its passes (`integrations.price`).
+            they would cost more than 12 % of its passes (docs/trainers/index.md).
         steps: number of steps of the loop, if known: the last one is measured like the first.
         updates_per_step: optimizer updates of the loop that use one batch of completions.
         temperature: at which the loop's log-probabilities are taken.
-        max_grad_norm: to which the loop clips; None: measured from the gradient.
 
     Returns:
         The recorder: of a trainer, `recorder.detach()` restores the trainer; of a loop, a `LoopRecorder`.
@@ -89,7 +100,7 @@ def record(
         raise UserError("record: a model needs its optimizer and tokenizer; record(model, optimizer, tokenizer=…)")
     if weights is not None:
         raise UserError("weights: a loop of your own applies its own; leave them out")
-    options |= {"temperature": temperature, "max_grad_norm": max_grad_norm, "task": task or "loop"}
+    options |= {"temperature": temperature, "task": task or "loop"}
     return LoopRecorder(model, optimizer, tokenizer, out, steps=steps, updates=updates_per_step, **options)
 
 
@@ -125,3 +136,231 @@ def _weighting(given: str | Method) -> Method:
     if isinstance(given, Method):
         return given
     return parse_method(given).with_preset("auto", "paper").model_copy(update={"name": given})
+
+
+class LoopRecorder(Recorder):
+    """Records a loop: `tokens` before each backward pass, `step` before each optimizer step, `close` at the end."""
+
+    given = frozenset({"generation"})
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        tokenizer: Any,
+        out: str | Path,
+        *,
+        steps: int,
+        updates: int,
+        **options: Any,
+    ) -> None:
+        self.period, self.work = updates, Work(epochs=updates)
+        name, lr = f"loop with {type(optimizer).__name__}", float(optimizer.param_groups[0]["lr"])
+        self.info = {"method": "loop", "notes": ["recorded from a training loop"], "trainer": {"name": name}}
+        options |= {"lr": lr, "seed": torch.initial_seed() % 2**31}
+        super().__init__(getattr(model, "module", model), tokenizer, out, **options)
+        self._loss_fn: Callable[[], Tensor | float] | None = None
+        # of this step: name of a row, and how many had it before -> batch and row in it
+        self._rows: dict[tuple[Hashable, int], tuple[int, int]] = {}
+        self._seen = Counter[Hashable]()  # how often the present update has used a name
+        self.begin(optimizer, steps)
+        self._closed = time.perf_counter()
+        atexit.register(self._at_exit)
+
+    def tokens(
+        self,
+        logp: Tensor,
+        input_ids: Tensor,
+        completion_mask: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        old_logp: Tensor | None = None,
+        sampler_logp: Tensor | None = None,
+        ref_logp: Tensor | None = None,
+        advantages: Tensor | Sequence[float] | None = None,
+        rewards: Tensor | Sequence[float] | None = None,
+        groups: Tensor | Sequence[Hashable] | None = None,
+    ) -> None:
+        """Say what the coming backward pass differentiates; a hook on `logp` gives each token's coefficient, whatever the loss.
+
+        Call it once for each micro-batch, between the forward pass and `backward`. Values of tokens have the width of `logp`:
+        its columns belong to those of `completion_mask`, or, where it has one less, column j to the token in column j + 1.
+
+        Args:
+            logp: (n, W) ln π of the tokens, from which the loss is made [nats].
+            input_ids: (n, L) prompts and completions.
+            completion_mask: (n, L), or (n, T) of the last T columns: 1 on the tokens in the loss. A completion whose last one is
+                no end token counts as cut.
+            attention_mask: (n, L) 0 on padding; None: padding is what equals the padding token on the left, and what follows
+                the last token in the loss.
+            old_logp: ln π_old, for the ratio; None: the ratio is 1.
+            sampler_logp: ln μ of the sampler.
+            ref_logp: of the reference policy, for the divergence.
+            advantages: (n,) or like `logp`.
+            rewards: (n,) total rewards.
+            groups: (n,) names of the prompts' groups; None: each row is a group.
+        """
+        values = {"old_logp": old_logp, "sampler_logp": sampler_logp, "ref_logp": ref_logp}
+        per_row = {"advantages": advantages, "rewards": rewards, "groups": groups}
+        given = {name: value for name, value in (values | per_row).items() if value is not None}
+        self.in_step(partial(self._tokens, logp, input_ids, completion_mask, attention_mask, given))
+
+    def step(self, loss: Tensor | float | None = None, *, loss_fn: Callable[[], Tensor | float] | None = None) -> None:
+        """The gradient of an update is complete and not clipped; `optimizer.step()` follows.
+
+        Args:
+            loss: its value, for the curve.
+            loss_fn: gives this process's loss at the present weights, for the critical sharpness; called about ten times, without
+                gradient and dropout, where that is due.
+        """
+        self._loss_fn = loss_fn
+        self.together(partial(self._gradient, loss))
+
+    def close(self) -> None:
+        """End the run. It is also ended when the process ends."""
+        atexit.unregister(self._at_exit)
+        self.end(partial(self.stop, "finished", "the loop has ended"))
+        self.unhook()
+
+    def __enter__(self) -> LoopRecorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            self.end(partial(self.stop, status, f"{type(error).__name__}: {error}"))
+        self.close()
+
+    def _at_exit(self) -> None:
+        """End the run with the error that has ended the process, if one has; an interactive session goes on after errors."""
+        error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+        self.__exit__(None, error, None)
+
+    # -- one micro-batch ---------------------------------------------------------------------------------------------
+
+    def _tokens(self, logp: Tensor, ids: Tensor, mask: Tensor, present: Tensor | None, given: dict[str, Any]) -> None:
+        started = time.perf_counter()
+        (n, length), width = ids.shape, mask.shape[1]
+        if len(logp) != n or len(mask) != n or logp.shape[1] not in (width, width - 1) or width > length:
+            shapes = f"logp {tuple(logp.shape)}, input_ids {tuple(ids.shape)} and completion_mask {tuple(mask.shape)}"
+            raise UserError(f"record: {shapes} do not fit; give (n, W), (n, L) and (n, W) or (n, W + 1)")
+        if not logp.requires_grad:
+            raise UserError("record: logp does not require a gradient; give what the loss is made of, before backward")
+        self.given |= frozenset(given)
+        if "rewards" not in given and not self.rules:
+            rules = ("dead_groups", "truncation", "reward_constant", "reward_collapse")
+            self.rules = {rule: {"action": "off"} for rule in rules}
+            self.config = self.settings(self.total)
+        counted = torch.zeros_like(ids, dtype=torch.bool)
+        counted[:, length - width :] = mask.bool()
+        there = _present(ids, counted, self.policy.pad_id) if present is None else present
+        sequences = sequences_of(ids, there, counted, self.policy.tokenizer)
+        inside, shift = sequences.rollouts.completion_mask.bool(), length - logp.shape[1]
+
+        def known(name: str, like: Tensor) -> Tensor:
+            """(n, T) of a value of tokens, `like` outside the loss and where it is not given."""
+            value = given.get(name)
+            return (
+                like if value is None else torch.where(inside, sequences.gather(value.detach(), shift).to(like), like)
+            )
+
+        theirs = torch.where(inside, sequences.gather(logp.detach(), shift), 0.0)
+        change = theirs - known("old_logp", theirs)
+        loss = {"ratio": change.exp(), "log_ratio": change}
+        if "ref_logp" in given:
+            ref = known("ref_logp", theirs)
+            loss |= {"ref_logp": ref, "kl": k3(theirs, ref), "clipped": torch.zeros_like(change)}
+
+        def hook(keep: Callable[[Tensor], None], rows: Tensor, gradient: Tensor) -> None:
+            """Take the coefficients of a batch's rows."""
+            self.safely(lambda: keep(sequences.gather(gradient, shift)[rows]))
+
+        texts = zip(prompt_texts(sequences.rollouts, self.policy.tokenizer), sequences.rollouts.texts, strict=True)
+        for serial, rows, mine in self._pieces(list(texts), partial(self._open, sequences.rollouts, known, given)):
+            self._step.compare(serial, rows, theirs[mine])
+            keep = self._step.use(serial, rows, {name: value[mine] for name, value in loss.items()})
+            logp.register_hook(partial(hook, keep, mine))
+        self._step.seconds["recording_s"] += time.perf_counter() - started
+
+    def _pieces(
+        self, names: Sequence[Hashable], opened: Callable[[list[int]], int]
+    ) -> list[tuple[int, Tensor, Tensor]]:
+        """Batches that the micro-batch's rows belong to, with the rows in each and here; rows that are new become a batch."""
+        keys = []
+        for name in names:
+            keys.append((name, self._seen[name]))  # of two rows with one name the second is another
+            self._seen[name] += 1
+        new = [row for row, key in enumerate(keys) if key not in self._rows]
+        serial = opened(new) if new else 0
+        self._rows |= {keys[row]: (serial, number) for number, row in enumerate(new)}
+        pieces: dict[int, list[tuple[int, int]]] = {}
+        for row, key in enumerate(keys):
+            batch, number = self._rows[key]
+            pieces.setdefault(batch, []).append((number, row))
+        return [(batch, *torch.tensor(pairs).T) for batch, pairs in pieces.items()]
+
+    def _open(
+        self, rollouts: Rollouts, known: Callable[[str, Tensor], Tensor], given: dict[str, Any], new: list[int]
+    ) -> int:
+        """Add the rows `new` of a micro-batch as a batch to the step; returns its number."""
+        n, device, inside = len(rollouts), rollouts.group.device, rollouts.completion_mask.bool()
+        total = torch.as_tensor(given.get("rewards", [0.0] * n), dtype=torch.float32).detach().to(device)
+        advantage = torch.as_tensor(given.get("advantages", [0.0] * n), dtype=torch.float64).detach()
+        if advantage.dim() == 2:
+            alone = advantage.shape[1] == 1
+            advantage = advantage[:, 0] if alone else known("advantages", torch.zeros_like(inside, dtype=torch.float64))
+        lasts = [row[at][-1:].tolist() for row, at in zip(rollouts.completion_ids, inside, strict=True)]
+        whole = replace(
+            rollouts.with_reward(total),
+            truncated=torch.tensor([not (x and x[0] in self.policy.eos_ids) for x in lasts], device=device),
+            behavior_logp=known("sampler_logp", rollouts.behavior_logp),
+        )
+        rows = torch.tensor(new, device=device)
+        part = replace(whole.rows(rows), group=torch.arange(len(new), device=device))
+        groups = given.get("groups", [(self._serial, row) for row in range(n)])
+        groups = groups.tolist() if isinstance(groups, Tensor) else groups
+        made = self.open_batch(part, advantage.to(device)[rows], [groups[row] for row in new])
+        if "old_logp" in given and self._step.updates:  # the present policy is not that of the step's start
+            stats = made.tokens.stats
+            old = known("old_logp", torch.zeros_like(inside, dtype=stats.logp.dtype))[rows][:, : stats.logp.shape[1]]
+            made.tokens.stats = replace(stats, logp=old.to(stats.logp))
+        return made.serial
+
+    # -- one update -----------------------------------------------------------------------------------------------------
+
+    def _gradient(self, loss: Tensor | float | None) -> None:
+        self._seen.clear()
+        self._step.micro += 1
+        if loss is not None:
+            self.given |= {"loss"}
+            self._step.losses.append(torch.as_tensor(loss).detach().float().cpu())
+        self.gradient_done()
+
+    def _close_step(self) -> None:
+        seconds = self._step.seconds  # what was not recording is training and generation
+        seconds["training_s"] = time.perf_counter() - self._closed - seconds["recording_s"]
+        super()._close_step()
+        self._closed, self._rows = time.perf_counter(), {}
+
+    def observe_update(self, observer: StepObserver) -> None:
+        """Measure the critical sharpness of a step's first update."""
+        function, factor = self._loss_fn, None if dropout_of(self.model) else self._step.gradient[2]  # of another loss
+        if function is None:
+            self._warn("probe", "info", "critical sharpness is not measured: step() was not given loss_fn")
+            return
+
+        def value() -> float:
+            """The loss at the present weights, averaged over the processes."""
+            distributed.gather(None)
+            with guarded(self.model), torch.no_grad():
+                return distributed.sum_values(float(function())) / distributed.world_size()
+
+        observer.critical(self.model, self.optimizer, value, clip_factor=factor)
+
+
+def _present(ids: Tensor, counted: Tensor, pad: int) -> Tensor:
+    """(n, L) attention mask: without leading padding tokens and what follows the last token in the loss."""
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    last = torch.where(counted, columns, -1).amax(1)
+    leading = (ids == pad).long().cumprod(1).bool()
+    return (~leading & (columns <= torch.where(last < 0, ids.shape[1] - 1, last)[:, None])).long()

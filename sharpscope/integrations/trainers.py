@@ -27,8 +27,7 @@ from transformers import TrainerCallback
 from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.integrations.core import Recorder, dropout_of, original_forward
-from sharpscope.integrations.price import Work
-from sharpscope.integrations.steps import sequences_of
+from sharpscope.integrations.steps import Work, sequences_of
 from sharpscope.policy.loading import has_adapters
 from sharpscope.policy.sharding import reshard
 from sharpscope.probes import guarded
@@ -297,8 +296,7 @@ class SupervisedRecorder(TrainerRecorder):
         sequences = sequences_of(ids, present, counted, self.policy.tokenizer, pairs=self.pairs)
         rollouts, n, size = sequences.rollouts, len(sequences.rollouts), 2 if self.pairs else 1
         parts = [{"chosen": 1.0 - row % 2} if self.pairs else {} for row in range(n)]
-        labels = [(self._serial, group) for group in rollouts.group.tolist()]
-        made = self.open_batch(rollouts, torch.zeros(n, dtype=torch.float64), labels, parts=parts, size=size)
+        made = self.open_batch(rollouts, torch.zeros(n, dtype=torch.float64), parts=parts, size=size)
         ours, mask = made.tokens.stats.logp, rollouts.completion_mask.bool()
         keep = self._step.use(made.serial, torch.arange(n))
         tokens, number = int(mask.sum()), found.labels

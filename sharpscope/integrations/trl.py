@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -26,11 +27,13 @@ from sharpscope import distributed
 from sharpscope.config.method import PpoClip
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
-from sharpscope.integrations.price import Work
-from sharpscope.integrations.steps import Batch, same_prompts, unused_tokens
+from sharpscope.integrations.core import dropout_of
+from sharpscope.integrations.steps import Work
 from sharpscope.integrations.trainers import TrainerRecorder, check_setup, refuse, rows_of_update
 from sharpscope.objective import Method, gradient_killed, k3, named_method
 from sharpscope.policy import Completions, Rollouts, join_rollouts
+from sharpscope.policy.head import backbone
+from sharpscope.policy.token_stats import flat_stats, spread
 from sharpscope.recording.rows import evaluation_row
 
 ROW = "sharpscope_row"  # (n, 2): serial number of the batch, row in it
@@ -38,6 +41,8 @@ OLDEST, NEWEST = (1, 0), (1, 16)
 EXCLUDED = ("1.15.0",)
 #: Losses in which a non-negative factor on a token's advantage multiplies that token's surrogate and nothing else.
 WEIGHTABLE = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo")
+SAME = 1e-4
+"""Mean gap between TRL's log-probabilities and the recorder's [nats] below which TRL's own forward pass gives the statistics."""
 #: Losses with a factor of the ratio that has no gradient.
 HELD_CONSTANT = ("cispo", "vespo")
 
@@ -125,10 +130,13 @@ class GrpoRecorder(TrainerRecorder):
         self._evaluated: list[Tensor] = []
         parts = max(1, int(args.steps_per_generation) // args.gradient_accumulation_steps)
         self.work = Work(int(trainer.num_iterations), parts, rows_of_update(args), generated=True)
+        # Whether the first update of a step uses all its completions, so that their statistics can come from its loss.
+        self._can_read_loss = parts == 1 and weights is None and not args.torch_compile
+        self._can_read_loss &= distributed.world_size() == 1 and not dropout_of(trainer.model)
+        self._reads_loss = False
         options |= {"temperature": float(trainer.temperature), "beta": float(trainer.beta)}
         label = loss if weights is None else weights.name
         super().__init__(trainer, out, label, notes, critical=0 if held else critical, **options)
-        self.scorer = replace(self.scorer, share_prompt=True)
         self._serial = 0  # the same in all processes, which have the same batches
         self.callback.on_evaluate = lambda *_, **__: self.safely(self.evaluated)
 
@@ -165,7 +173,6 @@ class GrpoRecorder(TrainerRecorder):
         advantage = output["advantages"]
         if advantage.dim() != 1:
             raise UserError(f"advantages have shape {tuple(advantage.shape)}; recording needs one a completion")
-        self._serial += 1
         tokenizer, device = self.policy.tokenizer, advantage.device
         # TRL has gathered the rewards, in the order of processes; rows and advantages are each process's own.
         rows = torch.arange(len(advantage), device=device) + distributed.rank() * len(advantage)
@@ -179,21 +186,17 @@ class GrpoRecorder(TrainerRecorder):
             text = f"{missing} of {len(total)} completions got no reward from any reward function (NaN; TRL counts 0)"
             self._event("nan_reward", "warning", text, missing / len(total), 0.0)
         every = torch.cat([each for _, each in parts]).to(device)
-        batch = self.batch_of(rollouts, every, of_functions, self.group_size)
-        with self.whole():
-            shared = same_prompts(rollouts, self.group_size)
-            stats = replace(self.scorer, share_prompt=shared).statistics(rollouts)
-        plan = None
+        measured = self.observers.schedule.due("norms", self.step_number)
+        self._reads_loss = self._can_read_loss and self.gap < SAME and not measured
+        options: dict[str, Any] = {"parts": of_functions, "size": self.group_size, "measure": not self._reads_loss}
+        batch = self.open_batch(rollouts, every, shared=True, **options)
         if self.weights is not None:
-            self.weights, plan = self.plan_of(self.weights, batch, stats)
+            self.weights, plan = self.plan_of(self.weights, batch.rollout_batch, batch.tokens.stats)
+            batch.tokens.weight = plan.weight.to(batch.tokens.weight)
             for text in plan.warnings:
                 self._warn("method", "warning", text)
             factor = (plan.weight * plan.keep.to(plan.weight)).to(advantage)[rows]
             output["advantages"] = advantage[:, None] * factor[:, : output["completion_ids"].shape[1]]  # (n, T)
-        tokens = unused_tokens(stats, every, None if plan is None else plan.weight)
-        labels: list[Hashable] = [(self._serial, group) for group in rollouts.group.tolist()]
-        sampled = "sampling_per_token_logps" in output
-        self._step.batches.append(Batch(self._serial, batch, tokens, sampled, labels, shared=True))
         output[ROW] = torch.stack([torch.full_like(rows, self._serial), rows], 1)
 
     # -- one micro-batch ---------------------------------------------------------------------------------------------
@@ -210,15 +213,34 @@ class GrpoRecorder(TrainerRecorder):
             self._current = None
 
     def _logps(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self._original["_get_per_token_logps_and_entropies"](*args, **kwargs)
-        if self._current is not None and outputs[0].requires_grad:
-            self.safely(partial(self._use, outputs[0], self._current))
+        compute, hidden = self._original["_get_per_token_logps_and_entropies"], list[Tensor]()
+        if self._current is None:
+            return compute(*args, **kwargs)
+        hook: Any = nullcontext()
+        if self._reads_loss:
+            hook = backbone(self.model).register_forward_hook(lambda _, __, out: hidden.append(out.last_hidden_state))
+        with hook:
+            outputs = compute(*args, **kwargs)
+        if outputs[0].requires_grad:
+            self.safely(partial(self._use, outputs[0], self._current, hidden))
         return outputs
 
-    def _use(self, logp: Tensor, inputs: dict[str, Any]) -> None:
-        """Record what TRL's micro-batch `inputs` does with its tokens; TRL's loss differentiates `logp` (n, T)."""
+    def _use(self, logp: Tensor, inputs: dict[str, Any], hidden: list[Tensor]) -> None:
+        """Record what TRL's micro-batch `inputs` does with its tokens; TRL's loss differentiates `logp` (n, T).
+
+        `hidden` (n, P+T, d) is what the output layer got, where the tokens' statistics come from it.
+        """
         started, numbers = time.perf_counter(), inputs[ROW]
         serial, rows = int(numbers[0, 0]), numbers[:, 1].cpu()
+        if self._reads_loss and not self._step.updates:
+            batch, width, head = self._step.batch(serial), logp.shape[1], self.policy.head
+            mask = batch.rollout_batch.rollouts.completion_mask[rows.to(batch.device), :width].bool()
+            states = (
+                hidden[0].detach()[:, -width - 1 : -1][mask].to(torch.promote_types(head.weight.dtype, torch.float32))
+            )
+            found = flat_stats(states, head, inputs["completion_ids"][mask], self.temperature)
+            for name, values in found.items():
+                getattr(batch.tokens.stats, name)[rows.to(batch.device), :width] = spread(values, mask)
         self._step.compare(serial, rows, logp)
         keep = self._step.use(serial, rows, token_loss(self.trainer, inputs, logp))
         logp.register_hook(lambda gradient: self.safely(lambda: keep(gradient)))
@@ -228,12 +250,16 @@ class GrpoRecorder(TrainerRecorder):
         """Keep a micro-batch with π_old's log-probabilities; without them TRL takes the present ones, and its loss is constant."""
         if self._step.updates or not self.observers.critical_due(self.step_number):
             return
-        if inputs.get("old_per_token_logps") is None:
-            numbers = inputs[ROW]
-            logp = self._step.batch(int(numbers[0, 0])).tokens.stats.logp
-            logp = logp[numbers[:, 1].to(logp.device)][:, : inputs["completion_ids"].shape[1]]
-            inputs = inputs | {"old_per_token_logps": logp.to(numbers.device)}
-        self._kept.append(lambda: self._original["_compute_loss"](self.model, inputs))
+
+        def again() -> Any:
+            """TRL's loss of the micro-batch at the present weights."""
+            known, numbers = inputs.get("old_per_token_logps"), inputs[ROW]
+            if known is None:
+                logp = self._step.batch(int(numbers[0, 0])).tokens.stats.logp
+                known = logp[numbers[:, 1].to(logp.device)][:, : inputs["completion_ids"].shape[1]].to(numbers.device)
+            return self._original["_compute_loss"](self.model, inputs | {"old_per_token_logps": known})
+
+        self._kept.append(again)
 
     def evaluated(self) -> None:
         """Write the evaluation that has just ended as one row over all its prompts."""

@@ -267,7 +267,7 @@ def test_a_run_that_ends_with_the_process_says_how(tmp_path: Path, monkeypatch):
 @pytest.mark.may_stop
 @pytest.mark.parametrize("name", ["_tokens", "_open", "_gradient", "before_update", "after_update", "observe_update"])
 def test_a_recorder_that_fails_leaves_the_loop_alone(name: str, tmp_path: Path, monkeypatch):
-    from sharpscope.integrations.loop import LoopRecorder
+    from sharpscope.integrations.record import LoopRecorder
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("a bug")

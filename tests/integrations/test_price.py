@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import sharpscope
-from sharpscope.integrations.price import (
+from sharpscope.integrations.steps import (
     CRITICAL,
     EXACT,
     GENERATION,

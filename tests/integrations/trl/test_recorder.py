@@ -24,6 +24,7 @@ from trl import GRPOTrainer
 from sharpscope.integrations import trl as recorded_step
 from sharpscope.integrations.record import record
 from sharpscope.integrations.trl import ROW, GrpoRecorder
+from sharpscope.policy.scoring import Scorer
 from tests.integrations.same_batch import CASES, EPOCHS, EPS, GROUP, KL, LR, batch, check_equal, our_run
 from tests.integrations.trainers import PROMPTS, evens, tokenizer, trainer
 
@@ -255,6 +256,25 @@ def test_statistics_are_those_of_the_policy_at_the_steps_start(watched):
     np.testing.assert_allclose(mine["entropy"], -(p * p.log()).sum(-1), atol=1e-4)
     np.testing.assert_allclose(mine["collision"], p.square().sum(-1), atol=1e-4)
     assert mine["behavior_logp"].isna().all()  # without a server TRL does not know the sampler's
+
+
+def test_statistics_from_trls_own_forward_pass_are_those_of_the_recorders(tmp_path: Path, monkeypatch):
+    """From the second step on, where the first has shown that both agree; two micro-batches, the second use of a token off policy."""
+    measured, statistics = [], Scorer.statistics
+    monkeypatch.setattr(Scorer, "statistics", lambda *args, **named: measured.append(1) or statistics(*args, **named))
+    monkeypatch.setattr(GrpoRecorder, "_kl_step", lambda *_: None)
+    runs, weights = [], []
+    for same in (recorded_step.SAME, 0.0):
+        monkeypatch.setattr(recorded_step, "SAME", same)
+        one = trainer(tmp_path / "t", num_iterations=2, max_steps=6, temperature=0.8)
+        record(one, out=tmp_path / f"run-{same}", recording={"token_gradients_every": 0}, critical_sharpness=1)
+        one.train()
+        runs.append(sharpscope.load_run(tmp_path / f"run-{same}").tokens())
+        weights.append(weights_of(one))
+        assert len(measured) == (1 if same else 1 + 3)
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    for name in ("logp", "logit", "entropy", "collision", "polarity", "logit_grad_norm", "head_grad_norm", "loss_coef"):
+        np.testing.assert_allclose(runs[0][name], runs[1][name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 def test_it_says_where_trls_log_probabilities_are_not_ours(tmp_path: Path):

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from sharpscope.errors import UserError
-from sharpscope.integrations.verl.recorder import check_engine, check_loss, interval
+from sharpscope.integrations.verl import check_engine, check_loss, interval
 
-PLUGIN = "sharpscope.integrations.verl.plugin"
+PLUGIN = "sharpscope.integrations.verl_plugin"
 
 
 def test_the_entry_point_names_a_module_that_loads():

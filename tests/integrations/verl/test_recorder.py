@@ -334,7 +334,7 @@ def test_verls_options_are_refused_before_the_actor_is_built(main, override, mes
     from hydra import compose, initialize_config_module
     from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-    from sharpscope.integrations.verl.recorder import install
+    from sharpscope.integrations.verl import install
 
     built: list[Any] = []
     for owner, name in (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
-os.environ["VERL_USE_EXTERNAL_MODULES"] = "tests.integrations.verl.cpu_platform,sharpscope.integrations.verl.plugin"
+os.environ["VERL_USE_EXTERNAL_MODULES"] = "tests.integrations.verl.cpu_platform,sharpscope.integrations.verl_plugin"
 
 import torch
 import torch.distributed as dist
@@ -147,7 +147,7 @@ def worker_of(
 
 def _fail(name: str) -> None:
     """Let a method of the recorder fail in this process, in the second step if it is called there."""
-    from sharpscope.integrations.verl.recorder import VerlRecorder
+    from sharpscope.integrations.verl import VerlRecorder
 
     work = getattr(VerlRecorder, name)
 

@@ -17,7 +17,7 @@ def load() -> None:
     if not folder:
         return
     try:
-        from sharpscope.integrations.verl.recorder import install
+        from sharpscope.integrations.verl import install
 
         install(folder)
     except Exception as problem:
