@@ -67,7 +67,7 @@ def trl_recorder(session: nox.Session, trl: str) -> None:
     session.install(*pins, "requests")
     session.install(".[peft,accelerate]", *pins, *SUPPORT)
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    tests = ("tests/integrations/trl", "tests/integrations/hf_trainer")
+    tests = ("tests/integrations/test_trl.py", "tests/integrations/test_supervised.py")
     session.run("python", "-m", "pytest", "-n", "0", *tests, env=environment)
 
 

@@ -20,8 +20,7 @@ from sharpscope.cli import app, main
 from sharpscope.config import build_config
 from sharpscope.training import train
 from tests.conftest import TOY
-from tests.integrations.test_importers import packed, truth, write_lines, write_nemo_rl
-from tests.integrations.test_replay import rows_of, write_table
+from tests.integrations.test_importers import packed, rows_of, truth, write_lines, write_nemo_rl, write_table
 from tests.pair import pair
 
 ROOT = Path(__file__).resolve().parents[1]

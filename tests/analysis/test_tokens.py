@@ -28,8 +28,7 @@ from sharpscope.analysis.token_values import (
     with_values,
 )
 from sharpscope.analysis.tokens import Reducer, scan
-from sharpscope.integrations.completions import Labels
-from sharpscope.integrations.importers import import_files
+from sharpscope.integrations.importers import Options, import_files
 from sharpscope.traces import TraceWriter, load_run
 from tests.analysis.claims.planted import frame_run, tokens_frame
 from tests.traces.rows import new_run, rows
@@ -135,7 +134,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]
             rows.append({"step": step, "token_id": [5] * 40, "logp": logp, "behavior_logp": sampler.tolist()})
     file = folder / "t.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    import_files("jsonl", file, folder / "run", Labels())
+    import_files("jsonl", file, folder / "run", Options())
     return folder / "run", rows
 
 
