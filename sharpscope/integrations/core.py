@@ -147,7 +147,6 @@ class Recorder(Guard):
         self.gap = math.inf  # mean |ln π of the trainer − ln π of the recorder| of the last step [nats]
         self._serial = distributed.rank()
         self._step, self.step_number, self.total = Step(), 1, 0
-        self._events: list[Event] = []
         self._reported: set[str] = set()
         self._quantities = Quantities()
         self._stack, self._hooks = ExitStack(), list[Any]()
@@ -212,13 +211,19 @@ class Recorder(Guard):
         self._adam = isinstance(optimizer, torch.optim.AdamW) and not any(g["amsgrad"] for g in optimizer.param_groups)
         self.config, self.total = self.settings(steps), steps
         first_forward(self.model)
-        self.run_dir, self.step_number = distributed.rank_zero_call(lambda: self._open_folder(done_updates))
+        opened = distributed.rank_zero_call(lambda: self._open_folder(done_updates))
+        self.run_dir, self.step_number, resumed = opened
         self._opened = True
         if distributed.is_rank_zero():
             self._stack.enter_context(RunLock(self.run_dir))
         _say(f"recording to {self.run_dir} (see it with: sharpscope show {self.run_dir})")
         self.writer = trace_writer(self.run_dir)
         self._stack.enter_context(self.writer)
+        if resumed:
+            made = (
+                f"the training went on from its update {done_updates}, after step {self.step_number - 1} of this trace"
+            )
+            self._report(Event(self.step_number - 1, "resumed", "info", done_updates, math.nan, "none", made))
         dtype = str(self.model.dtype).removeprefix("torch.")
         config = self.config.model_dump(mode="json", include=_CONFIG)
         note(self.run_dir, status="running", config=config | {"policy": {"model": self.policy.source, "dtype": dtype}})
@@ -257,25 +262,23 @@ class Recorder(Guard):
             what = "norms, shares and critical sharpness" if len(reasons) > 1 else "critical sharpness"
             _say(f"not measured: {what}, since {why}")
 
-    def _open_folder(self, done_updates: int) -> tuple[Path, int]:
-        """The run's folder and its next step; rows of updates that a resumed training makes again are removed."""
+    def _open_folder(self, done_updates: int) -> tuple[Path, int, bool]:
+        """The run's folder, its next step and whether it goes on; rows of updates that a resumed training makes again are removed."""
         if self._opened:
-            return self.run_dir, self.step_number  # train() was called again
+            return self.run_dir, self.step_number, False  # train() was called again
         if done_updates and (self.out / RUN_FILE).exists():
             with RunLock(self.out):
                 counts = load_run(self.out).updates.groupby("step").size().cumsum()
                 step = int(counts.index[counts <= done_updates].max()) if (counts <= done_updates).any() else 0
                 rewind(self.out, step)
-            made = f"the training went on from its update {done_updates}, after step {step} of this trace"
-            self._events.append(Event(step, "resumed", "info", done_updates, math.nan, "none", made))
-            return self.out, step + 1
+            return self.out, step + 1, True
         folder = create_run_dir(free_name(self.out))
         self.policy.tokenizer.save_pretrained(folder / "tokenizer")
         launch = distributed.Launch(distributed.world_size(), is_sharded(self.model))
         info = run_info(self.config, self.policy, torch.get_num_threads(), launch)
         named: dict[str, Any] = {"task": self.task, "rotation": self.rotate.name if self.rotate else None, "config": {}}
         create_run_info(folder, info | named | self.info)
-        return folder, 1
+        return folder, 1, False
 
     def stop(self, status: str, reason: str, problem: Exception | None = None) -> None:
         """End the recording, because of a `problem` of the recorder if there is one.
@@ -293,10 +296,9 @@ class Recorder(Guard):
             warn_stopped(self.step_number, error)
         self.recording = False
         if problem is not None:
-            text = reason_of(problem)[:300]
-            self._events.append(Event(self.step_number, "recorder", "error", math.nan, math.nan, "stop", text))
+            with suppress(Exception):  # the writer may be what has failed
+                self._event("recorder", "error", reason_of(problem)[:300], action="stop")
         try:
-            self._write_events()
             self._stack.close()  # flushes and unlocks
         finally:
             note(
@@ -487,7 +489,11 @@ class Recorder(Guard):
         batch, tokens, first = step.joined()
         if step.gaps:
             self.gap = float(torch.cat(step.gaps).mean())
-            self._check_gap(self.gap)
+            limit = self.config.health.limits["logp_mismatch"].threshold
+            text = "the trainer's log-probabilities are not those of the recorder's forward pass (dropout, positions of padded "
+            text += "prompts, kernels, another loss): loss_coef and ratio are the trainer's, statistics, weights and attribution "
+            if self.gap > limit:
+                self._event("trl_statistics", "warning", text + "the recorder's", self.gap, limit)
         probed = self._probed(tokens.update)
         self._check_shares(probed, tokens.update, {index for index, _, _ in step.again})
         method = self.method if self.weights is None else self.method.model_copy(update={"weight": self.weights.weight})
@@ -505,7 +511,7 @@ class Recorder(Guard):
         health = StepHealth(self.config.health, number, batch, method, progress, device, vocabulary=size, **said)
         health.before_updates(tokens.stats, tokens.weight)
         health.after_updates(row)
-        self._events += health.events  # the rules only report here: a recorded training is never stopped
+        self._report(*health.events)  # the rules only report here: a recorded training is never stopped
         self._quantities.rows.append(health.values)
         spec = self.config.recording
         if spec.rollouts_every and number % spec.rollouts_every == 0:
@@ -521,10 +527,9 @@ class Recorder(Guard):
                 kept = slice(None) if written is None else written[0].numpy()[later["rollout"]]
                 self._append("uses", {"step": number} | {name: values[kept] for name, values in later.items()})
         for observer in self._observed:
-            self._events += observer.events
+            self._report(*observer.events)
             if observer.rows:
                 self.writer.append("probes", observer.rows)
-        self._write_events()
         step.seconds["recording_s"] += time.perf_counter() - started
         self._append("updates", update_columns(number, step.updates))
         self._append("steps", row | step.seconds)
@@ -579,17 +584,9 @@ class Recorder(Guard):
             if abs(total - 1) > SHARES_WITHHELD:
                 columns["attribution"][used] = math.nan
                 text, action = f"{text}; they are left out", "left out"
-            self._events.append(Event(self.step_number, "attribution_sum", "warning", total, SHARES_GAP, action, text))
+            self._event("attribution_sum", "warning", text, total, SHARES_GAP, action)
         if bool(columns["attribution"].isnan().all()):
             del columns["attribution"]
-
-    def _check_gap(self, gap: float) -> None:
-        """Report `gap`, the mean |ln π of the trainer − ln π of the recorder| before the first update [nats], if it is large."""
-        limit = self.config.health.limits["logp_mismatch"].threshold
-        if gap > limit:
-            text = "the trainer's log-probabilities are not those of the recorder's forward pass (dropout, positions of padded "
-            text += "prompts, kernels, another loss): loss_coef and ratio are the trainer's, statistics, weights and attribution "
-            self._event("trl_statistics", "warning", text + "the recorder's", gap, limit)
 
     def _kl_step(self, batch: RolloutBatch, before: Tensor) -> float | None:
         """Mean k3 of KL(π_old‖π) over the tokens of KL_ROWS of the step's completions, after its last update [nats]; not with FSDP2."""
@@ -608,19 +605,26 @@ class Recorder(Guard):
         absent = [name for what, of in _ABSENT.items() if what not in self.given for name in of.get(table, ())]
         self.writer.append(table, columns | dict.fromkeys(absent))
 
-    def _event(self, rule: str, severity: str, text: str, value: float = math.nan, limit: float = math.nan) -> None:
-        self._events.append(Event(self.step_number, rule, severity, value, limit, "warn", text))
+    def _event(
+        self,
+        rule: str,
+        severity: str,
+        text: str,
+        value: float = math.nan,
+        limit: float = math.nan,
+        action: str = "warn",
+    ) -> None:
+        self._report(Event(self.step_number, rule, severity, value, limit, action, text))
+
+    def _report(self, *events: Event) -> None:
+        for event in events:
+            self.writer.append("events", event.row())
 
     def _warn(self, rule: str, severity: str, text: str, value: float = math.nan) -> None:
         """Report something once."""
         if text not in self._reported:
             self._reported.add(text)
             self._event(rule, severity, text, value)
-
-    def _write_events(self) -> None:
-        for event in self._events:
-            self.writer.append("events", event.row())
-        self._events = []
 
 
 @contextmanager

@@ -160,9 +160,9 @@ class LoopRecorder(Recorder):
         options |= {"lr": lr, "seed": torch.initial_seed() % 2**31}
         super().__init__(getattr(model, "module", model), tokenizer, out, **options)
         self._loss_fn: Callable[[], Tensor | float] | None = None
-        # of this step: name of a row, and how many had it before -> batch and row in it
-        self._rows: dict[tuple[Hashable, int], tuple[int, int]] = {}
-        self._seen = Counter[Hashable]()  # how often the present update has used a name
+        # of this step: texts of a row, and how many had them before -> batch and row in it
+        self._rows: dict[tuple[tuple[str, str], int], tuple[int, int]] = {}
+        self._seen = Counter[tuple[str, str]]()  # how often the present update has used these texts
         self.begin(optimizer, steps)
         self._closed = time.perf_counter()
         atexit.register(self._at_exit)
@@ -275,21 +275,19 @@ class LoopRecorder(Recorder):
             """Take the coefficients of a batch's rows."""
             self.safely(lambda: keep(sequences.gather(gradient, shift)[rows]))
 
-        texts = zip(prompt_texts(sequences.rollouts, self.policy.tokenizer), sequences.rollouts.texts, strict=True)
-        for serial, rows, mine in self._pieces(list(texts), partial(self._open, sequences.rollouts, known, given)):
+        opened = partial(self._open, sequences.rollouts, known, given)
+        for serial, rows, mine in self._pieces(sequences.rollouts, opened):
             self._step.compare(serial, rows, theirs[mine])
             keep = self._step.use(serial, rows, {name: value[mine] for name, value in loss.items()})
             logp.register_hook(partial(hook, keep, mine))
         self._step.seconds["recording_s"] += time.perf_counter() - started
 
-    def _pieces(
-        self, names: Sequence[Hashable], opened: Callable[[list[int]], int]
-    ) -> list[tuple[int, Tensor, Tensor]]:
+    def _pieces(self, rollouts: Rollouts, opened: Callable[[list[int]], int]) -> list[tuple[int, Tensor, Tensor]]:
         """Batches that the micro-batch's rows belong to, with the rows in each and here; rows that are new become a batch."""
         keys = []
-        for name in names:
-            keys.append((name, self._seen[name]))  # of two rows with one name the second is another
-            self._seen[name] += 1
+        for texts in zip(prompt_texts(rollouts, self.policy.tokenizer), rollouts.texts, strict=True):
+            keys.append((texts, self._seen[texts]))  # of two rows with the same texts the second is another
+            self._seen[texts] += 1
         new = [row for row, key in enumerate(keys) if key not in self._rows]
         serial = opened(new) if new else 0
         self._rows |= {keys[row]: (serial, number) for number, row in enumerate(new)}

@@ -122,12 +122,19 @@ class Batch:
 
 @dataclass(frozen=True)
 class Use:
-    """What a micro-batch of the present update does with n rows of a batch."""
+    """What a micro-batch of the present update does with n rows of a batch.
+
+    `columns` (n, T) are those of UpdateTokens, kl_coef and, where known, correction and ref_logp; on the CPU.
+    """
 
     serial: int  # of the batch
     rows: Tensor  # (n,) in the batch, on the CPU
-    tokens: UpdateTokens
-    more: dict[str, Tensor]  # columns of StepTokens (n, T): kl_coef and, where known, correction and ref_logp
+    columns: dict[str, Tensor]
+
+    @property
+    def tokens(self) -> UpdateTokens:
+        """The columns of UpdateTokens."""
+        return UpdateTokens(**{part.name: self.columns[part.name] for part in fields(UpdateTokens)})
 
 
 @dataclass
@@ -175,11 +182,11 @@ class Step:
         mask = batch.rollout_batch.rollouts.completion_mask[rows.to(batch.device)].bool().cpu()
         if known:
             mask = mask[:, : known["ratio"].shape[1]]  # a micro-batch can be narrower than the whole batch
-        width, share = mask.shape[1], torch.full(mask.shape, math.nan if "ref_logp" in known else 0.0)
-        values = {"ratio": torch.ones(mask.shape), "kl_share": share}
-        values |= {name: torch.zeros(mask.shape) for name in ("log_ratio", "clipped", "kl")}
-        values |= {name: value.detach().cpu()[:, :width].expand(mask.shape) for name, value in known.items()}
-        tokens = UpdateTokens.zeros(mask.shape, batch.tokens.loss_coef.dtype)
+        width, shape = mask.shape[1], mask.shape
+        values = {name: torch.zeros(shape) for name in ("log_ratio", "clipped", "kl")} | {"ratio": torch.ones(shape)}
+        values["kl_share"] = torch.full(shape, math.nan if "ref_logp" in known else 0.0)
+        values |= {name: value.detach().cpu()[:, :width].expand(shape) for name, value in known.items()}
+        tokens = UpdateTokens.zeros(shape, batch.tokens.loss_coef.dtype)
         written = {name: values.pop(name) for name in ("ratio", "log_ratio", "clipped", "kl")}
         tokens.write(torch.arange(len(rows)), mask, **written)
         share = values.pop("kl_share")
@@ -190,8 +197,8 @@ class Step:
             if derived:
                 stopped = mask & (tokens.coef == 0) & (batch.tokens.advantage[rows][:, :width] != 0)
                 tokens.clipped = torch.where(stopped, tokens.log_ratio.sign(), 0).to(torch.int8)
-            more = values | {"kl_coef": torch.where(mask, tokens.coef * share, 0.0)}
-            self.pending.append(Use(serial, rows, tokens, more))
+            kl_coef = torch.where(mask, tokens.coef * share, 0.0)
+            self.pending.append(Use(serial, rows, {**vars(tokens), **values, "kl_coef": kl_coef}))
 
         return keep
 
@@ -202,8 +209,8 @@ class Step:
             return
         new = [batch.to(torch.device("cpu")) for batch in self.batches if not batch.shared]
         pending = [
-            replace(u, tokens=replace(u.tokens, coef=u.tokens.coef / count), more=u.more | {"kl_coef": kl / count})
-            for u, kl in ((use, use.more["kl_coef"]) for use in self.pending)
+            replace(use, columns=use.columns | {name: use.columns[name] / count for name in ("coef", "kl_coef")})
+            for use in self.pending
         ]
         parts = distributed.gather((new, pending, self.gaps, [float(loss) / count for loss in self.losses]))
         shared = [batch for batch in self.batches if batch.shared]
@@ -219,18 +226,16 @@ class Step:
         settled: list[Use] = []
         for use in self.pending:
             tokens, rows = self.batch(use.serial).tokens, use.rows
-            width = tokens.update.shape[1]
-            each = UpdateTokens(*(widened(value, width) for value in use.tokens.tensors()))
-            first = each.used & (tokens.update[rows] < 0)  # (n, T)
-            values = [(tokens.ratio, each.ratio), (tokens.clipped, each.clipped), (tokens.loss_coef, each.coef)]
-            self.corrected |= "correction" in use.more
-            values += [(getattr(tokens, name), widened(value, width)) for name, value in use.more.items()]
-            for target, value in values:
-                target[rows] = torch.where(first, value.to(target.dtype), target[rows])
+            each = {name: widened(value, tokens.update.shape[1]) for name, value in use.columns.items()}
+            first = each["used"] & (tokens.update[rows] < 0)  # (n, T)
+            self.corrected |= "correction" in each
+            for name in {"coef", "ratio", "clipped", "kl_coef", "correction", "ref_logp"} & each.keys():
+                target = tokens.loss_coef if name == "coef" else getattr(tokens, name)
+                target[rows] = torch.where(first, each[name].to(target.dtype), target[rows])
             tokens.update[rows] = torch.where(first, index, tokens.update[rows])
-            settled.append(replace(use, tokens=each))
-            if bool((each.used & ~first).any()):
-                self.again.append((index, settled[-1], each.used & ~first))
+            settled.append(replace(use, columns=each))
+            if bool((each["used"] & ~first).any()):
+                self.again.append((index, settled[-1], each["used"] & ~first))
         self.pending = settled
 
     def compare(self, serial: int, rows: Tensor, logp: Tensor) -> None:
@@ -271,15 +276,14 @@ class Step:
         return joined, tokens, PendingUpdate(index, rows, tokens.update[rows] == index, coef, self.gradient[1])
 
     def pending_values(self, width: int, name: str = "coef") -> Tensor:
-        """(n, width) coefficients of the present update, or their part `kl_coef`."""
-        return stacked([use.tokens.coef if name == "coef" else use.more[name] for use in self.pending], width)
+        """(n, width) of a column of the present update."""
+        return stacked([use.columns[name] for use in self.pending], width)
 
     def record_update(self, moved: Norms, lr: float) -> None:
         """Record that the present update was made; `moved` are the norms of Δθ, `lr` its learning rate."""
         loss, norm, factor = self.gradient
-        parts = [use.tokens for use in self.pending]
-        width = max(part.used.shape[1] for part in parts)
-        whole = UpdateTokens(*(stacked(column, width) for column in zip(*(p.tensors() for p in parts), strict=True)))
+        width = max(use.columns["used"].shape[1] for use in self.pending)
+        whole = UpdateTokens(**{part.name: self.pending_values(width, part.name) for part in fields(UpdateTokens)})
         made = UpdateResult(loss, norm, norm, moved.total, factor, False, lr=lr, summary=whole.summary())
         self.updates.append(replace(made, layers=(self.layers, moved.layers), rotation=self.rotation))
         for use in self.pending:
@@ -291,7 +295,7 @@ class Step:
         parts = []
         for index, use, again in self.again:
             row, position = again.nonzero(as_tuple=True)
-            values = (getattr(use.tokens, name)[again] for name in ("ratio", "clipped", "coef"))
+            values = (use.columns[name][again] for name in ("ratio", "clipped", "coef"))
             parts.append((use.rows[row] + first[use.serial], position, torch.full_like(row, index), *values))
         if not parts:
             return None

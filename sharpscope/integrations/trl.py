@@ -115,15 +115,8 @@ class GrpoRecorder(TrainerRecorder):
     def __init__(
         self, trainer: Any, out: str | Path, *, critical: bool | int, weights: Method | None = None, **options: Any
     ) -> None:
-        args, loss, held, notes = trainer.args, str(trainer.loss_type), trainer.loss_type in HELD_CONSTANT, list[str]()
-        for name, off in (("min_p", None), ("repetition_penalty", 1.0)):
-            value = getattr(args, name, off)
-            if value not in (off, None):
-                notes.append(f"completions were drawn with {name} = {value:g}, which log-probabilities do not show")
-        if held:
-            notes.append(f"critical sharpness is not measured: loss_type '{loss}' holds factors constant")
-        if loss == "cispo":
-            notes.append(f"cispo: TRL bounds the ratio itself by epsilon_high = {float(trainer.epsilon_high):g}")
+        args, loss, held = trainer.args, str(trainer.loss_type), trainer.loss_type in HELD_CONSTANT
+        notes = [f"critical sharpness is not measured: loss_type '{loss}' holds factors constant"] if held else []
         self.weights, self.group_size, self.period = weights, int(trainer.num_generations), generate_every(trainer)
         self._current: dict[str, Any] | None = None
         self._scored: tuple[Tensor, list[list[int]]] | None = None
