@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import sharpscope
-from sharpscope.analysis.layers import layer_norms, layer_tokens
+from sharpscope.analysis.headline import layer_norms, layer_tokens
 from sharpscope.analysis.token_values import entropy_bins
 from sharpscope.cli import app
 from sharpscope.cli.app import main
