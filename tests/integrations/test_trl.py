@@ -23,7 +23,7 @@ from trl import GRPOTrainer
 from sharpscope.integrations import trl as recorded_step
 from sharpscope.integrations.record import record
 from sharpscope.integrations.trl import ROW, GrpoRecorder
-from sharpscope.policy.scoring import Scorer
+from sharpscope.policy.forward import Scorer
 from tests.integrations.trainers import (
     CASES,
     EPOCHS,
