@@ -248,7 +248,7 @@ def test_local_links_exist(page):
 ELSEWHERE = {  # page -> the test that runs its Python
     "CONTRIBUTING.md": "tests/test_extending.py",
     "docs/guides/methods.md": "tests/test_extending.py",
-    "docs/guides/model-and-task.md": "tests/tasks/test_custom.py",
+    "docs/guides/model-and-task.md": "tests/tasks/test_datasets.py",
     "docs/trainers/recipes.md": "tests/integrations/test_recipes.py",
 }
 HERE = {"README.md", "docs/fork.md", "docs/guides/probes.md", "docs/guides/report.md", "docs/trainers/loop.md"}
