@@ -9,6 +9,7 @@ import os
 import re
 import time
 from fractions import Fraction
+from importlib.util import find_spec
 from random import Random
 
 import pytest
@@ -94,7 +95,9 @@ def test_orders_of_one_question(family, one, other, same):
     assert (unordered(family, one) == unordered(family, other)) is same
 
 
-pytest.importorskip("math_verify", reason="needs the optional library math-verify")
+needs_math_verify = pytest.mark.skipif(
+    find_spec("math_verify") is None, reason="needs the optional library math-verify"
+)
 RIGHT = [
     # one half in a dozen formats
     *(
@@ -175,12 +178,14 @@ def patient(monkeypatch):
     monkeypatch.setattr(math_module, "TIME_LIMIT", 20.0)
 
 
+@needs_math_verify
 @pytest.mark.parametrize(("gold", "text"), RIGHT)
 def test_right_answers(gold, text):
     assert score_math(text, [gold]).correct
     assert score_math(text, [gold]) == score_math(text, ["no such thing", gold])
 
 
+@needs_math_verify
 @pytest.mark.parametrize(("gold", "text"), WRONG + ADVERSARIAL, ids=lambda text: repr(text)[:40])
 def test_wrong_and_adversarial_answers(gold, text):
     started = time.perf_counter()
@@ -191,6 +196,7 @@ def test_wrong_and_adversarial_answers(gold, text):
         assert time.perf_counter() - started < 0.5
 
 
+@needs_math_verify
 def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_read(monkeypatch):
     assert score_math("2/6", ["1/3"]).correct  # the worker has started
     started = time.perf_counter()
@@ -203,6 +209,7 @@ def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_read(monkeypatch
     assert score_math("2/4", ["1/2"]).parts == {"answer": 1.0, "timed_out": 0.0}
 
 
+@needs_math_verify
 def test_a_helper_that_dies_is_replaced():
     assert score_math("3/6", ["1/2"]).correct
     process = math_module._workers[os.getpid()].process
@@ -215,6 +222,7 @@ def _in_child(answer: str) -> bool:
     return score_math(answer, ["1/2"]).correct
 
 
+@needs_math_verify
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system cannot fork")
 def test_a_forked_process_has_a_helper_of_its_own():
     assert score_math("5/10", ["1/2"]).correct
@@ -238,11 +246,13 @@ EXPRESSIONS = r"""3 * 4; 3 \cdot 4; 3 \times 4; (3)(4); 3(4); 7 + 5; (7 + 5); 19
 \frac{3 * 8}{2}; 25 mod 13; 6 6; 11;"""
 
 
+@needs_math_verify
 @pytest.mark.parametrize("answer", re.split(r";\s+", NUMBERS))
 def test_a_number_is_an_answer_however_it_is_written(answer):
     assert score_value(f"<answer>{answer}</answer>", ["12"]).correct
 
 
+@needs_math_verify
 @pytest.mark.parametrize("answer", re.split(r";\s*", EXPRESSIONS.rstrip(";")))
 def test_a_question_written_down_again_is_no_answer(answer):
     """math-verify works expressions out: the reward of generated arithmetic could be had by copying."""

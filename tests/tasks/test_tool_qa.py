@@ -167,12 +167,12 @@ def test_a_lasting_failure_names_the_server(server, quick):
         HttpRetriever("file:///etc/passwd", top=1)
 
 
-pytest.importorskip("bm25s", reason="needs the optional library bm25s")
 SMALL = {"hops": (1, 2, 3), "train_size": 40, "heldout_size": 10}
 
 
 @pytest.fixture(scope="module")
 def task() -> ToolQa:
+    pytest.importorskip("bm25s", reason="needs the optional library bm25s")
     return make_task(ToolQaSpec(**SMALL))
 
 
