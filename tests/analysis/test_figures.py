@@ -25,7 +25,7 @@ def line(axis, label):
 
 
 def test_a_curve_is_the_chart_with_its_interval_as_bars_or_as_a_band(study, monkeypatch):
-    """The numbers of a chart are tested in test_curves."""
+    """The numbers of a chart are tested below."""
     values = step_values(study, ["reward_mean"])
     chart = chart_of(values, study.labels)
     one = chart["series"][study.labels.index("grpo")]
