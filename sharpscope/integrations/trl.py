@@ -228,9 +228,8 @@ class GrpoRecorder(TrainerRecorder):
         if self._reads_loss and not self._step.updates:
             batch, width, head = self._step.batch(serial), logp.shape[1], self.policy.head
             mask = batch.rollout_batch.rollouts.completion_mask[rows.to(batch.device), :width].bool()
-            states = (
-                hidden[0].detach()[:, -width - 1 : -1][mask].to(torch.promote_types(head.weight.dtype, torch.float32))
-            )
+            states = torch.cat(hidden).detach()[:, -width - 1 : -1][mask]
+            states = states.to(torch.promote_types(head.weight.dtype, torch.float32))
             found = flat_stats(states, head, inputs["completion_ids"][mask], self.temperature)
             for name, values in found.items():
                 getattr(batch.tokens.stats, name)[rows.to(batch.device), :width] = spread(values, mask)
