@@ -171,6 +171,23 @@ def test_published_constants(name: str):
     compare(method, case, paper if name == "grpo-sg" else oracle.tr_grpo(batch, "paper"), 0, 0)
 
 
+@pytest.mark.parametrize("progress", [0.0, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("name", ["holder", "tp-schedule", "forking-schedule", "entropy-schedule"])
+def test_schedules_equal_the_equation_from_their_start_to_their_end(name: str, progress: float):
+    """Hölder's exponent passes its limit 0 at one half; the others end at four fifths."""
+    method = named_method(name)
+    case = make_case(method, 1, progress=progress)
+    compare(method, case, ORACLES[name][0](as_batch(case)), 0, 0)
+
+
+@pytest.mark.parametrize("target", [0.4, 0.9, 1.7])
+def test_polarity_weighs_what_moves_the_entropy_to_the_target(target: float):
+    """The mean entropy is about 1: above the target, so far above that the phase is cut at −1, and below it."""
+    method = named_method("papo").model_copy(update={"weight": PolarityWeight(target=target)})
+    case = make_case(method, 0)
+    compare(method, case, oracle.papo(as_batch(case), target), 0, 0)
+
+
 @pytest.mark.parametrize("name", ["dual-clip", "gmpo", "dppo", "dppo-kl"])
 def test_the_toy_steps_exercise_both_bounds(name: str):
     """Otherwise the comparison above would say nothing about them; for dual clip, its own bound as well."""

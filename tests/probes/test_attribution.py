@@ -64,6 +64,30 @@ def test_along_any_direction_without_normalising():
     torch.testing.assert_close(run(model, batch, coef, direction), expected, rtol=1e-9, atol=1e-10)
 
 
+def test_influence_is_positive_where_a_token_lowers_the_heldout_loss():
+    """A small step of descent on each token alone, and the loss before and after."""
+    model, batch, heldout = tiny_model("qwen2"), random_batch(), random_batch(seed=9)
+    coef, mask = coefficients(batch), heldout["mask"]
+    nll = -mask.double() / mask.sum()
+    found = run(model, batch, coef, logp_gradient(model, heldout["input_ids"], mask, nll, heldout["attention_mask"]))
+
+    @torch.no_grad()
+    def loss(of):
+        parts = []
+        for row in range(3):
+            ids, columns = aligned(heldout["input_ids"], heldout["attention_mask"], row)
+            parts.append(log_probabilities(of, ids, 1.0)[mask[row, columns].bool()])
+        return -torch.cat(parts).mean()
+
+    rate = 1e-6
+    for place, gradient in list(tokens(model, batch).items())[:4]:
+        moved = tiny_model("qwen2")
+        with torch.no_grad():
+            for parameter, part in zip(moved.parameters(), gradient, strict=True):
+                parameter -= rate * coef[place] * part
+        assert float(found[place]) == pytest.approx(float(loss(model) - loss(moved)) / rate, rel=1e-2)
+
+
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
 def test_what_a_gradient_keeps_changes_no_share(architecture, monkeypatch):
     model, batch = tiny_model(architecture), random_batch()
