@@ -56,9 +56,9 @@ class Moved:
 
 
 def largest_update(run: Run) -> Spike | None:
-    """The step whose tokens are shown: the spike or gradient with shares that is the most times the typical one.
+    """The step whose tokens are shown: of the spikes with shares the one that is the most times the typical norm.
 
-    Not the spike with the largest z, which also says how alike the steps before were.
+    Not that with the largest z, which also says how alike the steps before were. Without such a spike, the largest gradient with shares.
     """
     notable = [spike for spike in notable_steps(run) if spike.tokens is not None]
     found = notable or [one for one in explain_largest(run) if one.tokens is not None]

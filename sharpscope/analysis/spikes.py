@@ -31,7 +31,7 @@ WINDOW = 50
 FEWEST = 10
 """Earlier steps with a gradient that the rule needs; see `sharpscope.traces.robust_z`."""
 LARGE = 3.0
-"""From this many times the typical norm on `show` names the layers that grew, also of what is no spike."""
+"""`show` names the layers that grew where the norm is at least this many times the typical one, spike or not."""
 SURE = 0.99
 """Probability from which the model was sure of a token."""
 ENOUGH = 0.2

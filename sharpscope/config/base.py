@@ -184,7 +184,7 @@ def _default(model: type[BaseModel], name: str) -> Any:
 def known_settings(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
     """Recorded settings without those that `model` and its parts no longer have.
 
-    A part whose kind says that it does nothing, as in version 0.2, is null, and one of which a number is left that number.
+    A part whose kind says that it does nothing, as in version 0.2, becomes null; one of which only a number is left becomes that number.
     """
     fields = annotations_of(model)
 

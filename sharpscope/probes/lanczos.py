@@ -29,7 +29,7 @@ def inner(rows: Tensor, vector: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Eigenpairs:
-    """Extreme eigenpairs, which need not be the extreme ones also if they have converged."""
+    """Eigenpairs at both ends of the spectrum; even one that has converged need not be the extreme one."""
 
     values: np.ndarray  # (k,) float64 signed eigenvalues in descending order
     vectors: Tensor  # (k, P) unit eigenvectors in the same order

@@ -115,7 +115,7 @@ def mean_estimate(name: str, values: Any, unit: str, scale: Scale = "plain") -> 
 
 
 def is_shown(study: Study, values: Any, side: Literal["greater", "less"], shift: float = 0.0) -> bool:
-    """Whether a mean over clusters is shown to be above or below `shift`, one-sided at the study's level; not without values."""
+    """Whether a mean over clusters is shown to be above or below `shift`, one-sided at the study's level; False without values."""
     data = _numbers(values)
     return len(data) > 0 and sign_flip_p(data, side, shift) <= study.terms.level
 
