@@ -355,7 +355,10 @@ def write_card(run: Run, file: Path) -> Path:
         raise UserError(f"--card: no token's share of the gradient was recorded in {run.name}{why}")
     with styled(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
-        card(run, spike.step).savefig(file, dpi=100)
+        try:
+            card(run, spike.step).savefig(file, dpi=100)
+        except OSError as error:
+            raise UserError(f"--card {file}: cannot be written ({error.strerror})") from error
     return file
 
 

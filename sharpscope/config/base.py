@@ -49,16 +49,23 @@ class Spec(BaseModel):
 NONE_KINDS = ("none", "all", "behavior", "single", "local")
 """Kinds by which version 0.2 said what is null today."""
 CONSTANTS: dict[str, Any] = {
-    **{"attention": "auto", "beta1": 0.9, "coef": 1.0, "input": "logit", "kind": "linear", "probability": 0.002},
-    **{
-        "probe_set": None,
-        "quantile": 0.75,
-        "radius": 0.05,
-        "share": 0.1,
-        "sign": "positive",
-        "target_modules": "all-linear",
-    },
-    **{"threshold": 0.5, "top_k": 0, "truncated": "keep"},
+    "L": 0.0,
+    "U": 1.0,
+    "attention": "auto",
+    "beta1": 0.9,
+    "coef": 1.0,
+    "input": "logit",
+    "kind": "linear",
+    "probability": 0.002,
+    "probe_set": None,
+    "quantile": 0.75,
+    "radius": 0.05,
+    "share": 0.1,
+    "sign": "positive",
+    "target_modules": "all-linear",
+    "threshold": 0.5,
+    "top_k": 0,
+    "truncated": "keep",
 }
 """Settings of earlier versions that are constants now, with these values."""
 
@@ -195,7 +202,7 @@ def known_settings(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str,
         if value.get("kind") in NONE_KINDS and type(None) in plain_types(annotation):
             return None
         if float in plain_types(annotation) and "start" not in value:
-            return next(number for name, number in value.items() if name != "kind")
+            return known(annotation, next(number for name, number in value.items() if name != "kind"))
         part = part_model(annotation, value)
         return value if part is None else known_settings(part, value)
 

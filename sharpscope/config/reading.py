@@ -1,4 +1,4 @@
-"""Read configurations: YAML files, `--set path=value`, how layers are merged, and the user's functions."""
+"""Read configurations: YAML files (untrusted, so bounded), `--set path=value`, how layers are merged, and the user's functions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from pydantic import BaseModel
 
 from sharpscope.errors import UserError, nearest
 
+YAML_LIMIT = 4_000_000
+"""Maximum size of a configuration file [bytes]."""
 YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError, OverflowError, TypeError, AttributeError, KeyError)
 """Exceptions that invalid YAML can raise; PyYAML's constructors also raise Python's built-in ones."""
+_NODES = 200_000
 
 
 class _Loader(yaml.SafeLoader):
@@ -23,20 +26,54 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """As in PyYAML; a key given twice raises."""
-        keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key.value, str)]
-        twice = next((value for tag, value in keys if tag != _MERGE and keys.count((tag, value)) > 1), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"duplicate key {twice!r}", node.start_mark)
+        keys = set()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge" or key.value.__hash__ is None:
+                continue
+            if (key.tag, key.value) in keys:
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
+            keys.add((key.tag, key.value))
         return super().construct_mapping(node, deep)
 
 
-_MERGE = "tag:yaml.org,2002:merge"
+def load_yaml(text: str) -> Any:
+    """Parse YAML text into plain values.
+
+    Raises:
+        yaml.YAMLError: Invalid YAML, a tag of another type, a duplicate key, or more than 200,000 values with aliases
+            expanded. Values that Python cannot represent and aliases that contain themselves raise other YAML_ERRORS.
+    """
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _expanded_size(node, {})
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _expanded_size(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Number of values in a node, with aliases counted at each use; one that contains itself is a RecursionError."""
+    if id(node) not in sizes:
+        children = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            children = [part for pair in node.value for part in pair]
+        sizes[id(node)] = 1 + sum(_expanded_size(child, sizes) for child in children)
+        if sizes[id(node)] > _NODES:
+            raise yaml.constructor.ConstructorError(None, None, f"more than {_NODES:,} values", node.start_mark)
+    return sizes[id(node)]
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
     """Read a YAML mapping with a safe loader."""
     try:
-        data = yaml.load(file.read_text("utf-8"), Loader=_Loader)
+        with file.open("rb") as stream:
+            content = stream.read(YAML_LIMIT + 1)
+        if len(content) > YAML_LIMIT:
+            raise UserError(f"config file '{file}': is larger than {YAML_LIMIT:,} bytes; give a configuration file")
+        data = load_yaml(content.decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"config file '{file}' does not exist; give the path of a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -70,7 +107,7 @@ def parse_override(text: str) -> dict[str, Any]:
     if not sign or not path.strip():
         raise UserError(f"--set {text}: must have the form field.subfield=value")
     try:
-        value = yaml.load(raw, Loader=_Loader)
+        value = load_yaml(raw)
     except YAML_ERRORS:
         raise UserError(f"--set {text}: the value is not valid YAML; put text in quotes") from None
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):

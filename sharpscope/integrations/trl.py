@@ -117,6 +117,9 @@ class GrpoRecorder(TrainerRecorder):
     ) -> None:
         args, loss, held = trainer.args, str(trainer.loss_type), trainer.loss_type in HELD_CONSTANT
         notes = [f"critical sharpness is not measured: loss_type '{loss}' holds factors constant"] if held else []
+        for name, off in (("min_p", None), ("repetition_penalty", 1.0)):
+            if (value := getattr(args, name, off)) not in (off, None):
+                notes.append(f"completions were drawn with {name} = {value:g}, which log-probabilities do not show")
         self.weights, self.group_size, self.period = weights, int(trainer.num_generations), generate_every(trainer)
         self._current: dict[str, Any] | None = None
         self._scored: tuple[Tensor, list[list[int]]] | None = None
@@ -124,7 +127,8 @@ class GrpoRecorder(TrainerRecorder):
         parts = max(1, int(args.steps_per_generation) // args.gradient_accumulation_steps)
         self.work = Work(int(trainer.num_iterations), parts, rows_of_update(args), generated=True)
         # Whether the first update of a step uses all its completions, so that their statistics can come from its loss.
-        self._can_read_loss = parts == 1 and weights is None and not args.torch_compile
+        whole = int(args.steps_per_generation) <= args.gradient_accumulation_steps  # `parts` rounds down
+        self._can_read_loss = whole and weights is None and not args.torch_compile
         self._can_read_loss &= distributed.world_size() == 1 and not dropout_of(trainer.model)
         self._reads_loss = False
         options |= {"temperature": float(trainer.temperature), "beta": float(trainer.beta)}

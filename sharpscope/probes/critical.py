@@ -141,7 +141,7 @@ def critical_sharpness(
         left = max_evaluations - line.evaluations
         search = _Search(lambda eta: line.loss(eta) - loss, noise, slope, tolerance, left)
         outcome: Outcome = "not descent" if math.isfinite(loss) else "not finite"
-        if math.isfinite(loss) and (slope is None or slope > 0):
+        if math.isfinite(loss) and not (slope is not None and slope <= 0):
             outcome = search.run(guess)
         found = outcome == "found"
         rounding = line.rounding(search.root) if found else math.nan

@@ -184,7 +184,8 @@ class Updates:
     def _scored(self, micro: Tensor, with_grad: bool = False) -> tuple[Scored, Tensor | None]:
         """A microbatch, with entropies where the loss has a bonus, and its (n, T) log-probabilities under the reference."""
         rows, scorer, model = self.rollouts.rows(micro), self.learner.scorer, self.learner.reference
-        scored = scorer.score(rows, with_grad=with_grad, function=flat_entropy if self.method.entropy else None)
+        entropies = None if self.method.entropy is None else flat_entropy
+        scored = scorer.score(rows, with_grad=with_grad, function=entropies)
         return scored, None if model is None else scorer.score(rows, model=model).logp
 
     @torch.no_grad()

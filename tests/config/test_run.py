@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,11 @@ def test_a_mistake_is_one_line_with_its_place(overrides, says):
         ("- a\n- b\n", "must be a mapping"),
         ("steps: !!python/object/apply:os.system ['true']\n", "not valid YAML"),
         ("&a [*a]", "file"),
+        (
+            "a: &a [x]\n" + "".join(f"{y}: &{y} [{', '.join(['*' + x] * 10)}]\n" for x, y in pairwise("abcdefg")),
+            "values",
+        ),
+        ("#" * 4_000_001, "larger than"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, content, says):
@@ -186,6 +192,7 @@ def test_the_configuration_of_a_run_of_version_0_2_is_read(tmp_path: Path):
             "tokens": {"kind": "all"},
             "passes": {"kind": "lopti", "eta": 0.4},
             "module_clip": {"kind": "linear", "start": 2.0, "end": 3.0},
+            "entropy": {"kind": "fixed", "coef": {"kind": "linear", "start": 0.1, "end": 0.2}},
             "advantage": {"kind": "group", "scale": "none", "ddof": 1, "epsilon": 1e-4},
         },
     }
@@ -193,12 +200,17 @@ def test_the_configuration_of_a_run_of_version_0_2_is_read(tmp_path: Path):
     found = read_recorded(tmp_path, {"steps": 3}, ["seed=4"])
     assert found.run_dir == tmp_path and (found.steps, found.seed) == (3, 4)
     assert found.method.clip is None and found.method.tokens is None and found.method.advantage.scale == "none"
-    assert (found.method.passes, found.method.module_clip.end, found.optimizer.beta2) == (0.4, 3.0, 0.9)
+    assert (found.method.passes, found.method.module_clip.end, found.method.entropy.end) == (0.4, 3.0, 0.2)
+    assert found.optimizer.beta2 == 0.9
     for run in pair().glob("*/config.yaml"):
         recorded = read_recorded(run.parent)
         assert recorded.method.tokens is None and recorded.rollout.prompts_per_step == 6
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(old | {"rollout": {"top_k": 5}}))
     with pytest.raises(UserError, match="top_k = 5: recorded by an earlier version; this version has 0 always"):
+        read_recorded(tmp_path)
+    weight = {"kind": "power", "gamma": 2.0, "L": 0.5, "U": 1.0}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old | {"method": {"name": "mine", "weight": weight}}))
+    with pytest.raises(UserError, match=r"L = 0\.5: recorded by an earlier version"):
         read_recorded(tmp_path)
     with pytest.raises(UserError, match="give the folder of a run"):
         read_recorded(tmp_path.parent)

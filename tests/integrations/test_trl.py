@@ -278,6 +278,16 @@ def test_statistics_from_trls_own_forward_pass_are_those_of_the_recorders(tmp_pa
         np.testing.assert_allclose(runs[0][name], runs[1][name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+def test_statistics_of_completions_that_the_first_update_does_not_use(tmp_path: Path):
+    """Two of three micro-batches are an update's: the third is used after it, when TRL's pass no longer has the step's policy."""
+    sizes = {"steps_per_generation": 3, "gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 6}
+    one = trainer(tmp_path / "t", **sizes)
+    record(one, out=tmp_path / "run", recording={"token_gradients_every": 0})
+    one.train()
+    tokens = sharpscope.load_run(tmp_path / "run").tokens()
+    assert tokens["step"].nunique() > 1 and (tokens["logp"] < 0).all() and (tokens["entropy"] > 0).all()
+
+
 def test_it_says_where_trls_log_probabilities_are_not_ours(tmp_path: Path):
     """TRL counts the positions of a left-padded prompt from the padding on; a model with absolute positions notices."""
     for name in ("gpt2", "qwen2"):

@@ -177,6 +177,8 @@ def test_the_entropy_bonus_is_the_remainder(world, changes):
     scale = float(bonus.abs().max())
     torch.testing.assert_close(found[0] - plain[0], -0.3 * bonus, rtol=1e-3, atol=1e-5 * scale)
     assert learned.updates[0].loss == pytest.approx(before.updates[0].loss - 0.3 * float(mean.detach()), abs=1e-5)
+    _, without = gradient(policy, drawn, method.model_copy(update={"entropy": 0.0}), **changes)
+    assert without.updates[0].entropy == pytest.approx(float(mean.detach()), rel=1e-4)  # of a coefficient of 0, too
 
 
 def gradient_at(policy, drawn, shift):
