@@ -29,7 +29,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "growth": lambda o: measures.growth(
         o.repeats, o.axis or list(measures.LIMITS), ["0.9m"] if o.quick else o.shape or ["0.9m"], o.out, o.quick
     ),
-    "diagnose": lambda o: analysis.diagnose(o.steps if o.quick else 10_000),
+    "diagnose": lambda o: analysis.diagnose(20 if o.quick else 10_000),
     "analyze": lambda o: analysis.analyze(),
     "startup": lambda o: training.startup(o.repeats),
     "fsdp": lambda o: memory.fsdp(),
