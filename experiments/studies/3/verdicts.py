@@ -93,6 +93,24 @@ def forks() -> None:
             print(f"| `{arm}` | {' | '.join(map(str, cells))} |")
 
 
+def sharpness() -> None:
+    """Sharpness after single updates at the KL of plain GRPO's: 100·ln of its ratio to that of `grpo`, paired by batch."""
+    every = pd.read_parquet(DATA.parent / "sharpness.parquet")
+    for step, rows in every[every["comparison"] == "kl"].groupby("step"):
+        found = rows[(rows["outcome"] == "sam_sharpness") & rows["valid"] & (rows["value"] > 0)]
+        wide = found.pivot_table(index="arm", columns="batch", values="value", sort=False)
+        change = 100 * np.log(wide.drop("grpo") / wide.loc["grpo"])
+        p = {arm: ttest_1samp(line.dropna(), 0.0).pvalue for arm, line in change.iterrows()}
+        order = sorted(p, key=lambda arm: p[arm])
+        adjusted = np.maximum.accumulate([p[arm] * (len(order) - place) for place, arm in enumerate(order)])
+        print(f"\nSharpness at step {step}, {rows['batch'].nunique()} batches; grpo: {wide.loc['grpo'].mean():.4g}\n")
+        print("| arm | batches | 100·ln of the ratio to grpo | p, adjusted |\n|---|---|---|---|")
+        for arm, line in change.iterrows():
+            mean, low, high = interval(line.dropna().to_numpy())
+            cells = f"{mean:+.1f} [{low:+.1f}, {high:+.1f}] | {min(adjusted[order.index(arm)], 1):.2g}"
+            print(f"| `{arm}` | {line.notna().sum()} | {cells} |")
+
+
 def contaminated() -> None:
     """Cosines to the policy gradient on clean and contaminated batches, and `delight` − method where contaminated, paired by batch."""
     rows = pd.read_csv(DATA.parent / "contaminated.csv")
@@ -169,6 +187,7 @@ def main() -> None:
         means(data, ["grpo", "acting", *later.index.unique(0)])
         differences(data, [*((arm, "grpo") for arm in sam), ("acting", "shuffled")])
     forks()
+    sharpness()
     contaminated()
 
 
