@@ -1,4 +1,4 @@
-"""The versions that sharpscope is said to run with, each tried: `nox`, or `nox -s low`; results are in docs/versions.md.
+"""The versions that sharpscope is said to run with, each tried: `nox`, or `nox -s low`; results are in docs/limits.md.
 
 A session makes a fresh environment, installs the wheel's requirements at the versions named, and runs a core selection of the
 tests: reading models, generation, scoring, per-token gradients, curvature, training with checkpoints, traces, puzzles.

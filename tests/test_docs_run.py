@@ -114,7 +114,7 @@ RUN = {page: [line for line, first in FIRST.items() if first == page][::-1] for 
 
 def test_the_list_of_lines_that_do_not_run_is_current():
     assert {not_run(line) for _, line in ALL} - {None} == set(NOT_RUN)
-    assert {"README.md", "docs/index.md", "docs/guides/methods.md", "docs/trainers/prime-rl.md"} <= {p for p, _ in ALL}
+    assert {"README.md", "docs/index.md", "docs/guides/methods.md", "docs/trainers/dumps.md"} <= {p for p, _ in ALL}
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +159,9 @@ def files(tmp_path_factory, tiny_policy):
     (here / "output").mkdir()
     (here / "output" / "trainer_state.json").write_text(json.dumps({"log_history": log}))
     (here / "mine.py").write_text(blocks("docs/guides/methods.md")[0])
-    (here / "rgym.py").write_text(blocks("docs/guides/tasks.md")[0])
-    (here / "riddles.py").write_text(blocks("docs/guides/model-and-task.md")[0])
+    riddles, rgym = blocks("docs/guides/model-and-task.md")
+    (here / "riddles.py").write_text(riddles)
+    (here / "rgym.py").write_text(rgym)
     return here
 
 
@@ -252,7 +253,7 @@ ELSEWHERE = {  # page -> the test that runs its Python
     "docs/trainers/recipes.md": "tests/integrations/test_recipes.py",
 }
 HERE = {"README.md", "docs/fork.md", "docs/guides/probes.md", "docs/guides/report.md", "docs/trainers/loop.md"}
-HERE |= {"docs/guides/tasks.md", "docs/trainers/supervised.md", "docs/trainers/trl.md"}
+HERE |= {"docs/guides/model-and-task.md", "docs/trainers/supervised.md", "docs/trainers/trl.md"}
 
 
 def test_the_python_of_every_page_is_run_somewhere():

@@ -1,6 +1,6 @@
-"""Make verdicts and paired differences of the kept runs of the studies, and say what differs from those stored.
+"""Make the verdicts on the kept runs of the studies, and say what differs from those stored.
 
-    python experiments/studies/remake.py          # compare with experiments/studies/*/results/{claims.json,differences.csv}
+    python experiments/studies/remake.py          # compare with experiments/studies/*/results/claims.json
     python experiments/studies/remake.py --write  # store what the code gives now
 
 Run it by hand before a release; the exit code is 1 if anything differs.
@@ -12,10 +12,8 @@ import json
 import sys
 from pathlib import Path
 
-from sharpscope.analysis.claims import judge, study_of, write_claims
-from sharpscope.analysis.claims.registry import declared_rules, quote
+from sharpscope.analysis.claims import judge, study_of
 from sharpscope.analysis.claims.writers import claims_json
-from sharpscope.analysis.pairs import compare_runs
 from sharpscope.sweeps import read_sweep
 from sharpscope.traces import load_runs
 
@@ -30,13 +28,10 @@ def main(write: bool) -> int:
         folder, runs = ROOT / "experiments" / "studies" / name, load_runs(data)
         spec = read_sweep(folder / "study.yaml").claims
         study = study_of(runs, spec.baseline, spec.treatment, terms=spec)
-        verdicts, checks = judge(study)
-        differences = compare_runs(runs.by_name, spec.baseline).to_csv(index=False)
+        verdicts, _ = judge(study)
         results = folder / "results"
         if write:
-            rules = declared_rules(study.terms, read_sweep(folder / "study.yaml").base["probes"].get("rho"))
-            write_claims(verdicts, results, checks, quote(folder / "study.yaml", rules, runs))
-            (results / "differences.csv").write_text(differences, encoding="utf-8")
+            (results / "claims.json").write_text(claims_json(verdicts), encoding="utf-8")
             continue
         stored = {entry["claim"]: entry for entry in json.loads((results / "claims.json").read_text("utf-8"))}
         for after in json.loads(claims_json(verdicts)):
@@ -45,10 +40,6 @@ def main(write: bool) -> int:
                 if before.get(key) != after[key]:
                     differing += 1
                     print(f"study {name}, {after['claim']}, {key}: {before.get(key)} → {after[key]}")
-        file = results / "differences.csv"
-        if not file.exists() or file.read_text("utf-8") != differences:
-            differing += 1
-            print(f"study {name}: differences.csv differs")
     return int(differing > 0)
 
 

@@ -1,1 +1,0 @@
-"""Logs made on purpose, and how often each rule of `sharpscope diagnose` is wrong."""
