@@ -1,7 +1,7 @@
 """Command line of the benchmarks: `python -m experiments.benchmarks NAME`, run from the repository's root.
 
 Each measures a ratio in one run and prints rows of the table in speed.md: `step`, `trl`, `recording`, `rotation`, `generation`,
-`beginning`, `norms`, `exact`, `shares`, `surface`, `growth`, `diagnose`, `analyze`, `startup`, `fsdp` and `gpu`.
+`norms`, `exact`, `shares`, `surface`, `growth`, `diagnose`, `analyze`, `startup`, `fsdp` and `gpu`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "recording": lambda o: training.recording(o.model, o.steps, o.size),
     "rotation": lambda o: training.rotation(o.model, o.size),
     "generation": lambda o: analysis.generation(o.model, o.task, o.repeats, o.size),
-    "beginning": lambda o: training.beginning(o.model, o.repeats),
     "norms": lambda o: measures.norms(o.model, o.repeats, o.length),
     "exact": lambda o: measures.exact(o.model, o.repeats, o.size, o.length),
     "shares": lambda o: measures.shares(o.model, o.repeats, o.size, o.length),

@@ -4,43 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import resource
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
 import torch
 
-from experiments.benchmarks.common import Row, costs
+from experiments.benchmarks.common import ROOT, Row, child, costs
 from sharpscope.config import build_config
 from sharpscope.policy import load_policy, render_prompts, with_openings
 from sharpscope.tasks import make_task
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def _seconds(arguments: Sequence[str], folder: str) -> tuple[float, str]:
-    """Wall seconds of a `sharpscope` command in a process of its own, and a note with its processor seconds."""
-    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-m", "sharpscope", *arguments]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=dict(os.environ) | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode not in (0, 1):  # 1: diagnose has found something
-        raise RuntimeError(f"{' '.join(arguments[:2])}: {done.stderr[-300:]}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return time.perf_counter() - began, f"{cpu:.3g} s of processor time"
+    """Wall seconds of a `sharpscope` command, and a note with its processor seconds."""
+    wall, cpu, _ = child(["-m", "sharpscope", *arguments], folder)
+    return wall, f"{cpu:.3g} s of processor time"
 
 
 def diagnose(steps: int) -> list[Row]:

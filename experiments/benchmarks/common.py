@@ -6,7 +6,10 @@ import ctypes
 import itertools
 import os
 import platform
+import resource
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +22,7 @@ from torch import Tensor, nn
 from sharpscope.config import build_config
 from sharpscope.policy import load_policy
 
+ROOT = Path(__file__).resolve().parents[2]
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 2, "width": 32, "heads": 4, "key_heads": 2, "feed_forward": 48, "vocabulary": 512},
     "0.9m": {"layers": 4, "width": 128, "heads": 4, "key_heads": 4, "feed_forward": 384, "vocabulary": 624},
@@ -99,6 +103,20 @@ def _status(field: str) -> int:
     """A line of /proc/self/status in bytes (Linux)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+
+def child(arguments: Sequence[str], folder: str) -> tuple[float, float, str]:
+    """Wall and processor seconds and output of a Python process, as a new user would start it."""
+    unset = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    environment = {name: value for name, value in os.environ.items() if name not in unset} | {"PYTHONPATH": str(ROOT)}
+    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    if done.returncode not in (0, 1, 2):  # 1: diagnose has found something; 2: a mistake was refused
+        raise RuntimeError(f"{' '.join(arguments[:3])}: {done.stderr[-300:]}")
+    return time.perf_counter() - began, cpu, done.stdout
 
 
 def costs(works: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, Cost]:
