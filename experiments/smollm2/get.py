@@ -45,8 +45,9 @@ def convert(file: Path, folder: Path) -> None:
     from sharpscope.policy import PolicySpec, load_policy
 
     policy = load_policy(PolicySpec(model=str(file), device="cpu"))
-    if policy.parameters != PARAMETERS:
-        raise SystemExit(f"error: the model has {policy.parameters:,} parameters, not {PARAMETERS:,}")
+    parameters = policy.model.num_parameters()
+    if parameters != PARAMETERS:
+        raise SystemExit(f"error: the model has {parameters:,} parameters, not {PARAMETERS:,}")
     policy.model.save_pretrained(folder)  # type: ignore[operator]
     policy.tokenizer.save_pretrained(folder)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from sharpscope.config.run import PolicySpec, RolloutSpec, SamplingSpec
 from sharpscope.policy.forward import length_buckets, microbatches, score_completions
 from sharpscope.policy.generation import (
-    Environment,
     check_lengths,
     draw_scored,
     generate,

@@ -1,31 +1,17 @@
-"""Load models, tokenizers and adapters from the package, a folder or the Hugging Face Hub, and make the embedded policies.
-
-The embedded policies ship with the package and train on two CPU cores. Their tokenizer is byte-level BPE with added phrases: it encodes
-any text without loss, and each part of a puzzle (a name, " is a knight", " if and only if ") is one token in any position, so that a
-policy with less than a million parameters learns to reason within minutes. The phrases are added tokens, because transformers'
-AutoTokenizer uses Qwen2's pre-tokenizer for all models of the type qwen2, whatever tokenizer.json contains (and normalizes text to
-NFC, which `PreTrainedTokenizerFast` does not).
-"""
+"""Load models, tokenizers and adapters from the package, a folder or the Hugging Face Hub."""
 
 from __future__ import annotations
 
 import copy
 import importlib.util
-import io
 import json
-import math
 import os
-import re
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -33,8 +19,6 @@ from transformers import (
     AutoTokenizer,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
@@ -71,11 +55,6 @@ class Policy:
     def head(self) -> Head:
         """The output layer, with the model's parameters."""
         return output_head(self.model)
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters; tied parameters count once."""
-        return sum(p.numel() for p in self.model.parameters())
 
 
 def load_policy(spec: PolicySpec, base: str | None = None) -> Policy:
@@ -117,30 +96,28 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
             raise UserError(f"policy.model {spec.model!r}: GGUF files need gguf; pip install 'sharpscope[gguf]'")
         source, options["gguf_file"] = str(Path(location).parent), Path(location).name
     try:
-        # Progress bars are for downloads only.
-        with redirect_stderr(io.StringIO()) if Path(location).exists() else nullcontext():
-            config = AutoConfig.from_pretrained(source, **options)
-            device = _device(spec.device)
-            dtype = torch.float64 if spec.dtype == "float64" else torch.float32  # of trained weights
-            if frozen and spec.dtype == "bfloat16":
-                dtype = torch.bfloat16
-            weights = stored_numbers(Path(location)) * dtype.itemsize
-            require_memory(weights, device, f"loading {spec.model} in {spec.dtype}", "take a smaller model")
-            tokenizer = _tokenizer(source, options)
-            capped = getattr(config, "attn_logit_softcapping", None) is not None  # which sdpa does not support
-            experts = ("num_experts", "num_local_experts", "n_routed_experts")
-            if any(getattr(config, name, None) for name in experts):
-                # The only implementation with forward-mode derivatives, which runs them one by one.
-                options["experts_implementation"] = "eager"
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source,
-                config=config,
-                dtype=dtype,
-                attn_implementation="eager" if capped else "sdpa",
-                use_safetensors=True,
-                output_loading_info=True,
-                **options,
-            )
+        config = AutoConfig.from_pretrained(source, **options)
+        device = _device(spec.device)
+        dtype = torch.float64 if spec.dtype == "float64" else torch.float32  # of trained weights
+        if frozen and spec.dtype == "bfloat16":
+            dtype = torch.bfloat16
+        weights = stored_numbers(Path(location)) * dtype.itemsize
+        require_memory(weights, device, f"loading {spec.model} in {spec.dtype}", "take a smaller model")
+        tokenizer = _tokenizer(source, options)
+        capped = getattr(config, "attn_logit_softcapping", None) is not None  # which sdpa does not support
+        experts = ("num_experts", "num_local_experts", "n_routed_experts")
+        if any(getattr(config, name, None) for name in experts):
+            # The only implementation with forward-mode derivatives, which runs them one by one.
+            options["experts_implementation"] = "eager"
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=dtype,
+            attn_implementation="eager" if capped else "sdpa",
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
     except UserError:
         raise
     except Exception as error:  # broken files can raise any exception in transformers
@@ -270,8 +247,8 @@ def has_adapters(model: nn.Module) -> bool:
 def add_adapters(model: nn.Module, spec: LoraSpec, base: str) -> nn.Module:
     """Add new adapters to a model; they are its only trainable parameters, float32, or float64 in a float64 model.
 
-    B is zero, so the outputs do not change. A has peft's distribution, uniform with variance 1/(3·inputs), the same for every run.
-    The model's linear layers are replaced in place; `base`, the folder or hub id of the base model, is stored with the adapters.
+    B is zero, so the outputs do not change; A is the same for every run. The model's linear layers are replaced in place; `base`, the
+    folder or hub id of the base model, is stored with the adapters.
 
     Raises:
         UserError: peft is not installed.
@@ -280,16 +257,10 @@ def add_adapters(model: nn.Module, spec: LoraSpec, base: str) -> nn.Module:
     modules = {"target_modules": "all-linear", "lora_dropout": 0.0, "bias": "none"}
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=spec.r, lora_alpha=spec.alpha, **modules)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore", category=FutureWarning):
-        adapted = peft.get_peft_model(model, config)  # initializes A from the global generator
+        torch.default_generator.manual_seed(0)
+        adapted = peft.get_peft_model(model, config)
     config.base_model_name_or_path = base
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if ".lora_A." in name:
-                bound = 1 / math.sqrt(parameter[0].numel())
-                uniform = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.copy_((2 * uniform - 1) * bound)
-    return adapted.eval()
+    return cast(nn.Module, adapted.eval())
 
 
 def load_adapters(model: nn.Module, folder: Path) -> nn.Module:
@@ -333,34 +304,9 @@ def _peft() -> Any:
 
 # -- The embedded policies
 
-PAD, END = "<|pad|>", "<|endoftext|>"
-TAGS = ("think", "answer", "search", "information")
-MARKS = (*(f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")), "<|im_start|>", "<|im_end|>")
-"""Tags with one token each. They are not special tokens, so that decoded text contains them for the scorers."""
-
-CONTEXT = 2048
-"""Context length of the policies [tokens]; they were trained on shorter sequences."""
-
-PIECES = "|".join(
-    (
-        r"(?: is(?: not)? a)? (?:knight|knave)(?!\p{L})",
-        r" if and only if ",
-        r" (?:and|or|then) (?=\p{Lu})",
-        r"[Ii]f (?=\p{Lu})",
-        r"\p{Lu}\p{Ll}*",  # a name or other capitalized word
-        r"(?:(?! is a kn| is not a kn|if \p{Lu})[^\p{Lu}\n\d])+",  # other text
-    )
-)
-"""Pattern that splits a puzzle into candidate phrases."""
-
-QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""Qwen2's pre-tokenizer, so that all loaders give the same tokens."""
-
 
 def embedded_policy(name: str) -> Path:
-    """Folder of an embedded policy: config.json, model.safetensors, tokenizer.json, tokenizer_config.json, warm_start.json.
+    """Folder of an embedded policy: a small model, its tokenizer and `warm_start.json`, the settings that made it.
 
     Raises:
         UserError: The name is unknown.
@@ -368,81 +314,3 @@ def embedded_policy(name: str) -> Path:
     if name not in EMBEDDED_NAMES:
         raise UserError(f"embedded policy '{name}': unknown{nearest(name, EMBEDDED_NAMES)}")
     return data_path("policies", name)
-
-
-def common_phrases(texts: Iterable[str], share: float = 0.002) -> list[str]:
-    """Pieces of `texts` (`PIECES`) with at least 2 characters and at least `share` occurrences per text, sorted."""
-    splitter = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
-    texts = list(texts)
-    counts = Counter(piece for text in texts for piece, _ in splitter.pre_tokenize_str(text))
-    return sorted(piece for piece, count in counts.items() if len(piece) > 1 and count >= share * len(texts))
-
-
-def build_tokenizer(texts: Iterable[str], phrases: Sequence[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer with at most `vocabulary` tokens on `texts`; deterministic.
-
-    Padding is token 0 and end of text is token 1; `MARKS` and `phrases` are the last tokens, matched longest first.
-    """
-    added = [*MARKS, *phrases]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary - len(added),
-        special_tokens=[PAD, END],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    separator = re.compile("|".join(re.escape(token) for token in sorted(added, key=len, reverse=True)))
-    tokenizer.train_from_iterator((part for text in texts for part in separator.split(text) if part), trainer)
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in added])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=END,
-        clean_up_tokenization_spaces=False,
-        model_max_length=CONTEXT,
-        padding_side="left",
-    )
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json, with a class name that all versions of transformers support."""
-    tokenizer.save_pretrained(folder)
-    file = folder / "tokenizer_config.json"
-    settings = json.loads(file.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    file.write_text(json.dumps(settings, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def build_model(
-    tokenizer: PreTrainedTokenizerBase, *, layers: int, width: int, feed_forward: int, heads: int, seed: int
-) -> Qwen2ForCausalLM:
-    """A float32 Qwen2 model for `tokenizer` with tied embeddings: matrices N(0, 0.02²), biases 0, norm gains 1."""
-    config = Qwen2Config(
-        vocab_size=-(-len(tokenizer) // 16) * 16,
-        hidden_size=width,
-        intermediate_size=feed_forward,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    with torch.random.fork_rng(devices=[]):  # construction uses the global generator
-        model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            if parameter.ndim == 2:
-                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
-            else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-    return model

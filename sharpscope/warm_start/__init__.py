@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from sharpscope.warm_start.pretraining import WARM_STARTS, warm_start
+from sharpscope.warm_start.pretraining import warm_start

@@ -6,9 +6,8 @@ chooses the style with its first token, and reinforcement learning quickly finds
 - knights_knaves: tries assignments in a fixed order, all knights first, and checks each person until the first contradiction; the last
   trial is the solution. A guess gives the solution at once.
 - math: gives every operation with its result, innermost first: "3 + 4 = 7; 7 * 17 = 119".
-- tool_qa: searches for every hop: states the relation, searches for the entity, repeats the value from the passage and
-  continues with that value. A guess answers before the last hop, with the entity it has reached. The responses are those of
-  the task on generated worlds with other seeds, so facts cannot be memorized.
+- tool_qa: states the relation, searches for the entity and repeats the value from the passage. A guess answers with the entity. The
+  responses are those of the task on generated worlds with other seeds, so facts cannot be memorized.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from typing import Any, cast
 
 from sharpscope.tasks import Example, InteractiveTask, KnightsKnavesSpec, MathSpec, ToolQaSpec, make_task, respond_all
 from sharpscope.tasks.knights_knaves import truth
-from sharpscope.tasks.tool_qa import SYLLABLES
 
 OPENING = "<think>"
 GUESS = "a guess."
@@ -39,18 +37,25 @@ FIRST_WORLD = 1_000_000
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A prompt and the completion to imitate."""
+    """A prompt and its continuation: turns to imitate, between them responses of the environment, which are not imitated."""
 
     prompt: str
-    completion: str  # the first turn, without the end-of-text token
-    later: tuple[
-        tuple[str, str], ...
-    ] = ()  # a response of the environment, which is not imitated, and the turn after it
+    turns: tuple[str, ...]  # the end-of-text token follows the last one
 
-    @property
-    def text(self) -> str:
-        """Prompt, all turns and all responses."""
-        return "".join([self.prompt, self.completion, *(reply + turn for reply, turn in self.later)])
+
+def demonstrations(policy: str, spec: Mapping[str, Any]) -> Iterator[Demonstration]:
+    """Endless demonstrations for a policy with the settings `spec`."""
+    seed, shares, count = spec["seed"], spec["weights"], spec["questions"]
+    if policy == "math":
+        return math_demonstrations(questions(sorted(shares), sorted(spec["levels"]), count, seed), spec)
+    if policy == "tool_qa":
+        return tool_demonstrations(search_questions(spec["worlds"], count, seed), spec)
+    pools = {}
+    for people, share in shares.items():
+        size = max(1, round(count * share / max(shares.values())))
+        task = make_task(KnightsKnavesSpec(people=people, train_size=size, heldout_size=0, seed=seed))
+        pools[people] = task.splits()["train"]  # for all seeds it shares no content with held-out puzzles
+    return puzzle_demonstrations(pools, spec)
 
 
 # -- knights_knaves
@@ -99,24 +104,6 @@ def trials(names: Sequence[str], statements: Sequence[Sequence[Any]]) -> str:
     raise ValueError("the puzzle has no solution")
 
 
-def puzzle_phrases() -> list[str]:
-    """Texts that completions consist of besides names; each is one token in the embedded policies."""
-    claims = [f" {role} {word}" for role in ROLE.values() for word in VERDICT.values()]
-    return sorted(
-        [f" {role}{mark} " for role in ROLE.values() for mark in ",:"]
-        + [" says "]
-        + [f"{claim}, " for claim in claims]
-        + [f"{claim} {connective} " for claim in claims for connective in CONNECTIVES.values()]
-        + ["no. ", "yes.", GUESS, "(1) "]
-        + [f"\n({number}) " for number in range(2, 8)]
-    )
-
-
-def puzzles(people: int, count: int, seed: int) -> list[Example]:
-    """`count` puzzles of the task's training split; for all seeds they share no content with the held-out ones."""
-    return make_task(KnightsKnavesSpec(people=people, train_size=count, heldout_size=0, seed=seed)).splits()["train"]
-
-
 def renamed(text: str, names: Sequence[str], others: Sequence[str]) -> str:
     """Replace each whole word of `names` in `text` by the corresponding word of `others`, simultaneously."""
     replacements = dict(zip(names, others, strict=True))
@@ -130,7 +117,6 @@ def longer_wording(quiz: str, rng: random.Random) -> str:
     """Reword a puzzle like the published sets: capitalize "If …" and negate half of the single claims."""
 
     def negated(match: re.Match[str]) -> str:
-        """Rewrite "Ava is a knave" as the equivalent "Ava is not a knight"."""
         return f"{match[1]}{match[2]} is not a {'knave' if match[3] == 'knight' else 'knight'}"
 
     quiz = re.sub(r"(\"|that )if ", r"\1If ", quiz)
@@ -185,37 +171,30 @@ def chat(quiz: str, name: str, rng: random.Random) -> str:
     return "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns) + f"<|im_start|>assistant\n{OPENING}"
 
 
-def puzzle_demonstrations(
-    pools: Mapping[int, Sequence[Example]],
-    weights: Mapping[int, float],
-    *,
-    guess_share: float,
-    chat_share: float,
-    seed: int,
-) -> Iterator[Demonstration]:
-    """Endless stream of demonstrations. Puzzles of a pool are used in turn, with new names.
+def puzzle_demonstrations(pools: Mapping[int, Sequence[Example]], spec: Mapping[str, Any]) -> Iterator[Demonstration]:
+    """Endless stream of demonstrations. Puzzles of a pool, by number of people, are used in turn, with new names.
 
-    `pools` and sampling `weights` are by number of people. The share `guess_share` guesses, and `chat_share` has a
-    chat prompt, whose completion starts after `<think>`; the rest has the compact prompt.
+    The share `guess_share` guesses, and `chat_share` has a chat prompt, whose completion starts after `<think>`; the rest has the
+    compact prompt.
     """
-    rng = random.Random(seed)
+    rng = random.Random(spec["seed"])
     sizes = sorted(pools)
     all_names = sorted({name for pool in pools.values() for example in pool for name in example.meta["names"]})
     next_puzzle = dict.fromkeys(sizes, 0)
     while True:
-        people = rng.choices(sizes, [weights[size] for size in sizes])[0]
+        people = rng.choices(sizes, [spec["weights"][size] for size in sizes])[0]
         example = pools[people][next_puzzle[people] % len(pools[people])]
         next_puzzle[people] += 1
-        guesses = rng.random() < guess_share
+        guesses = rng.random() < spec["guess_share"]
         names, others = example.meta["names"], tuple(rng.sample(all_names, people))
         quiz = renamed(example.meta["quiz"], names, others)
         reasoning = GUESS if guesses else trials(others, example.meta["statements"])
         text = f"{OPENING}{reasoning}</think><answer>{renamed(example.answer, names, others)}</answer>"
-        if rng.random() < chat_share:
+        if rng.random() < spec["chat_share"]:
             prompt = chat(longer_wording(quiz, rng), rng.choice(all_names), rng)
-            yield Demonstration(prompt, text.removeprefix(OPENING))
+            yield Demonstration(prompt, (text.removeprefix(OPENING),))
         else:
-            yield Demonstration(quiz + "\n", text)
+            yield Demonstration(quiz + "\n", (text,))
 
 
 # -- math
@@ -245,7 +224,6 @@ def _reduce(expression: str) -> tuple[list[str], int]:
     steps: list[str] = []
 
     def value(node: Any) -> int:
-        """Value of a part of the expression."""
         if isinstance(node, ast.Constant):
             return cast(int, node.value)
         a, b = value(node.left), value(node.right)
@@ -287,106 +265,46 @@ def _modular(question: str) -> list[str]:
     return [*steps, f"{m} * {times} = {int(m) * times}", f"{value} - {int(m) * times} = {rest}"]
 
 
-def math_phrases() -> list[str]:
-    """Texts that questions and steps consist of besides digits; each is one token in the embedded policy."""
-    return sorted([" + ", " - ", " * ", " = ", "; ", " = ?\n", " mod ", "Solve for x: ", "x = ", "x + ", "x - ", GUESS])
-
-
 def math_demonstrations(
-    pool: Mapping[tuple[str, int], Sequence[Example]],
-    families: Mapping[str, float],
-    levels: Mapping[int, float],
-    *,
-    guess_share: float,
-    seed: int,
+    pool: Mapping[tuple[str, int], Sequence[Example]], spec: Mapping[str, Any]
 ) -> Iterator[Demonstration]:
     """Endless stream of demonstrations with random questions of `pool` by family and level, which have sampling weights."""
-    rng = random.Random(seed)
+    rng = random.Random(spec["seed"])
     kinds = sorted(pool)
-    weights = [families[family] * levels[level] for family, level in kinds]
+    weights = [spec["weights"][family] * spec["levels"][level] for family, level in kinds]
     while True:
         family, level = rng.choices(kinds, weights)[0]
         example = rng.choice(pool[family, level])
-        reasoning = GUESS if rng.random() < guess_share else work(family, example.meta["question"])
-        yield Demonstration(example.prompt, f"{OPENING}{reasoning}</think><answer>{example.answer}</answer>")
+        reasoning = GUESS if rng.random() < spec["guess_share"] else work(family, example.meta["question"])
+        yield Demonstration(example.prompt, (f"{OPENING}{reasoning}</think><answer>{example.answer}</answer>",))
 
 
 # -- tool_qa
 
 
-@dataclass(frozen=True)
-class SearchQuestion:
-    """A question and the environment's response to the search of each hop."""
-
-    example: Example
-    replies: tuple[str, ...]
-
-
-def search_questions(hops: Sequence[int], worlds: int, count: int, seed: int) -> dict[int, list[SearchQuestion]]:
-    """Generate questions of the task's training split, by number of hops: `count` per world and number of hops."""
-    pool: dict[int, list[SearchQuestion]] = {number: [] for number in hops}
+def search_questions(worlds: int, count: int, seed: int) -> list[tuple[Example, str]]:
+    """Questions of the task's training split with one hop, `count` of each world, and the response to the search."""
+    pool: list[tuple[Example, str]] = []
     for world in range(worlds):
-        spec = ToolQaSpec(hops=tuple(hops), train_size=count, heldout_size=0, seed=FIRST_WORLD * (1 + seed) + world)
+        spec = ToolQaSpec(train_size=count, heldout_size=0, seed=FIRST_WORLD * (1 + seed) + world)
         task = cast(InteractiveTask, make_task(spec))
-        rows = [(example, hop[0]) for example in task.splits()["train"] for hop in example.meta["chain"]]
-        asked = [f"<search>{thing}</search>" for _, thing in rows]
-        replies = iter(respond_all(task, [example for example, _ in rows], asked))  # of all hops in one batch
-        for example in task.splits()["train"]:
-            texts = tuple(str(next(replies)) for _ in example.meta["chain"])
-            pool[int(example.meta["level"])].append(SearchQuestion(example, texts))
+        examples = task.splits()["train"]
+        asked = [f"<search>{example.meta['chain'][0][0]}</search>" for example in examples]
+        pool += zip(examples, map(str, respond_all(task, examples, asked)), strict=True)
     return pool
 
 
-def conversation(question: SearchQuestion, searches: int) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """First turn, and pairs of a response and the next turn.
-
-    The answer is correct if `searches` is the number of hops. With fewer searches it is a guess: the entity of the next
-    search.
-    """
-    turns, fact = [], ""
-    chain = question.example.meta["chain"]
-    for thing, relation, value in chain[:searches]:
-        turns.append(f"{OPENING}{fact or thing}, {relation}</think><search>{thing}</search>")
-        fact = f" {relation}: {value}"  # as in the passage
-    reasoning, answer = (fact, chain[-1][2]) if searches == len(chain) else (GUESS, chain[searches][0])
-    turns.append(f"{OPENING}{reasoning}</think><answer>{answer}</answer>")
-    return turns[0], tuple(zip(question.replies, turns[1:], strict=False))
-
-
-def tool_phrases(questions: Sequence[SearchQuestion]) -> list[str]:
-    """Texts that questions, responses and turns consist of; each is one token in the embedded policy.
-
-    Names consist of syllables, each of which is one token, capitalized or not.
-    """
-    texts = {text for syllable in SYLLABLES for text in (syllable, syllable.capitalize())}
-    texts |= {GUESS, "What is the ", " of the ", " of ", "?\n", "Doc 1(Title: ", "\n\n"}
-    texts |= {f"\nDoc {i}(Title: " for i in (2, 3)}
-    for question in questions:
-        for _, relation, _ in question.example.meta["chain"]:
-            texts |= {relation, f", {relation}", f" {relation}: "}
-        for reply in question.replies:
-            texts |= _fixed_texts(reply)
-    return sorted(texts)
-
-
-def _fixed_texts(reply: str) -> set[str]:
-    """Fixed texts of passages: ") kind: person.", " birthplace: "."""
-    texts = set()
-    for line in reply.partition("<information>")[2].partition("</information>")[0].split("\n"):
-        kind, *fields = line.partition(") ")[2].removesuffix(".").split(". ")
-        texts |= {f") {kind}.", *(f" {field.partition(': ')[0]}: " for field in fields)}
-    return texts
-
-
-def tool_demonstrations(
-    pool: Mapping[int, Sequence[SearchQuestion]], weights: Mapping[int, float], *, guess_share: float, seed: int
-) -> Iterator[Demonstration]:
-    """Endless stream of conversations with random questions of `pool` by number of hops, which have sampling weights."""
-    rng = random.Random(seed)
-    numbers = sorted(pool)
+def tool_demonstrations(pool: Sequence[tuple[Example, str]], spec: Mapping[str, Any]) -> Iterator[Demonstration]:
+    """Endless stream of conversations with random questions of `pool`."""
+    rng = random.Random(spec["seed"])
     while True:
-        hops = rng.choices(numbers, [weights[number] for number in numbers])[0]
-        question = rng.choice(pool[hops])
-        guesses = rng.random() < guess_share
-        first, later = conversation(question, rng.randrange(hops) if guesses else hops)
-        yield Demonstration(question.example.prompt, first, later)
+        rng.random()  # this and `randrange(1)` keep the stream from which the shipped policy was made
+        example, reply = rng.choice(pool)
+        ((thing, relation, value),) = example.meta["chain"]
+        if rng.random() < spec["guess_share"]:
+            rng.randrange(1)
+            turns: tuple[str, ...] = (f"{OPENING}{GUESS}</think><answer>{thing}</answer>",)
+        else:
+            search = f"{OPENING}{thing}, {relation}</think><search>{thing}</search>"
+            turns = (search, reply, f"{OPENING} {relation}: {value}</think><answer>{value}</answer>")
+        yield Demonstration(example.prompt, turns)

@@ -1,143 +1,72 @@
-"""Supervised pretraining of an embedded policy: a tokenizer and a small model trained on demonstrations.
+"""Supervised pretraining of an embedded policy: a small model, trained anew on demonstrations.
 
-Training is deterministic: the same spec gives bitwise equal weights on the same machine with the same library versions and
-number of threads. Otherwise rounding differs and the difference grows with every update; the accuracy is then similar but
-not equal.
+Sizes and tokenizer are those of the shipped policy, and the settings those in its `warm_start.json`. Training is deterministic: it gives
+bitwise equal weights on the same machine with the same library versions and number of threads. Otherwise rounding differs and the
+difference grows with every update; the accuracy is then similar but not equal.
+
+The policies train on two CPU cores. Their tokenizer is byte-level BPE with added phrases, trained on the first demonstrations: it
+encodes any text without loss, and each part of a puzzle (a name, " is a knight", " if and only if ") is one token in any position, so
+that a policy with less than a million parameters learns to reason within minutes.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import platform
+import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerBase, Qwen2ForCausalLM
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from sharpscope.errors import UserError
-from sharpscope.policy.loading import build_model, build_tokenizer, common_phrases, save_tokenizer
-from sharpscope.warm_start import demonstrations as made
-from sharpscope.warm_start.demonstrations import Demonstration
+from sharpscope.policy import embedded_policy
+from sharpscope.warm_start.demonstrations import Demonstration, demonstrations
 
 SUMMARY = "warm_start.json"
 
 
-HEADS = 4
-MATH_LEVELS = {1: 0.2, 2: 0.4, 3: 0.4}
-"""Share of math demonstrations by level."""
-MUON_LR, LR, BETA2 = 0.02, 6e-3, 0.98
-"""Peak learning rates of Muon, for the layers' matrices, and of AdamW, for the other parameters, and AdamW's β₂."""
-WEIGHT_DECAY = 0.01
-"""Decoupled decay of the layers' matrices."""
-WARMUP = 60
-"""Updates of linear warm-up."""
-MAX_GRAD_NORM = 1.0
+def settings_of(policy: str) -> dict[str, Any]:
+    """Settings with which an embedded policy was made.
 
-
-@dataclass(frozen=True)
-class WarmStartSpec:
-    """Model, tokenizer, demonstrations and optimization; `WARM_STARTS` has those of the shipped policies.
-
-    Attributes:
-        policy: embedded policy whose demonstrations are used.
-        weights: share of demonstrations by number of people (2 to 7), family of question or number of hops (1 to 3).
-        questions: distinct puzzles of the most frequent size, questions per family and level, or per world and hops.
-        worlds: tool_qa: generated worlds, distinct from those of the task's seeds.
-        guess_share: share of demonstrations that guess instead of reasoning.
-        chat_share: knights_knaves: share of demonstrations with a chat prompt.
-        layers, width, feed_forward: sizes of the transformer; `width` is a multiple of 8.
-        vocabulary: maximum vocabulary of the tokenizer [tokens].
-        corpus: demonstrations used to train the tokenizer.
-        steps, batch: optimizer updates, and demonstrations per update.
-        micro_tokens: maximum size of a forward pass, including padding, at least one row [tokens].
-        cooldown: share of the updates, at the end, in which the learning rates decay to zero.
-        logit_scale: factor on the final norm's gain after training, which scales all logits.
-        seed: seed of weights, demonstrations and their order.
+    weights: share of demonstrations by number of people, family of question or number of hops; levels: by level of question;
+    questions: distinct puzzles of the most frequent size, questions of each family and level, or of each world; corpus:
+    demonstrations of which the tokenizer was trained; steps and batch: updates, and demonstrations in each; micro_tokens: maximum
+    size of a forward pass [tokens]; warmup: updates of linear warm-up; cooldown: share of the updates, at the end, in which the
+    learning rates decay to zero; logit_scale: factor on the final norm's gain after training, which scales all logits.
     """
-
-    policy: str = "knights_knaves"
-    weights: dict[Any, float] = field(default_factory=lambda: {2: 0.15, 3: 0.65, 4: 0.15, 5: 0.03})
-    questions: int = 8000
-    worlds: int = 20
-    guess_share: float = 0.5
-    chat_share: float = 0.15
-    layers: int = 4
-    width: int = 128
-    feed_forward: int = 384
-    vocabulary: int = 768
-    corpus: int = 4000
-    steps: int = 1300
-    batch: int = 48
-    micro_tokens: int = 2048
-    cooldown: float = 0.4
-    logit_scale: float = 1.0
-    seed: int = 0
+    settings = json.loads((embedded_policy(policy) / SUMMARY).read_text(encoding="utf-8"))["spec"]
+    for name in settings.keys() & {"weights", "levels"}:  # JSON has no numbers as keys
+        settings[name] = {int(key) if key.isdigit() else key: share for key, share in settings[name].items()}
+    return dict(settings)
 
 
-_MATH: dict[str, Any] = {
-    "questions": 5000,
-    "vocabulary": 320,
-    "layers": 3,
-    "width": 64,
-    "feed_forward": 192,
-    "steps": 900,
-}
-_TOOL_QA: dict[str, Any] = {
-    "questions": 300,
-    "vocabulary": 576,
-    "layers": 3,
-    "width": 96,
-    "feed_forward": 256,
-    "steps": 1600,
-}
-_TOOL_QA |= {"guess_share": 0.3, "batch": 32, "cooldown": 0.5}
-WARM_STARTS: dict[str, WarmStartSpec] = {
-    "knights_knaves": WarmStartSpec(),
-    "math": WarmStartSpec("math", {"arithmetic": 0.9, "linear": 0.05, "modular": 0.05}, micro_tokens=4096, **_MATH),
-    "tool_qa": WarmStartSpec("tool_qa", {1: 1.0}, micro_tokens=4096, **_TOOL_QA),
-}
-"""The warm start of each embedded policy; it recreates the shipped one."""
+def warm_start(policy: str, out_dir: Path | str, **changes: Any) -> dict[str, Any]:
+    """Train an embedded policy anew and save it in the Hugging Face format to a new or empty folder; prints the loss.
 
-
-class Row(NamedTuple):
-    """Token ids of a demonstration's prompt and completion, and 1 for completion tokens in the loss, else 0."""
-
-    prompt: list[int]
-    completion: list[int]
-    mask: list[int]
-
-
-def warm_start(
-    spec: WarmStartSpec, out_dir: Path | str, on_progress: Callable[[int, float], None] | None = None
-) -> dict[str, Any]:
-    """Train a policy and save it in the Hugging Face format to a new or empty folder; returns the content of `warm_start.json`.
-
-    `on_progress` is called every 100 updates and at the end with the number of updates and the mean loss since the last call
-    [nats per completion token].
+    `changes` replace settings of the shipped policy (see `settings_of`). Returns the content of the new `warm_start.json`.
 
     Raises:
         UserError: `out_dir` is not empty.
     """
-    out = Path(out_dir)
+    out, spec = Path(out_dir), settings_of(policy) | changes
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"out = '{out}': exists and is not an empty folder; choose another")
-    disable_progress_bar()  # transformers' own bars; `on_progress` reports progress
+    disable_progress_bar()  # transformers' own bars
     start = time.monotonic()
-    examples, phrases_of = _dataset(spec)
-    corpus = list(islice(examples, spec.corpus))
-    tokenizer = build_tokenizer((d.text for d in corpus), phrases_of(corpus), spec.vocabulary)
-    sizes = {name: getattr(spec, name) for name in ("layers", "width", "feed_forward", "seed")}
-    model = build_model(tokenizer, heads=HEADS, **sizes)
-    loss = _train(spec, model, tokenizer, examples, on_progress or (lambda step, loss: None))
+    folder = embedded_policy(policy)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    model = new_model(Qwen2Config.from_pretrained(folder), spec["seed"])
+    examples = islice(demonstrations(policy, spec), spec["corpus"], None)
+    loss = _train(spec, model, tokenizer, examples)
     summary: dict[str, Any] = {
         "loss": loss,
         "parameters": model.num_parameters(),
@@ -145,118 +74,95 @@ def warm_start(
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers")}
         | {"python": platform.python_version()},
-        "spec": asdict(spec),
+        "spec": spec,
     }
     out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(out)
-    save_tokenizer(tokenizer, out)
+    for file in folder.glob("tokenizer*.json"):
+        shutil.copy(file, out)
     (out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return summary
 
 
-def _dataset(spec: WarmStartSpec) -> tuple[Iterator[Demonstration], Callable[[Sequence[Demonstration]], list[str]]]:
-    """Endless demonstrations, and a function from a corpus of them to the texts that become one token each."""
-    seed, shares = spec.seed, spec.weights
-    common: dict[str, Any] = {"guess_share": spec.guess_share, "seed": seed}
-    if spec.policy == "math":
-        pool = made.questions(sorted(shares), sorted(MATH_LEVELS), spec.questions, seed)
-        return made.math_demonstrations(pool, shares, MATH_LEVELS, **common), lambda _: made.math_phrases()
-    if spec.policy == "tool_qa":
-        asked = made.search_questions(sorted(shares), spec.worlds, spec.questions, seed)
-        seen = [question for questions in asked.values() for question in questions[: spec.questions]]
-        return made.tool_demonstrations(asked, shares, **common), lambda _: made.tool_phrases(seen)
-    numbers = {people: max(1, round(spec.questions * share / max(shares.values()))) for people, share in shares.items()}
-    pools = {people: made.puzzles(people, number, seed) for people, number in numbers.items()}
-    return made.puzzle_demonstrations(pools, shares, chat_share=spec.chat_share, **common), _puzzle_phrases
+def new_model(config: Qwen2Config, seed: int) -> Qwen2ForCausalLM:
+    """A float32 model: matrices N(0, 0.02²), biases 0, norm gains 1."""
+    with torch.random.fork_rng(devices=[]):  # construction uses the global generator
+        model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if parameter.ndim == 2:
+                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    return model
 
 
-def _puzzle_phrases(corpus: Sequence[Demonstration]) -> list[str]:
-    """Phrases of compact prompts and of completions; chat prompts contribute none."""
-    common = common_phrases(d.prompt for d in corpus if not d.prompt.endswith(made.OPENING))
-    roles = [f" is {negation}a {role}" for negation in ("", "not ") for role in made.ROLE.values()]
-    return sorted({*common, *made.puzzle_phrases(), *roles, "If "})
+MOMENTUM = 0.95
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the odd polynomial that maps singular values to about 1 in five iterations."""
 
 
 def _train(
-    spec: WarmStartSpec,
+    spec: dict[str, Any],
     model: Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
     examples: Iterator[Demonstration],
-    on_progress: Callable[[int, float], None],
 ) -> float:
-    """Training loop; returns the mean loss since the last report."""
+    """Training loop: Muon for the layers' matrices, AdamW for the rest; returns the last mean loss [nats per completion token]."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    optimizers = (
-        Muon(matrices, lr=MUON_LR, weight_decay=WEIGHT_DECAY),
-        torch.optim.AdamW(others, lr=LR, betas=(0.9, BETA2), weight_decay=0.0),
-    )
+    averages = [torch.zeros_like(matrix) for matrix in matrices]
+    adam = torch.optim.AdamW(others, lr=spec["lr"], betas=(0.9, spec["beta2"]), weight_decay=0.0)
     model.train()
     losses: list[float] = []
-    loss = math.nan
-    for step in range(1, spec.steps + 1):
-        for optimizer, peak in zip(optimizers, (MUON_LR, LR), strict=True):
-            optimizer.param_groups[0]["lr"] = peak * schedule(step, spec)
-        rows = [_row(tokenizer, demonstration) for demonstration in islice(examples, spec.batch)]
-        losses.append(_accumulate(model, rows, spec.micro_tokens))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        for optimizer in optimizers:
-            optimizer.step()
+    for step in range(1, spec["steps"] + 1):
+        left = (spec["steps"] + 1 - step) / (spec["cooldown"] * spec["steps"])
+        factor = min(1.0, step / spec["warmup"]) * min(1.0, left)
+        adam.param_groups[0]["lr"] = spec["lr"] * factor
+        rows = [tokenized(tokenizer, demonstration) for demonstration in islice(examples, spec["batch"])]
+        losses.append(accumulate(model, rows, spec["micro_tokens"]))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), spec["max_grad_norm"])
+        for matrix, average in zip(matrices, averages, strict=True):
+            muon_step(matrix, average, spec["muon_lr"] * factor, spec["weight_decay"])
+        adam.step()
         model.zero_grad(set_to_none=True)
-        if step % 100 == 0 or step == spec.steps:
-            loss, losses = sum(losses) / len(losses), []
-            on_progress(step, loss)
+        if step % 100 == 0 or step == spec["steps"]:
+            loss = sum(losses) / len(losses)
+            losses.clear()
+            print(f"update {step} of {spec['steps']}: loss {loss:.3f} nats/token")
     with torch.no_grad():
-        model.model.norm.weight.mul_(spec.logit_scale)
+        model.model.norm.weight.mul_(spec.get("logit_scale", 1.0))
     model.eval()
     return loss
 
 
-def schedule(step: int, spec: WarmStartSpec) -> float:
-    """Learning rate of update `step` (from 1) relative to its peak: linear warmup, constant, linear cooldown."""
-    return min(1.0, step / WARMUP) * min(1.0, (spec.steps + 1 - step) / (spec.cooldown * spec.steps))
-
-
-def _row(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> Row:
-    """Tokenize a demonstration. Turns and responses are tokenized separately, as in a rollout; responses have mask 0."""
-    turns = [(demonstration.completion, 1)]
-    for reply, turn in demonstration.later:
-        turns += [(reply, 0), (turn, 1)]
-    prompt, *parts = tokenizer([demonstration.prompt, *(text for text, _ in turns)])["input_ids"]
+def tokenized(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> tuple[list[int], list[int]]:
+    """Token IDs and labels, which are −100 for prompt and responses. Turns are tokenized separately, as in a rollout."""
+    prompt, *parts = tokenizer([demonstration.prompt, *demonstration.turns])["input_ids"]
     parts[-1] = [*parts[-1], tokenizer.eos_token_id]
-    mask = [value for part, (_, value) in zip(parts, turns, strict=True) for _ in part]
-    return Row(prompt, [token for part in parts for token in part], mask)
+    ids, labels = [*prompt], [-100] * len(prompt)
+    for index, part in enumerate(parts):
+        ids += part
+        labels += [-100] * len(part) if index % 2 else part
+    return ids, labels
 
 
-def _batches(rows: Sequence[Row], max_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of rows sorted by length (L), with at most `max_tokens` tokens including padding, or one row.
+def accumulate(model: Qwen2ForCausalLM, rows: Sequence[tuple[list[int], list[int]]], max_tokens: int) -> float:
+    """Accumulate the gradient of the mean loss over labels; returns the loss [nats].
 
-    Lengths differ tenfold; with a fixed number of rows, half of the tokens would be padding.
-
-    Yields:
-        input_ids (n, L) and labels (n, L), which are −100 outside the loss.
+    A pass has rows of similar length and at most `max_tokens` tokens including padding, or one row.
     """
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i].prompt + rows[i].completion))
-    while order:
-        lengths = [len(rows[i].prompt + rows[i].completion) for i in order]
-        number = max([1, *(n for n, length in enumerate(lengths, 1) if n * length <= max_tokens)])
-        batch, order = [rows[i] for i in order[:number]], order[number:]
-        input_ids = torch.zeros(number, lengths[number - 1], dtype=torch.long)
-        labels = torch.full(input_ids.shape, -100)
-        for line, row in enumerate(batch):
-            stop = len(row.prompt + row.completion)
-            input_ids[line, :stop] = torch.tensor(row.prompt + row.completion)
-            labels[line, len(row.prompt) : stop] = torch.tensor(row.completion).where(
-                torch.tensor(row.mask).bool(), -100
-            )
-        yield input_ids, labels
-
-
-def _accumulate(model: Qwen2ForCausalLM, rows: Sequence[Row], max_tokens: int) -> float:
-    """Accumulate the gradient of the mean loss over completion tokens; returns the loss [nats]."""
-    tokens = sum(sum(row.mask) for row in rows)
+    rows = sorted(rows, key=lambda row: len(row[0]))
+    tokens = sum(label >= 0 for _, labels in rows for label in labels)
     total = 0.0
-    for input_ids, labels in _batches(rows, max_tokens):
+    while rows:
+        number = max([1, *(n for n, (ids, _) in enumerate(rows, 1) if n * len(ids) <= max_tokens)])
+        input_ids, labels = (
+            pad_sequence([torch.tensor(row[part]) for row in rows[:number]], batch_first=True, padding_value=value)
+            for part, value in enumerate((0, -100))
+        )
+        rows = rows[number:]
         # Padding is on the right, so causal attention needs no attention mask.
         hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]  # (n, L − 1, width)
         mask = labels[:, 1:] >= 0
@@ -266,43 +172,26 @@ def _accumulate(model: Qwen2ForCausalLM, rows: Sequence[Row], max_tokens: int) -
     return total
 
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the odd polynomial that maps singular values to about 1 in five iterations."""
+@torch.no_grad()
+def muon_step(matrix: torch.Tensor, average: torch.Tensor, lr: float, weight_decay: float) -> None:
+    """Muon's update of a parameter (out, in) and its `average` of gradients; torch has it only since 2.9, in bfloat16.
+
+    With Nesterov momentum and decoupled weight decay (K. Jordan et al., 2024); its spectral norm is about lr·sqrt(max(1, out/in)).
+    """
+    assert matrix.grad is not None
+    average.lerp_(matrix.grad, 1 - MOMENTUM)
+    direction = matrix.grad.lerp(average, MOMENTUM)
+    tall = direction.shape[0] > direction.shape[1]
+    update = orthogonal((direction.T if tall else direction).contiguous()[None])[0]
+    scale = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
+    matrix.mul_(1 - lr * weight_decay).add_(update.T if tall else update, alpha=-lr * scale)
 
 
-def orthogonal(matrices: torch.Tensor, iterations: int = 5) -> torch.Tensor:
+def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
     """Orthogonalize matrices (n, a, b) with a ≤ b: map singular values to about [0.7, 1.2], keep singular vectors."""
     a, b, c = NEWTON_SCHULZ
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(iterations):
+    for _ in range(5):
         square = x @ x.mT  # (n, a, a)
         x = a * x + (b * square + c * square @ square) @ x
     return x
-
-
-class Muon(torch.optim.Optimizer):
-    """Muon with Nesterov momentum and decoupled weight decay (K. Jordan et al., 2024); torch has it only since 2.9.
-
-    An update of a parameter (out, in) has spectral norm about lr·sqrt(max(1, out/in)).
-    """
-
-    def __init__(
-        self, matrices: Iterable[torch.Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all matrices that have a `.grad`."""
-        for group in self.param_groups:
-            for matrix in group["params"]:
-                if matrix.grad is None:
-                    continue
-                average = self.state[matrix].setdefault("average", torch.zeros_like(matrix))
-                average.lerp_(matrix.grad, 1 - group["momentum"])
-                direction = matrix.grad.lerp(average, group["momentum"])
-                tall = direction.shape[0] > direction.shape[1]
-                update = orthogonal((direction.T if tall else direction).contiguous()[None])[0]
-                update = update.T if tall else update
-                scale = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
-                matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)

@@ -57,17 +57,57 @@ def vowels(count: int = 10) -> tuple[dict[str, list[Example]], Any]:
     return {"train": examples(0, "train"), "heldout": examples(100, "heldout")}, score
 
 
+def byte_tokenizer(texts: list[str]) -> Any:
+    """A tokenizer of 288 tokens like the embedded policies', with the same tags, but no phrases."""
+    from tokenizers import AddedToken, Tokenizer
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.trainers import BpeTrainer
+    from transformers import PreTrainedTokenizerFast
+
+    from sharpscope.policy import embedded_policy
+
+    shipped = PreTrainedTokenizerFast.from_pretrained(embedded_policy("math"))
+    tokens = list(map(shipped.convert_ids_to_tokens, range(len(shipped))))
+    tags = tokens[tokens.index("<think>") :][:10]
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        shipped.backend_tokenizer.pre_tokenizer,
+        shipped.backend_tokenizer.decoder,
+    )
+    alphabet = sorted(ByteLevel.alphabet())
+    trainer = BpeTrainer(vocab_size=278, special_tokens=tokens[:2], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
+    names = {"pad_token": tokens[0], "eos_token": tokens[1], "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=2048, padding_side="left", **names)
+
+
 def tiny_policy(folder: Path, layers: int = 1, width: int = 16, feed_forward: int = 24) -> Path:
-    """Save an untrained Qwen2 policy of that size with a byte-level tokenizer to `folder`."""
+    """Save an untrained Qwen2 policy of that size to `folder`."""
     import torch
+    from transformers import Qwen2Config
     from transformers.utils.logging import disable_progress_bar
 
-    from sharpscope.policy.loading import build_model, build_tokenizer
+    from sharpscope.warm_start.pretraining import new_model
 
     disable_progress_bar()
     splits, _ = vowels()
-    tokenizer = build_tokenizer([example.prompt for example in splits["train"]], phrases=(), vocabulary=288)
-    model = build_model(tokenizer, layers=layers, width=width, feed_forward=feed_forward, heads=2, seed=0)
+    tokenizer = byte_tokenizer([example.prompt for example in splits["train"]])
+    config = Qwen2Config(
+        vocab_size=288,
+        hidden_size=width,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    model = new_model(config, seed=0)
     with torch.no_grad():  # sharper than at initialisation, so that tokens differ in probability
         for parameter in model.parameters():
             if parameter.ndim == 2:
