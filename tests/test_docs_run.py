@@ -152,7 +152,6 @@ def files(tmp_path_factory, tiny_policy):
     write_lines(here / "questions.jsonl", asked)
     write_lines(here / "train.jsonl", [{"instruction": row["prompt"], "target": row["answer"]} for row in asked])
     write_lines(here / "nq.jsonl", [{"question": row["prompt"], "golden_answers": [row["answer"]]} for row in asked])
-    write_lines(here / "passages.jsonl", [{"id": str(n), "contents": f'"{n}"\n{n} is a number'} for n in range(5)])
     for name in ("puzzles", "test"):
         pd.DataFrame(asked).to_parquet(here / f"{name}.parquet")
     log = [{"step": n, "loss": 0.1, "grad_norm": 0.3, "reward": 0.5, "entropy": 0.4} for n in range(1, 30)]

@@ -63,7 +63,7 @@ class KnightsKnavesSpec(Spec):
 
 
 class MathSpec(Spec):
-    """Generated mathematics questions with answers checked by math-verify."""
+    """Generated mathematics questions, each with a number as its answer."""
 
     kind: Literal["math"] = "math"
     families: Annotated[tuple[Literal["arithmetic", "linear", "modular"], ...], AfterValidator(_distinct)] = Field(
@@ -130,7 +130,7 @@ Hops = Annotated[int, Field(ge=1, le=3)]
 
 
 class ToolQaSpec(Spec):
-    """Questions that require search, in Search-R1's protocol: generated, or a data set with a corpus."""
+    """Questions that require search, in Search-R1's protocol: generated, or a data set with a retrieval server."""
 
     kind: Literal["tool_qa"] = "tool_qa"
     hops: Annotated[tuple[Hops, ...], AfterValidator(_distinct)] = Field((1,), min_length=1)
@@ -140,10 +140,8 @@ class ToolQaSpec(Spec):
     """held-out questions for each number of hops; 0: none"""
     questions: DatasetSpec | None = None
     """data set of questions instead of generated ones; scorer auto = exact_match"""
-    corpus: str = ""
-    """.jsonl or .parquet file of passages (title and text, or contents); empty: the generated world"""
     retriever_url: str = ""
-    """URL of a retrieval server with Search-R1's API, instead of BM25 over the corpus"""
+    """URL of a retrieval server with Search-R1's API; empty: BM25 over the generated world"""
     top: int = Field(3, ge=1, le=100, description="passages returned per search")
     turns: int = Field(4, ge=1, le=100)
     """maximum number of replies from the environment, searches and feedback together"""
@@ -152,11 +150,9 @@ class ToolQaSpec(Spec):
     seed: int = Field(0, ge=0, description="seed of the world and the questions (not of training)")
 
     @model_validator(mode="after")
-    def _no_unused_field(self) -> ToolQaSpec:
-        if self.corpus and self.retriever_url:
-            raise ValueError(f"corpus = {self.corpus!r}: has no effect with retriever_url; remove one of the two")
-        if self.corpus and self.questions is None:
-            raise ValueError(f"corpus = {self.corpus!r}: needs a data set of questions; set questions, or remove it")
+    def _consistent(self) -> ToolQaSpec:
+        if self.questions is not None and not self.retriever_url:
+            raise ValueError("questions: needs passages to search; set retriever_url")
         if self.questions is not None and self.questions.scorer == "logic_rl":
             raise ValueError("questions.scorer = logic_rl: scores puzzles only; use exact_match or another")
         return self

@@ -1,4 +1,4 @@
-"""Scorers that compare a short final answer with the accepted ones: exact, exact match (question answering), numeric.
+"""Scorers that compare a short final answer with the accepted ones: exact, exact match (question answering), numeric, value.
 
 All run in time linear in the length of the text, never raise and never evaluate the text. The reward is 1 or 0.
 """
@@ -32,6 +32,7 @@ _MIXED = re.compile(
 )
 _SPACED = re.compile(rf"(?<![\w.,/])(?<![0-9]{_SPACE})[0-9]{{1,3}}(?:{_SPACE}[0-9]{{3}})+(?!{_SPACE}?[0-9]|-\w)")
 _APART_SIGN = re.compile(rf"(^\s*|[=(\[{{:≈]\s?|\$|\bis )-{_SPACE}{{1,3}}(?=[$.0-9])")
+_STATED = re.compile(r"answer\s{0,3}(?:is|:|=)\s{0,3}(?:is|:|=)?", re.IGNORECASE)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _AROUND = ".,;:!?\"'()[]* "
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -75,6 +76,17 @@ def _boxed(text: str) -> str | None:
     return ""
 
 
+def stated(answer: str) -> str:
+    """Answer within a sentence: the line after the last "answer is", or its only $…$, or the whole text."""
+    matches = list(_STATED.finditer(answer))
+    if matches:
+        answer = answer[matches[-1].end() :].strip().partition("\n")[0]
+    closing = answer.rfind("$")
+    opening = answer.rfind("$", 0, closing) if closing >= 0 else -1
+    # "$5$ or $6$" has two answers and stays unchanged
+    return answer[opening + 1 : closing] if opening >= 0 and answer.count("$") == 2 else answer
+
+
 def _reward(correct: bool) -> Reward:
     return Reward(float(correct), {"answer": float(correct)}, correct=correct)
 
@@ -86,36 +98,22 @@ def score_exact(text: str, truths: Sequence[str]) -> Reward:
 
 
 def normalize_words(text: str) -> str:
-    """Normalization used in question answering: lower case, no punctuation, no articles, single spaces."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    """Normalization used in question answering: lower case, no punctuation, no articles, single spaces.
+
+    A text of which this leaves nothing ("A", "The The") is only in folded case and without surrounding punctuation.
+    """
+    words = " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    return words or " ".join(text.casefold().split()).strip(_AROUND)
 
 
 def score_exact_match(text: str, truths: Sequence[str]) -> Reward:
-    """1 if the final answer equals one of the truths after `normalize_words`.
-
-    If the normalized truth is empty ("A", "The The"), case and surrounding punctuation are ignored instead. An empty answer
-    is never correct.
-    """
-    answer = final_answer(text)
-    return _reward(any(_same_words(answer, truth) for truth in truths))
+    """1 if the final answer equals one of the truths after `normalize_words`. An empty answer is never correct."""
+    answer = normalize_words(final_answer(text))
+    return _reward(answer != "" and any(answer == normalize_words(truth) for truth in truths))
 
 
-def _same_words(answer: str, truth: str) -> bool:
-    normalized = normalize_words(truth)
-    if normalized:
-        return normalize_words(answer) == normalized
-    folded = _fold(truth)
-    return bool(folded) and _fold(answer) == folded
-
-
-def _fold(text: str) -> str:
-    """Text in folded case with single spaces, without surrounding punctuation unless there is nothing else."""
-    folded = " ".join(text.casefold().split())
-    return folded.strip(_AROUND) or folded
-
-
-def number_of(text: str) -> Fraction | None:
-    """The last number in a text as an exact fraction, or None if there is none.
+def number_of(text: str, alone: bool = False) -> Fraction | None:
+    """The last number in a text as an exact fraction, or None if there is none, or if it has to be `alone` and is not.
 
     Reads 1,234.5, −3, $7, 2/3, 1e-3 and 25% (as 25); 10{,}000, 10\\,000 and 10 000; 1 1/2, \\frac{1}{2} and
     1\\frac{1}{2}; and "- 5" unless it is a subtraction ("3 - 5" gives 5).
@@ -123,8 +121,9 @@ def number_of(text: str) -> Fraction | None:
     text = _LATEX_COMMA.sub(",", text.translate(_MINUS))
     text = _MIXED.sub(_as_improper, _FRACTION.sub(_as_quotient, text))
     text = _SPACED.sub(lambda match: "".join(match.group().split()), text)
-    last = None
-    for match in _NUMBER.finditer(_APART_SIGN.sub(r"\1-", text)):
+    text = _APART_SIGN.sub(r"\1-", text)
+    last = _NUMBER.fullmatch(text.strip(" \n.$(){}")) if alone else None
+    for match in _NUMBER.finditer("" if alone else text):
         last = match
     if last is None or len(last.group()) > LONGEST_NUMBER or abs(int(last["exponent"] or 0)) > LARGEST_EXPONENT:
         return None
@@ -151,4 +150,11 @@ def _as_improper(match: re.Match[str]) -> str:
 def score_numeric(text: str, truths: Sequence[str]) -> Reward:
     """1 if the last number of the final answer equals the last number of one of the truths ("#### 1,234" gives 1234)."""
     answer = number_of(final_answer(text))
+    return _reward(answer is not None and any(answer == number_of(truth) for truth in truths))
+
+
+def score_value(text: str, truths: Sequence[str]) -> Reward:
+    """Like `score_numeric`, but the answer must be a number, or an equation with a number on the right."""
+    stated_answer = stated(final_answer(final_answer(text)))  # a box may be in the tags
+    answer = number_of(stated_answer.rpartition("=")[2], alone=True)
     return _reward(answer is not None and any(answer == number_of(truth) for truth in truths))

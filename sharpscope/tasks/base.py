@@ -81,8 +81,7 @@ class InteractiveTask(Task, Protocol):
 
     Generation of a row stops when the text since the last response contains one of `stop` (the last token may extend beyond
     it), at the end-of-text token, or at the length limit. Except at the limit, `respond` is then called with all text after
-    the prompt: generated text and previous responses. A task may also define `respond_many(examples, completions)`, which
-    `respond_all` calls instead.
+    the prompt: generated text and previous responses.
     """
 
     stop: tuple[str, ...]
@@ -93,10 +92,9 @@ class InteractiveTask(Task, Protocol):
 
 
 def respond_all(task: InteractiveTask, examples: Sequence[Example], completions: Sequence[str]) -> list[str | None]:
-    """Call `respond` for every row, or `respond_many` once if the task defines it."""
-    many = getattr(task, "respond_many", None)
-    if many is not None:
-        return list(many(examples, completions))
+    """Call `respond` for every row, or `respond_many(examples, completions)` once if the task has it."""
+    if hasattr(task, "respond_many"):
+        return list(task.respond_many(examples, completions))
     return [task.respond(example, completion) for example, completion in zip(examples, completions, strict=True)]
 
 
@@ -110,7 +108,6 @@ def once(method: Callable[[S], T]) -> Callable[[S], T]:
 
     @wraps(method)
     def kept(self: S) -> T:
-        """The result of the first call."""
         if not hasattr(self, name):
             setattr(self, name, method(self))
         return cast(T, getattr(self, name))

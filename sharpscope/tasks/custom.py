@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from sharpscope.config.reading import import_function
 from sharpscope.config.tasks import CustomSpec
 from sharpscope.errors import UserError
-from sharpscope.tasks.base import Example, Reward, Task, content_id, once, respond_all
+from sharpscope.tasks.base import Example, Reward, Task, content_id, once
 
 
 def make_custom(spec: CustomSpec) -> Task:
@@ -94,14 +94,8 @@ class InteractiveCheckedTask(CheckedTask):
 
     def respond(self, example: Example, completion: str) -> str | None:
         """The task's response, or None if the conversation is finished."""
-        return self.respond_many([example], [completion])[0]
-
-    def respond_many(self, examples: Sequence[Example], completions: Sequence[str]) -> list[str | None]:
-        """The task's responses, from its `respond_many` if defined."""
-        what, task = f"task '{self.name}'", self._task
-        responses: list[Any] = _call_user(f"{what}, respond", lambda: respond_all(task, examples, completions))
-        kinds = {type(response).__name__ for response in responses if not isinstance(response, str | None)}
-        if kinds or len(responses) != len(examples):
-            found = ", ".join(kinds) or f"{len(responses)} responses for {len(examples)} completions"
-            raise UserError(f"{what}: respond returned {found}; return a str or None for each completion")
-        return responses
+        what = f"task '{self.name}', respond"
+        response = _call_user(what, lambda: self._task.respond(example, completion))
+        if not isinstance(response, str | None):
+            raise UserError(f"{what}: returned {type(response).__name__}; return a str or None")
+        return response

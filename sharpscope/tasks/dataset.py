@@ -117,7 +117,6 @@ class DatasetTask:
         meta: dict[str, Any] = {"scorer": self._scorer(row, truth, where), "level": "all"}
         meta["content"] = content_id(" ".join(prompt.split()))
         if meta["scorer"] == "logic_rl":
-            truth = _nested(truth)
             given = truth.get("solution_text_format") if isinstance(truth, dict) else truth
             roles = roles_of(given) if isinstance(given, str) else {}
             if not roles:
@@ -254,19 +253,8 @@ def _cell(row: Row, column: str, where: Location, field: str) -> Any:
         return row[column]
     value: Any = row
     for part in column.split("."):
-        value = _nested(value)
         if not isinstance(value, dict) or part not in value:
             hint = nearest(part, map(str, value)) if isinstance(value, dict) else f"; it is a {type(value).__name__}"
             raise UserError(f"{where}: no column '{part}' (task.columns.{field} = '{column}'){hint}")
         value = value[part]
-    return value
-
-
-def _nested(value: Any) -> Any:
-    """A nested column; some files store it as JSON text."""
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return None
     return value

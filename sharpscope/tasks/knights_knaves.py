@@ -1,6 +1,6 @@
 """Task `knights_knaves`: generated Knights-and-Knaves puzzles with exactly one solution, and the Logic-RL reward.
 
-A set depends only on its seed and settings, not on installed libraries. Every puzzle is solved exhaustively by `solve`. The hash of its
+A set depends only on its seed and settings. Every puzzle is solved exhaustively by `solve`. The hash of its
 content up to names (`content_key`) determines its split: a quarter of all contents is held out for every seed and size, so a held-out set
 never shares content with any training set.
 
@@ -8,8 +8,8 @@ A statement is a nested tuple: ("telling-truth", i) and ("lying", i) about perso
 …), ("->", s, s) and ("<=>", s, s). A puzzle is a tuple of statements; statement i is made by person i.
 
 The sampler and the wording are those of mem-kk-logic (arXiv 2410.23123, MIT license) as adapted in reasoning-gym 0.1.19
-(Apache 2.0), with the words knight and knave: a seed gives the same puzzle as there. Random bits come from NumPy's PCG64,
-whose stream is guaranteed to be stable. `Draws` reimplements methods of NumPy's `Generator`, which have no such guarantee.
+(Apache 2.0), with the words knight and knave: a seed gives the same puzzle as there. Random numbers come from NumPy's default
+generator; tests compare the first puzzles with those of earlier versions.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import permutations, product
 from operator import and_, or_
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
+from numpy.random import Generator, default_rng
 
 from sharpscope.config.tasks import KnightsKnavesSpec
 from sharpscope.errors import UserError
@@ -35,8 +35,6 @@ from sharpscope.tasks.base import (
     splits_by_level,
     stream_seed,
 )
-
-T = TypeVar("T")
 
 Statement = tuple[Any, ...]
 Puzzle = tuple[Statement, ...]
@@ -161,72 +159,34 @@ SAYINGS = (
 )
 
 
-class Draws:
-    """Random integers from PCG64, equal to those of `numpy.random.default_rng(seed)`."""
-
-    def __init__(self, seed: int) -> None:
-        self._bits = np.random.PCG64(seed)
-        self._words: list[int] = []  # 32-bit words in reverse order of use
-
-    def below(self, end: int) -> int:
-        """Uniform integer in [0, end) by Lemire's method (arXiv 1805.10941); end = 1 consumes no random bits."""
-        if end == 1:
-            return 0
-        while True:
-            product = self._word() * end
-            if product & 0xFFFFFFFF >= 2**32 % end:  # rejection makes the distribution uniform
-                return product >> 32
-
-    def choice(self, items: Sequence[T]) -> T:
-        """A uniformly random item."""
-        return items[self.below(len(items))]
-
-    def sample(self, items: Sequence[T], count: int) -> list[T]:
-        """`count` distinct items in random order, by Floyd's algorithm and a shuffle."""
-        chosen: list[int] = []
-        for last in range(len(items) - count, len(items)):
-            index = self.below(last + 1)
-            chosen.append(last if index in chosen else index)
-        for i in range(count - 1, 0, -1):
-            j = self.below(i + 1)
-            chosen[i], chosen[j] = chosen[j], chosen[i]
-        return [items[index] for index in chosen]
-
-    def _word(self) -> int:
-        if not self._words:
-            for bits in reversed(self._bits.random_raw(64).tolist()):
-                self._words += [bits >> 32, bits & 0xFFFFFFFF]
-        return self._words.pop()
-
-
-def sample_puzzle(draws: Draws, people: int, depth: int) -> Puzzle:
+def sample_puzzle(rng: Generator, people: int, depth: int) -> Puzzle:
     """Sample one statement per person, nested at most `depth` deep. The puzzle may have any number of solutions."""
-    return tuple(_statement(draws, person, people, depth) for person in range(people))
+    return tuple(_statement(rng, person, people, depth) for person in range(people))
 
 
-def _statement(draws: Draws, speaker: int, people: int, depth: int) -> Statement:
-    kind = draws.below(6)
+def _statement(rng: Generator, speaker: int, people: int, depth: int) -> Statement:
+    kind = int(rng.integers(6))
     if depth == 1 or kind == 0:
         while True:
-            claim = (draws.choice(ATOMS), draws.below(people))
+            claim = (ATOMS[rng.integers(2)], int(rng.integers(people)))
             if claim != ("lying", speaker):  # "I am a knave" has no consistent assignment
                 return claim
     if kind == 1:
-        return ("not", _statement(draws, speaker, people, depth - 1))
+        return ("not", _statement(rng, speaker, people, depth - 1))
     parts: list[Statement] = []
     while len(parts) < 2:
-        part = _statement(draws, speaker, people, depth - 1)
+        part = _statement(rng, speaker, people, depth - 1)
         if part not in parts:
             parts.append(part)
     return (("and", "or", "->", "<=>")[kind - 2], *parts)
 
 
-def word_puzzle(puzzle: Puzzle, draws: Draws) -> tuple[str, tuple[str, ...]]:
+def word_puzzle(puzzle: Puzzle, rng: Generator) -> tuple[str, tuple[str, ...]]:
     """Text of a puzzle in English, and the names of the people in order."""
-    names = tuple(draws.sample(NAMES, len(puzzle)))
-    draws.below(ROLE_PAIRS)
+    names = tuple(rng.choice(NAMES, len(puzzle), replace=False).tolist())
+    rng.integers(ROLE_PAIRS)
     sayings = [
-        draws.choice(SAYINGS).format(name=name, content=_clause(statement, names))
+        SAYINGS[rng.integers(len(SAYINGS))].format(name=name, content=_clause(statement, names))
         for name, statement in zip(names, puzzle, strict=True)
     ]
     text = (
@@ -257,23 +217,9 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _LINE = re.compile(r"\b([A-Za-z]+)\s+is\s+an?\s+(knight|knave)\b", re.IGNORECASE)
 
 
-def well_formed(text: str) -> bool:
-    """Whether each of the four tags occurs exactly once, in the order of `TAGS`; case-sensitive."""
-    positions = [text.find(tag) for tag in TAGS]
-    return positions == sorted(positions) and all(text.count(tag) == 1 for tag in TAGS)
-
-
 def roles_of(answer: str) -> dict[str, str]:
     """`{name: "knight" | "knave"}` from a solution such as "(1) Noah is a knave\\n(2) Ava is a knight"."""
     return {name: role.lower() for name, role in _LINE.findall(answer)}
-
-
-def solution_text(names: Sequence[str], solution: Sequence[bool]) -> str:
-    """The solution in the format of the training sets: "(1) Noah is a knave\\n(2) …" (True = knight)."""
-    pairs = zip(names, solution, strict=True)
-    return "\n".join(
-        f"({i}) {name} is a {'knight' if knight else 'knave'}" for i, (name, knight) in enumerate(pairs, 1)
-    )
 
 
 def read_answer(answer: str, names: Sequence[str]) -> dict[str, str] | None:
@@ -294,12 +240,13 @@ def read_answer(answer: str, names: Sequence[str]) -> dict[str, str] | None:
 def score_logic_rl(text: str, truth: Mapping[str, str]) -> Reward:
     """Reward of a response (prefill and completion) given each name's role, "knight" or "knave", in time linear in its length.
 
-    The total is 3 if well formed and correct, −0.5 if well formed and wrong, −1 if well formed without a role for every name,
-    −3 if not well formed.
+    The total is −3 unless each of the four tags occurs exactly once, in the order of `TAGS` (case-sensitive). It is 3 for a correct
+    answer, −0.5 for a wrong one and −1 for one without a role for every name.
     """
-    if not well_formed(text):
+    positions = [text.find(tag) for tag in TAGS]
+    if positions != sorted(positions) or any(text.count(tag) != 1 for tag in TAGS):
         return Reward(-3.0, {"format": -1.0, "answer": -2.0}, correct=False)
-    roles = read_answer(text[text.find(TAGS[2]) + len(TAGS[2]) : text.find(TAGS[3])], list(truth))
+    roles = read_answer(text[positions[2] + len(TAGS[2]) : positions[3]], list(truth))
     answer = -2.0 if roles is None else 2.0 if roles == dict(truth) else -1.5
     return Reward(1.0 + answer, {"format": 1.0, "answer": answer}, correct=answer == 2.0)
 
@@ -365,9 +312,9 @@ class KnightsKnaves:
     def _puzzles(self, split: str, people: int) -> Iterator[tuple[Puzzle, str]]:
         """Endless stream of uniquely solvable puzzles of the split, with their content keys."""
         spec = self.spec
-        draws = Draws(stream_seed("statements", spec.seed, split, people))
+        rng = default_rng(stream_seed("statements", spec.seed, split, people))
         while True:
-            puzzle = sample_puzzle(draws, people, depth=2)
+            puzzle = sample_puzzle(rng, people, depth=2)
             if len(solve(puzzle)) != 1:
                 continue
             content = content_key(puzzle)
@@ -376,10 +323,14 @@ class KnightsKnaves:
 
     def _example(self, puzzle: Puzzle, content: str, seed: int) -> Example:
         (solution,) = solve(puzzle)
-        quiz, names = word_puzzle(puzzle, Draws(seed))
+        quiz, names = word_puzzle(puzzle, default_rng(seed))
         chat = self.spec.style == "logic_rl"
         turns = f"<|im_start|>system\n{LOGIC_RL_SYSTEM}<|im_end|>\n<|im_start|>user\n{quiz}\n<|im_end|>\n"
         prompt = f"{turns}<|im_start|>assistant\n<think>" if chat else f"{quiz}\n"
         meta = {"id": content_id(prompt), "level": len(puzzle), "names": names, "solution": solution}
         meta |= {"statements": puzzle, "quiz": quiz, "content": content}
-        return Example(prompt, solution_text(names, solution), meta, prefill="<think>" if chat else "", templated=chat)
+        answer = "\n".join(
+            f"({i}) {name} is a {'knight' if knight else 'knave'}"
+            for i, (name, knight) in enumerate(zip(names, solution, strict=True), 1)
+        )
+        return Example(prompt, answer, meta, prefill="<think>" if chat else "", templated=chat)

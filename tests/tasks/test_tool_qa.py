@@ -9,8 +9,6 @@ import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -28,8 +26,6 @@ from sharpscope.tasks.tool_qa import (
     follows_protocol,
     information,
     make_world,
-    passage_of,
-    read_corpus,
 )
 from tests.oracles import puzzles as oracle
 
@@ -53,36 +49,6 @@ def test_bm25_finds_the_passages_that_share_words():
     assert len(Bm25Retriever(CORPUS, top=1).search(["city"])[0]) == 1
 
 
-def test_a_corpus_file_is_read_in_both_forms(tmp_path):
-    rows = [{"title": "A", "text": "one"}, {"id": "7", "contents": '"B C"\ntwo\nthree'}, {"text": "no title"}]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    expected = [Passage("A", "one"), Passage("B C", "two\nthree"), Passage("", "no title")]
-    assert read_corpus(str(tmp_path / "a.jsonl")) == expected
-    (tmp_path / "b.jsonl").write_text('{"title": "A", "text": "one"}\n{"title": "B"}\n')
-    with pytest.raises(UserError, match=r"b\.jsonl line 2: a passage needs"):
-        read_corpus(str(tmp_path / "b.jsonl"))
-    with pytest.raises(UserError, match=r"task\.corpus = .*no such file"):
-        read_corpus(str(tmp_path / "c.jsonl"))
-    for row in ({"text": 3}, {"title": 3, "text": "x"}, [], None):
-        with pytest.raises(ValueError, match="a passage needs"):
-            passage_of(row)
-
-
-def test_real_questions_come_with_a_corpus(tmp_path):
-    pytest.importorskip("bm25s", reason="needs the optional library bm25s")
-    rows = [{"prompt": f"Who is mayor {i}?", "reward_model": {"ground_truth": {"target": ["Lena"]}}} for i in range(4)]
-    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "corpus.jsonl").write_text("\n".join(json.dumps({"title": p.title, "text": p.text}) for p in CORPUS))
-    questions = {"path": str(tmp_path / "q.jsonl"), "heldout_fraction": 0}
-    task = make_task(ToolQaSpec(questions=questions, corpus=str(tmp_path / "corpus.jsonl"), style="search_r1"))
-    example = task.splits()["train"][0]
-    assert example.prompt.endswith("Question: Who is mayor 0?\n")
-    assert "Torvi" in task.respond(example, "<search>mayor of Torvi</search>")
-    assert task.score(example, "<answer>lena</answer>").correct
-    with pytest.raises(UserError, match=r"set task\.corpus or task\.retriever_url"):
-        make_task(ToolQaSpec(questions=questions))
-
-
 class Server(ThreadingHTTPServer):
     """A local retrieval server that fails as it is told."""
 
@@ -97,8 +63,13 @@ class Handler(BaseHTTPRequestHandler):
         act = self.server.plan.pop(0) if self.server.plan else "good"
         if act == "slow":
             time.sleep(0.5)
+        forms = {"contents": '"{0}"\nabout {0}'}, {"title": "{0}", "text": "about {0}"}
         result = [
-            [{"document": {"contents": f'"{query}"\nabout {query}'}, "score": 1.0}] * 9 for query in body["queries"]
+            [
+                {"document": {name: text.format(query) for name, text in form.items()}, "score": 1.0}
+                for form in forms * 4
+            ]
+            for query in body["queries"]
         ]
         answer = {
             "short": {"result": result[1:]},
@@ -145,24 +116,15 @@ def test_a_passing_failure_is_retried(server, quick, act):
     server.plan = [act, act]
     assert client(server).search(["a b", "c"]) == [[Passage("a b", "about a b")] * 2, [Passage("c", "about c")] * 2]
     assert server.seen == [{"queries": ["a b", "c"], "topk": 2, "return_scores": True}] * 3
-    assert quick == sorted(quick)
     assert len(quick) == 2
 
 
-def test_a_lasting_failure_names_the_server(server, quick):
-    server.plan = ["broken"] * 9
-    with pytest.raises(
-        UserError, match=r"retriever_url = 'http://127.*status 503.*check that the retrieval server is running"
-    ):
+@pytest.mark.parametrize(("act", "says", "requests"), [("broken", "status 503", 4), ("refused", "status 404", 1)])
+def test_a_lasting_failure_names_the_server(server, quick, act, says, requests):
+    server.plan = [act] * 9
+    with pytest.raises(UserError, match=f"retriever_url = 'http://127.*{says}.*check that the retrieval server"):
         client(server).search(["a"])
-    assert len(server.seen) == 4
-    server.plan = ["refused"] * 9
-    with pytest.raises(UserError, match="status 404"):
-        client(server).search(["a"])
-    assert len(server.seen) == 5  # what the server refuses is not asked again
-    server.server_close()
-    with pytest.raises(UserError, match="no valid response"):
-        HttpRetriever("http://127.0.0.1:9/x", top=1).search(["a"])
+    assert len(server.seen) == requests  # what the server refuses is not asked again
     with pytest.raises(UserError, match=r"task.retriever_url = .*: not a valid address"):
         HttpRetriever("file:///etc/passwd", top=1)
 
@@ -176,37 +138,23 @@ def task() -> ToolQa:
     return make_task(ToolQaSpec(**SMALL))
 
 
-def test_the_world_is_consistent_and_repeatable(task):
-    world = task.world
-    assert world == make_task(ToolQaSpec(**SMALL)).world
-    assert len(world.facts) == 300
+def test_the_world_is_consistent_and_questions_follow_its_facts(task):
+    world, splits = task.world, task.splits()
+    assert world == make_task(ToolQaSpec(**SMALL)).world != make_world(300, 1)
     for name, facts in world.facts.items():
-        assert set(facts) == set(RELATIONS[world.kinds[name]])
-        assert all(world.kinds[value] == RELATIONS[world.kinds[name]][relation] for relation, value in facts.items())
+        assert {r: world.kinds[value] for r, value in facts.items()} == RELATIONS[world.kinds[name]]
         assert name not in facts.values()
-    passages = {passage.title: passage.text for passage in world.corpus()}
-    for name, facts in world.facts.items():
-        assert all(f"{relation}: {value}." in passages[name] for relation, value in facts.items())
-    assert make_world(20, 0) != make_world(20, 1)
-
-
-def test_questions_follow_their_chain_and_never_name_their_answer(task):
-    splits = task.splits()
     assert {name: len(examples) for name, examples in splits.items()} == {"train": 120, "heldout": 30}
     for example in (example for examples in splits.values() for example in examples):
         chain = example.meta["chain"]
         assert example.meta["level"] == len(chain)
-        for thing, relation, value in chain:
-            assert task.world.facts[thing][relation] == value
-        assert [thing for thing, _, _ in chain[1:]] == [value for _, _, value in chain[:-1]]
-        assert chain[-1][2] == example.answer
-        words = re.findall(r"\w+", example.prompt)
-        assert not {value for _, _, value in chain} & set(words)
+        assert not {value for _, _, value in chain} & set(re.findall(r"\w+", example.prompt))
         # read the question as a person would: innermost thing last, relations outwards
         asked = re.fullmatch(r"What is the (.+) of (\w+)\?\n", example.prompt)
         thing = asked.group(2)
-        for relation in reversed(asked.group(1).split(" of the ")):
-            thing = task.world.facts[thing][relation]
+        for step, relation in zip(chain, reversed(asked.group(1).split(" of the ")), strict=True):
+            assert step == (thing, relation, world.facts[thing][relation])
+            thing = world.facts[thing][relation]
         assert thing == example.answer
 
 
@@ -253,11 +201,8 @@ CONVERSATIONS = [
     ("<think>a</think><answer>the hague.</answer>", True, True),
     (f"<think>a</think><search>b</search>{FOUND}<think>c</think><answer>Den Haag</answer>\n", True, True),
     (f"<search>b</search>{FOUND}<answer>The Hague</answer>", True, False),
-    ("<think>a</think> so <answer>The Hague</answer>", True, False),
     ("hm" + FEEDBACK + "<think>a</think><answer>The Hague</answer>", True, False),
-    ("<think>a</think><answer>Delft</answer>", False, True),
     ("<think>The Hague</think><answer>The Hague or Delft</answer>", False, True),
-    ("<think>a</think><search>The Hague</search>", False, False),
     (f"<think>a</think><search><answer>The Hague</answer></search>{FOUND}<think>hm</think>", False, False),
     ("The Hague", False, False),
 ]
@@ -295,54 +240,33 @@ def test_a_hundred_kilobytes_break_nothing(task, text):
     assert task.respond(EXAMPLE, text) in (FEEDBACK, None)
 
 
-def row(prompt: Any, truth: Any = "Lena") -> dict[str, Any]:
-    return {"prompt": prompt, "reward_model": {"ground_truth": {"target": [truth]}}}
-
-
-@pytest.fixture
-def ask(tmp_path: Path):
-    """A function from rows and fields to tool_qa over these questions."""
-
-    def make(*rows: dict[str, Any], questions: dict[str, Any] | None = None, **fields: Any) -> ToolQa:
-        (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        data = {"path": str(tmp_path / "q.jsonl"), "heldout_fraction": 0, **(questions or {})}
-        return make_task(ToolQaSpec(questions=data, retriever_url="http://127.0.0.1:9/x", **fields))
-
-    return make
-
-
-def test_the_instruction_is_the_template_of_the_questions(ask):
-    given = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who is mayor?"}]
-    (example,) = ask(row(given), style="search_r1").splits()["train"]
-    assert example.prompt == INSTRUCTION.replace("{prompt}", "Be brief.\n\nWho is mayor?") and not example.messages
-    (plain,) = ask(row(given), style="compact").splits()["train"]
-    assert plain.messages == given
-    (mine,) = ask(row(given), style="search_r1", questions={"template": "Q: {prompt}"}).splits()["train"]
-    assert mine.prompt == "Q: Be brief.\n\nWho is mayor?"
-
-
+@pytest.mark.parametrize(
+    ("style", "template", "prompt"),
+    [
+        ("search_r1", "", INSTRUCTION.replace("{prompt}", "Be brief.\n\nHow many?")),
+        ("search_r1", "Q: {prompt}", "Q: Be brief.\n\nHow many?"),
+        ("compact", "", "Be brief.\n\nHow many?"),
+    ],
+)
 @pytest.mark.parametrize(
     ("scorer", "answer", "right"),
     [("auto", "about 42", False), ("auto", "the 42", True), ("numeric", "about 42.0", True)],
 )
-def test_the_scorer_of_the_questions_is_the_one_that_is_named(ask, scorer, answer, right):
-    task = ask(row("How many?", 42), questions={"scorer": scorer})
+def test_questions_of_a_file_have_their_own_template_and_scorer(
+    tmp_path, style, template, prompt, scorer, answer, right
+):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
+    row = {"prompt": messages, "reward_model": {"ground_truth": {"target": [42]}}}
+    (tmp_path / "q.jsonl").write_text(json.dumps(row))
+    data = {"path": str(tmp_path / "q.jsonl"), "heldout_fraction": 0, "template": template, "scorer": scorer}
+    task = make_task(ToolQaSpec(questions=data, retriever_url="http://127.0.0.1:9/x", style=style))
     (example,) = task.splits()["train"]
+    assert (example.prompt, bool(example.messages)) == (prompt, style == "compact")
     reward = task.score(example, f"<think>a</think><answer>{answer}</answer>")
     assert (reward.total, reward.correct, reward.parts["answer"]) == (float(right), right, float(right))
     assert task.score(example, "42").total == 0.0  # an answer has its tags, whatever compares it
 
 
-GIVEN = {"questions": {"path": "q.jsonl"}, "corpus": "c.jsonl"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"corpus": "c.jsonl"}, r"corpus = 'c.jsonl': .* set questions, or remove it"),
-        ({**GIVEN, "retriever_url": "http://x/y"}, r"corpus = 'c.jsonl': has no effect with retriever_url"),
-    ],
-)
-def test_an_option_without_effect_is_refused(fields, says):
-    with pytest.raises(ValidationError, match=says):
-        ToolQaSpec(**fields)
+def test_questions_need_passages():
+    with pytest.raises(ValidationError, match="questions: needs passages to search; set retriever_url"):
+        ToolQaSpec(questions={"path": "q.jsonl"})
