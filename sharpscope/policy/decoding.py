@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -91,23 +90,16 @@ def _invert(p: Tensor, u: Tensor, row: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_max(p.shape[1] - 1)
 
 
-@dataclass(frozen=True)
 class Output:
-    """N completions of up to T = max_new_tokens tokens on the CPU, which decoding fills in place."""
+    """N empty completions of up to T = max_new_tokens tokens on the CPU, marked as truncated, which decoding fills in place."""
 
-    ids: Tensor  # (N, T)
-    sampled: Tensor  # (N, T) bool: sampled by the policy, not text of an environment
-    logp: Tensor  # (N, T) [nats], before top-p and top-k
-    sampler_logp: Tensor  # (N, T) [nats], after them
-    length: Tensor  # (N,) positions in use
-    truncated: Tensor  # (N,) bool: reached the limit
-
-    @classmethod
-    def blank(cls, count: int, width: int, pad_id: int) -> Output:
-        """Create `count` empty rows, marked as truncated."""
-        floats, bits = torch.zeros(2, count, width), torch.zeros(count, width, dtype=torch.bool)
-        length, truncated = torch.zeros(count, dtype=torch.long), torch.ones(count, dtype=torch.bool)
-        return cls(torch.full((count, width), pad_id), bits, floats[0], floats[1], length, truncated)
+    def __init__(self, count: int, width: int, pad_id: int) -> None:
+        self.ids = torch.full((count, width), pad_id)
+        self.sampled = torch.zeros(count, width, dtype=torch.bool)  # by the policy, not text of an environment
+        self.logp = torch.zeros(count, width)  # [nats], before top-p
+        self.sampler_logp = torch.zeros(count, width)  # [nats], after it
+        self.length = torch.zeros(count, dtype=torch.long)  # positions in use
+        self.truncated = torch.ones(count, dtype=torch.bool)  # reached the limit
 
 
 def decode(
@@ -156,7 +148,13 @@ def decode(
             position = position[source]  # (m,)
             hidden = decoder.step(token, position)  # (m, d)
             position = position + 1
-    _write(rows, record, out)
+    member, column, stops, token, logp, sampler_logp = (torch.cat(parts).cpu() for parts in zip(*record, strict=True))
+    index = (rows[member], column)
+    out.ids[index], out.sampled[index] = token, True
+    out.logp[index], out.sampler_logp[index] = logp.float(), sampler_logp.float()
+    out.length.scatter_reduce_(0, rows[member], column + 1, "amax")
+    out.truncated[rows[member]] = True
+    out.truncated[rows[member[stops]]] = False
 
 
 def _branch(
@@ -164,8 +162,7 @@ def _branch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Make a place in the cache, of `count` places, for each different text that rows (n,) continue with their tokens (n,).
 
-    Returns the place (n,) of each row's new text, and for each place (m,) its next token and the place that the text had
-    before. Unused places have token 0.
+    Returns the place (n,) of each row's new text, and for each place (m,) its next token (0: unused) and the text's former place.
     """
     key, row_key = torch.unique(text * words + token, return_inverse=True)  # (k,) ascending, (n,)
     source, token = key // words, key % words
@@ -182,20 +179,6 @@ def _branch(
     tokens = token.new_zeros(count).index_copy(0, place, token)
     sources = torch.arange(count, device=source.device).index_copy(0, place, source)
     return place[row_key], tokens, sources
-
-
-def _write(rows: Tensor, record: list[tuple[Tensor, ...]], out: Output) -> None:
-    """Write the recorded decoding steps of `rows` to `out`."""
-    member, column, stops, token, logp, sampler_logp = (torch.cat(parts).cpu() for parts in zip(*record, strict=True))
-    row = rows[member]
-    index = (row, column)
-    out.ids[index] = token
-    out.sampled[index] = True
-    out.logp[index] = logp.float()
-    out.sampler_logp[index] = sampler_logp.float()
-    out.length.scatter_reduce_(0, row, column + 1, "amax")
-    out.truncated[rows] = True
-    out.truncated[row[stops]] = False
 
 
 class _StopStrings:
@@ -224,24 +207,15 @@ def as_text(policy: Policy, tokens: Sequence[int]) -> str:
 
 @lru_cache(maxsize=8)
 def closing_tokens(tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> frozenset[int]:
-    """Tokens that can complete one of the strings: they contain one, start with the end of one, or are part of a character."""
-    suffixes = tuple({text[i:] for text in stop for i in range(len(text))})
+    """Tokens that can complete one of the strings: they contain its last character, or a part of a character."""
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))], **options)
-
-    def closes(text: str) -> bool:
-        """Whether the text of a token can complete a stop string."""
-        starts = text.startswith(suffixes) or text.lstrip().startswith(suffixes)
-        return starts or "\ufffd" in text or any(s in text for s in stop)
-
-    return frozenset(i for i, text in enumerate(texts) if closes(text))
+    last = {"\ufffd", *(text[-1] for text in stop)}
+    return frozenset(i for i, text in enumerate(texts) if last & set(text))
 
 
 class LayerDecoder:
-    """Decoding steps of any architecture through transformers' layers; each text has a copy of its prompt's cache.
-
-    The arguments are those of `DirectDecoder`.
-    """
+    """`DirectDecoder` for any architecture, through transformers' layers; each text has a copy of its prompt's cache."""
 
     def __init__(self, model: nn.Module, prompts: PromptCache, lengths: Tensor, room: int, positions: int) -> None:
         self.body, self.cache = backbone(model), DynamicCache()
@@ -289,8 +263,8 @@ class DirectDecoder:
 
     A decoding step of a small model takes less time in its matrix products than in Python, and is limited by memory
     bandwidth. The texts of a group therefore share their prompt's keys and values: the attention scores of the prompt are
-    one matrix product per group and those of a text's later tokens one per text, followed by a joint softmax. Modules that
-    are not plain linear layers or norms (adapters, quantized layers) are called as usual.
+    one matrix product per group and those of a text's later tokens one per text, followed by a joint softmax. Adapters and
+    quantized layers are called as usual.
 
     The first texts are the B prompts of a left-padded cache, of `lengths` (B,). Memory is reserved for `room` texts of at most
     `positions` tokens.
@@ -379,7 +353,6 @@ class DirectDecoder:
         """Copy the cache, or its `texts`, to memory for `room` texts with `more` positions after those in use."""
 
         def resized(states: Tensor) -> Tensor:
-            """The copy of the keys or the values of a layer."""
             grown = states.new_empty(max(self.count, room), states.shape[1], self.used + more, states.shape[3])
             used = states[:, :, : self.used]
             grown[: self.count, :, : self.used] = used[: self.count] if texts is None else used.index_select(0, texts)
@@ -454,9 +427,8 @@ def _linear(*layers: nn.Module) -> Callable[[Tensor], Tensor]:
         if len(layers) == 1:
             return partial(F.linear, weight=weights[0], bias=biases[0] if biases else None)
         small = sum(weight.nbytes for weight in weights) <= SMALL_BYTES and len(biases) in (0, len(layers))
-        if small and not torch.is_autocast_enabled(
-            weights[0].device.type
-        ):  # it casts parameters once, others at every call
+        # Autocast casts parameters once, other tensors at every call.
+        if small and not torch.is_autocast_enabled(weights[0].device.type):
             return partial(F.linear, weight=torch.cat(weights), bias=torch.cat(biases) if biases else None)
     return layers[0] if len(layers) == 1 else lambda x: torch.cat([layer(x) for layer in layers], -1)
 

@@ -7,7 +7,7 @@ replies are tokenized separately.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -107,14 +107,6 @@ CACHE_BYTES = {"cpu": 2 * 2**30, "cuda": 8 * 2**30}
 """Maximum size of the keys and values of a batch; longer completions and larger models decode fewer rows at once."""
 
 
-@dataclass(frozen=True)
-class Environment:
-    """An interactive task, which replies within completions, and one example per prompt."""
-
-    task: InteractiveTask
-    examples: Sequence[Example]
-
-
 @torch.no_grad()
 def generate(
     policy: Policy,
@@ -122,7 +114,8 @@ def generate(
     group_size: int,
     spec: SamplingSpec,
     generator: torch.Generator,
-    environment: Environment | None = None,
+    task: InteractiveTask | None = None,
+    examples: Sequence[Example] = (),
     first: int = 0,
 ) -> Completions:
     """Generate `group_size` completions per prompt of token IDs; the rows of a prompt are adjacent.
@@ -131,8 +124,9 @@ def generate(
     of its prompt and its index in the group, so the size of the batches and the other rows change it at most by rounding. If the
     prompts are a part of a longer list, `first` is the index of the first one; the completions are those of the list.
 
-    The environment replies after each of its stop strings and each end-of-text token, until it returns None. Its text counts
-    toward the maximum number of new tokens. A row is truncated if no token would fit after a reply.
+    An interactive `task` replies after each of its stop strings and each end-of-text token, given the example of the prompt,
+    until it returns None. Its text counts toward the maximum number of new tokens. A row is truncated if no token would fit after
+    a reply.
 
     Raises:
         UserError: A prompt and `spec.max_new_tokens` exceed the model's context.
@@ -140,8 +134,8 @@ def generate(
     check_lengths(policy, prompts, spec.max_new_tokens)
     seed = int(torch.randint(2**62, (), generator=generator))
     count = len(prompts) * group_size
-    out = Output.blank(count, spec.max_new_tokens, policy.pad_id)
-    texts = [""] * count
+    out = Output(count, spec.max_new_tokens, policy.pad_id)
+    texts, stop = [""] * count, () if task is None else tuple(task.stop)
     # Batch prompts of similar length to reduce padding.
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     order = torch.tensor([i * group_size + g for i in by_length for g in range(group_size)])
@@ -151,7 +145,19 @@ def generate(
         uniforms = completion_uniforms(seed, first + rows // group_size, rows % group_size, spec.max_new_tokens)
         # One autocast context per batch, so that weights are cast once and not for every token.
         with computing(policy.model, policy.compute):
-            _converse(policy, prompts, group_size, rows, uniforms, spec, out, environment, texts)
+            used, row_text = (rows // group_size).unique(return_inverse=True)
+            read = [prompts[i] for i in used.tolist()]  # shared by the rows of a prompt in the first turn
+            while len(rows):
+                begins = out.length[rows].tolist()
+                decode(policy, read, row_text, rows, uniforms, spec, out, stop)
+                for row, begin in zip(rows.tolist(), begins, strict=True):
+                    texts[row] += as_text(policy, out.ids[row, begin : int(out.length[row])].tolist())
+                if task is None:
+                    break
+                asked = [examples[row // group_size] for row in rows.tolist()]
+                going = _reply(policy, task, asked, rows, out, texts)
+                rows, uniforms, row_text = rows[going], uniforms[going], torch.arange(len(going))
+                read = [[*prompts[r // group_size], *out.ids[r, : int(out.length[r])].tolist()] for r in rows.tolist()]
     width = int(out.length.max())  # T
     used = (torch.arange(width) < out.length[:, None]).long()  # (N, T)
     ids, attention = (part.repeat_interleave(group_size, 0) for part in left_pad(prompts, policy.pad_id))  # (N, P)
@@ -194,54 +200,26 @@ def _batch_size(policy: Policy, width: int, largest: int) -> int:
     return max(1, min(largest, CACHE_BYTES.get(policy.device.type, CACHE_BYTES["cuda"]) // row))
 
 
-def _converse(
-    policy: Policy,
-    prompts: Sequence[Sequence[int]],
-    group_size: int,
-    rows: Tensor,
-    uniforms: Tensor,
-    spec: SamplingSpec,
-    out: Output,
-    environment: Environment | None,
-    texts: list[str],
-) -> None:
-    """Decode turns and append replies for `rows` (n,) until no row continues; extend `texts` (N) with both."""
-    stop = () if environment is None else tuple(environment.task.stop)
-    used, row_text = (rows // group_size).unique(return_inverse=True)
-    read = [prompts[i] for i in used.tolist()]  # shared by the rows of a prompt in the first turn
-    while True:
-        begins = out.length[rows].tolist()
-        decode(policy, read, row_text, rows, uniforms, spec, out, stop)
-        for row, begin in zip(rows.tolist(), begins, strict=True):
-            texts[row] += as_text(policy, out.ids[row, begin : int(out.length[row])].tolist())
-        if environment is None:
-            return
-        ended = (~out.truncated[rows]).nonzero()[:, 0]
-        rows, uniforms = rows[ended], uniforms[ended]
-        examples = [environment.examples[row // group_size] for row in rows.tolist()]
-        replies = respond_all(environment.task, examples, [texts[row] for row in rows.tolist()]) if len(rows) else []
-        going = [
-            i
-            for i, (row, reply) in enumerate(zip(rows.tolist(), replies, strict=True))
-            if reply is not None and _append(policy, reply, row, spec.max_new_tokens, out, texts)
-        ]
-        if not going:
-            return
-        rows, uniforms, row_text = rows[going], uniforms[going], torch.arange(len(going))
-        read = [[*prompts[row // group_size], *out.ids[row, : int(out.length[row])].tolist()] for row in rows.tolist()]
-
-
-def _append(policy: Policy, reply: str, row: int, limit: int, out: Output, texts: list[str]) -> bool:
-    """Append a reply to a row; if no token would fit after it, mark the row as truncated and return False."""
-    ids = policy.tokenizer(reply, add_special_tokens=False)["input_ids"]
-    begin = int(out.length[row])
-    if begin + len(ids) >= limit:
-        out.truncated[row] = True
-        return False
-    out.ids[row, begin : begin + len(ids)] = torch.tensor(ids, dtype=torch.long)
-    out.length[row] += len(ids)
-    texts[row] += reply
-    return True
+def _reply(
+    policy: Policy, task: InteractiveTask, examples: Sequence[Example], rows: Tensor, out: Output, texts: list[str]
+) -> list[int]:
+    """Append replies to `rows` (n,) and return the indices of those that continue; rows without room for a token are truncated."""
+    ended = [(index, row) for index, row in enumerate(rows.tolist()) if not out.truncated[row]]
+    given = [examples[index] for index, _ in ended], [texts[row] for _, row in ended]
+    going = []
+    for (index, row), reply in zip(ended, respond_all(task, *given) if ended else (), strict=True):
+        if reply is None:
+            continue
+        ids = policy.tokenizer(reply, add_special_tokens=False)["input_ids"]
+        begin, end = int(out.length[row]), int(out.length[row]) + len(ids)
+        if end >= out.ids.shape[1]:
+            out.truncated[row] = True
+            continue
+        out.ids[row, begin:end] = torch.tensor(ids, dtype=torch.long)
+        out.length[row] = end
+        texts[row] += reply
+        going.append(index)
+    return going
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -269,9 +247,9 @@ def draw_scored(
     with unsharded(policy.model):
         if selected:
             prompts = render_prompts(selected, policy)
-            environment = Environment(task, selected) if isinstance(task, InteractiveTask) else None
+            replying = task if isinstance(task, InteractiveTask) else None
             generator = torch.Generator().manual_seed(seed)
-            drawn = generate(policy, prompts, group_size, spec, generator, environment, first + part.start)
+            drawn = generate(policy, prompts, group_size, spec, generator, replying, selected, first + part.start)
     if drawn is not None:
         rewards = [task.score(selected[row // group_size], text) for row, text in enumerate(drawn.texts)]
         if distributed.world_size() == 1:

@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclass(frozen=True)
@@ -99,15 +100,14 @@ def completions_of(
     `counted`: for each completion's tokens, whether they are in the loss; None: all are.
     """
     mask = [[1] * len(row) for row in completions] if counted is None else counted
-    ids = torch.cat([padded(prompts, left=True), padded(completions)], 1).to(device)
-    present = [padded([[1] * len(row) for row in part], left=i == 0) for i, part in enumerate((prompts, completions))]
-    width = ids.shape[1] - present[0].shape[1]
+    asked, given = padded(prompts, -1, left=True).to(device), padded(completions, -1).to(device)
+    ids = torch.cat([asked, given], 1)
     return Completions(
-        input_ids=ids,
-        attention_mask=torch.cat(present, 1).to(device),
-        completion_ids=ids[:, ids.shape[1] - width :],
+        input_ids=ids.clamp_min(0),
+        attention_mask=(ids >= 0).long(),
+        completion_ids=given.clamp_min(0),
         completion_mask=padded(mask).to(device),
-        behavior_logp=torch.full((len(ids), width), torch.nan, device=device),
+        behavior_logp=torch.full(given.shape, torch.nan, device=device),
         sampler_logp=None,
         group=torch.arange(len(ids), device=device),
         truncated=torch.zeros(len(ids), dtype=torch.bool, device=device),
@@ -117,10 +117,8 @@ def completions_of(
 
 def padded(rows: Sequence[Sequence[int]], value: int = 0, left: bool = False) -> Tensor:
     """(n, width) long: the rows followed by `value`, or preceded by it."""
-    width = max(map(len, rows))
-    rest = [[value] * (width - len(row)) for row in rows]
-    whole = [[*some, *row] if left else [*row, *some] for row, some in zip(rows, rest, strict=True)]
-    return torch.tensor(whole, dtype=torch.long).view(len(rows), width)
+    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side="left" if left else "right")
 
 
 C = TypeVar("C", bound=Completions)
@@ -132,7 +130,6 @@ def join_rollouts(*parts: C) -> C:
     width = max(part.completion_ids.shape[1] for part in parts)
 
     def widened(part: C, name: str) -> Tensor:
-        """A field of one part, padded to the common prompt and completion width."""
         value: Tensor = getattr(part, name)
         if value.ndim != 2:
             return value

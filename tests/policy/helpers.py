@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerFast
 
 from sharpscope.config.run import LoraSpec, PolicySpec, SamplingSpec
-from sharpscope.policy import Completions, Policy, load_policy, score_completions
+from sharpscope.policy import Completions, Policy, completions_of, load_policy, score_completions
 from sharpscope.policy.decoding import completion_uniforms
 from sharpscope.policy.head import Head
 from sharpscope.policy.loading import make_policy
@@ -44,32 +46,16 @@ def completions_by_hand(
     prompts: list[list[int]], completions: list[list[list[int]]], *, left: int = 0, right: int = 0
 ) -> Completions:
     """Rows of given prompts and their completions, with `left` and `right` more columns of padding than needed."""
-    P = max(map(len, prompts)) + left
-    T = max(len(c) for group in completions for c in group) + right
-    ids, attention, group = [], [], []
-    for g, (prompt, group_completions) in enumerate(zip(prompts, completions, strict=True)):
-        for c in group_completions:
-            ids.append([0] * (P - len(prompt)) + prompt + c + [0] * (T - len(c)))
-            attention.append([0] * (P - len(prompt)) + [1] * (len(prompt) + len(c)) + [0] * (T - len(c)))
-            group.append(g)
-    input_ids, attention_mask = torch.tensor(ids), torch.tensor(attention)
-    return Completions(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        completion_ids=input_ids[:, P:],
-        completion_mask=attention_mask[:, P:],
-        behavior_logp=torch.zeros(len(ids), T),
-        sampler_logp=None,
-        group=torch.tensor(group),
-        truncated=torch.zeros(len(ids), dtype=torch.bool),
-        texts=[""] * len(ids),
-    )
+    flat = [(prompt, c, g) for g, prompt in enumerate(prompts) for c in completions[g]]
+    made = completions_of([prompt for prompt, _, _ in flat], [c for _, c, _ in flat])
+    wider = {name: pad(getattr(made, name), (left, right)) for name in ("input_ids", "attention_mask")}
+    wider |= {name: pad(getattr(made, name), (0, right)) for name in ("completion_ids", "completion_mask")}
+    group = torch.tensor([g for _, _, g in flat])
+    return replace(made, **wider, group=group, behavior_logp=torch.zeros(wider["completion_ids"].shape))
 
 
 # Prompts longer and shorter than the sliding window (8) of the one model that has it, completions of 1 to 9 tokens.
 PROMPTS = random_prompts((11, 3, 6), seed=1)
-
-
 COMPLETIONS = [random_prompts((4, 9), seed=2), random_prompts((1, 1, 7), seed=3), random_prompts((9, 2), seed=4)]
 
 

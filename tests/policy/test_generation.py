@@ -1,4 +1,4 @@
-"""Sampling and decoding against one completion, one token at a time, and against transformers' `generate`."""
+"""Sampling and decoding, also of several turns, against one completion, one token at a time, and against transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharpscope.config.run import LoraSpec, SamplingSpec
+from sharpscope.config.run import LoraSpec, PolicySpec, SamplingSpec
 from sharpscope.errors import UserError
-from sharpscope.policy import decoding
-from sharpscope.policy.decoding import can_decode_directly, completion_uniforms, draw
+from sharpscope.policy import decoding, load_policy, score_completions
+from sharpscope.policy.decoding import _StopStrings, as_text, can_decode_directly, completion_uniforms, draw
 from sharpscope.policy.generation import generate, left_pad
 from sharpscope.policy.loading import add_adapters, make_policy
-from tests.models import ARCHITECTURES
+from sharpscope.tasks import Example, Reward
+from tests.models import ARCHITECTURES, tiny_model
 from tests.oracles.generation import choose, log_softmax
 from tests.policy.helpers import (
     GROUP,
@@ -49,19 +50,52 @@ MODELS = {
 }
 
 
+class Parrot:
+    """Replies by how much was said: some words, a long text that rarely fits, nothing at all, or the end."""
+
+    name = "parrot"
+    stop = ("t7", "t11", "t3", "t20 t5", "t30", "t31")
+
+    def __init__(self, turns: int = 4) -> None:
+        self.turns, self.batches = turns, []
+
+    def splits(self):
+        return {"train": [Example(f"p{i}", str(i), {"id": str(i)}) for i in range(len(PROMPTS))]}
+
+    def score(self, example, completion):
+        return Reward(0.0, {}, False)
+
+    def respond(self, example, completion):
+        words = completion.split()
+        if completion.count("t12") >= self.turns:
+            return None
+        kind = (len(words) + int(example.answer)) % 5
+        return ("", " t12", " t12 t13 t14 t15", f" t12 {' '.join(words[-3:])} t16", None)[kind]
+
+    def respond_many(self, examples, completions):
+        self.batches.append(len(completions))
+        return [self.respond(*row) for row in zip(examples, completions, strict=True)]
+
+
+def played(policy, task, spec):
+    return generate(policy, PROMPTS, GROUP, spec, generator(), task, [] if task is None else task.splits()["train"])
+
+
+@pytest.mark.parametrize("task", [None, Parrot()])
 @pytest.mark.parametrize("prompts", ["shared", "short", "layers"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_equals_slow_generation(architecture, prompts, monkeypatch):
+def test_equals_slow_generation(architecture, prompts, task, monkeypatch):
     # A capacity of 2 makes the caches grow; the one sliding window, of 8, moves over prompt and completion.
     monkeypatch.setattr(decoding, "INITIAL_CAPACITY", 2)
     if prompts == "shared":
         monkeypatch.setattr(decoding, "SHORT", 0)
     if prompts == "layers":
         monkeypatch.setattr(decoding, "can_decode_directly", lambda model: False)
-    policy = tiny_policy(architecture)
-    spec = SamplingSpec(temperature=1.4, max_new_tokens=12)
-    out = generate(policy, PROMPTS, GROUP, spec, generator())
-    assert_matches_oracle(policy, out, spec, tolerance=5e-6)
+    policy, spec = tiny_policy(architecture), SamplingSpec(temperature=1.5, max_new_tokens=24 if task else 12)
+    out = played(policy, task, spec)
+    assert_matches_oracle(policy, out, spec, task, 1e-5)
+    heard = (out.completion_mask == 0) & (out.attention_mask[:, out.prompt_width :] == 1)
+    assert int(heard.any(1).sum()) >= 4 * (task is not None)  # otherwise nothing was tested
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.5, "top_p": 0.7}])
@@ -71,17 +105,23 @@ def test_truncated_and_greedy_sampling_equal_slow_generation(sampling):
     assert_matches_oracle(policy, generate(policy, PROMPTS, GROUP, spec, generator()), spec)
 
 
-@pytest.mark.parametrize("remove_share", [0.0, 1.0])
+@pytest.mark.parametrize("turns", [0, 4])
+@pytest.mark.parametrize("remove_share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("decode_batch", [1, 4, 100])
-def test_what_is_decoded_together_changes_no_sample(decode_batch, remove_share, monkeypatch):
+def test_what_is_decoded_together_changes_no_sample(decode_batch, remove_share, turns, monkeypatch):
     monkeypatch.setattr(decoding, "REMOVE_SHARE", remove_share)
     monkeypatch.setattr(decoding, "SHORT", 0)
-    policy = tiny_policy("llama", scale=0.2)
-    object.__setattr__(policy, "eos_ids", (1, 7, 8, 9, 10))  # many ends: rows leave at every step
-    spec = SamplingSpec(temperature=1.4, max_new_tokens=14, decode_batch=decode_batch)
-    out = generate(policy, PROMPTS, GROUP, spec, generator())
+    policy, task = tiny_policy("llama", scale=0.2), Parrot(turns) if turns else None
+    object.__setattr__(
+        policy, "eos_ids", (1, 8, 9) if turns else (1, 7, 8, 9, 10)
+    )  # many ends: rows leave at every step
+    spec = SamplingSpec(temperature=1.4, max_new_tokens=30 if turns else 14, decode_batch=decode_batch)
+    out = played(policy, task, spec)
     assert len(set(out.lengths.tolist())) > 3
-    assert_matches_oracle(policy, out, spec)
+    assert set(out.truncated.tolist()) == {True, False}
+    assert_matches_oracle(policy, out, spec, task)
+    if turns and decode_batch == 100:  # one call a turn for all rows
+        assert task.batches[0] > 1 and len(task.batches) <= 30
 
 
 def test_one_seed_one_result_and_no_other_randomness():
@@ -94,8 +134,10 @@ def test_one_seed_one_result_and_no_other_randomness():
     assert torch.equal(state, torch.random.get_rng_state())
 
 
+@pytest.mark.parametrize("small_bytes", [0, 2**22])
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_are_those_of_generate_and_logp_that_of_the_full_pass(name):
+def test_greedy_tokens_are_those_of_generate_and_logp_that_of_the_full_pass(name, small_bytes, monkeypatch):
+    monkeypatch.setattr(decoding, "SMALL_BYTES", small_bytes)  # larger layers are not concatenated
     architecture, overrides = MODELS[name]
     policy = tiny_policy(architecture, **overrides)
     assert can_decode_directly(policy.model)
@@ -112,21 +154,6 @@ def test_greedy_tokens_are_those_of_generate_and_logp_that_of_the_full_pass(name
         out = policy.model(input_ids=theirs, attention_mask=ours.attention_mask, position_ids=position)
     logp = out.logits[:, ours.prompt_width - 1 : -1].log_softmax(-1).gather(2, ours.completion_ids[..., None])[..., 0]
     assert torch.allclose(ours.behavior_logp.double(), logp * mask, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_direct_decoding_samples_the_tokens_of_decoding_through_layers(name, monkeypatch):
-    monkeypatch.setattr(decoding, "SHORT", 0)
-    architecture, overrides = MODELS[name]
-    policy, spec = tiny_policy(architecture, dtype=torch.float32, **overrides), SamplingSpec(max_new_tokens=12)
-    direct = generate(policy, PROMPTS, GROUP, spec, generator())
-    monkeypatch.setattr(decoding, "SMALL_BYTES", 0)  # large layers are not concatenated
-    apart = generate(policy, PROMPTS, GROUP, spec, generator())
-    monkeypatch.setattr(decoding, "can_decode_directly", lambda model: False)
-    layers = generate(policy, PROMPTS, GROUP, spec, generator())
-    for other in (apart, layers):
-        assert torch.equal(direct.completion_ids, other.completion_ids)
-        assert torch.allclose(direct.behavior_logp, other.behavior_logp, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("change", ["adapters", "bfloat16"])
@@ -206,10 +233,52 @@ def test_draw_equals_its_definition(tenths, u, top_p, temperature):
 def test_streams_of_completions_are_unlike_and_uniform():
     prompts, completions = torch.arange(40).repeat_interleave(10), torch.arange(10).repeat(40)
     u = completion_uniforms(3, prompts, completions, 50)
-    assert len({tuple(row) for row in u.tolist()}) == 400
     assert abs(float(u.mean()) - 0.5) < 5 * math.sqrt(1 / 12 / u.numel())
-    correlation = torch.corrcoef(u)
-    assert float((correlation - torch.eye(400, dtype=u.dtype)).abs().max()) < 0.75
-    # (prompt 1, completion 2) and (prompt 2, completion 1) are different streams.
-    swapped = completion_uniforms(3, torch.tensor([1, 2]), torch.tensor([2, 1]), 5)
-    assert swapped[0].tolist() != swapped[1].tolist()
+    # also of (prompt 1, completion 2) and (prompt 2, completion 1)
+    assert float((torch.corrcoef(u) - torch.eye(400, dtype=u.dtype)).abs().max()) < 0.75
+
+
+# -- Conversations
+
+
+def test_training_gives_every_own_token_the_log_probability_that_it_was_drawn_with():
+    policy, task = tiny_policy("qwen2"), Parrot()
+    out = played(policy, task, SamplingSpec(temperature=1.6, max_new_tokens=24))
+    for share in (False, True):
+        scored = score_completions(policy.model, out, 1.6, share_prompt=share, with_grad=False, stats=True)
+        torch.testing.assert_close(scored.logp, out.behavior_logp.to(scored.logp), rtol=0, atol=1e-5)
+        silent = out.completion_mask == 0
+        assert not scored.logp[silent].any()
+        assert not scored.stats.entropy[silent].any()
+
+
+class Echo(Parrot):
+    """Ends a turn at "g" or "a" and replies with what a tokenizer would join with its neighbours."""
+
+    name, stop = "echo", ("g", "a")
+
+    def respond(self, example, completion):
+        return None if completion.count("<information>") > 2 else "<information> knight</information>"
+
+
+def test_sampled_ids_stay_as_they_were_sampled():
+    """A random model writes pieces that the tokenizer would join: decoding and encoding anew would give other tokens."""
+    shipped = load_policy(PolicySpec())
+    policy = make_policy(tiny_model("qwen2", vocab=len(shipped.tokenizer)), shipped.tokenizer, "tiny")
+    task, spec = Echo(), SamplingSpec(temperature=4.0, max_new_tokens=60)
+    out = played(policy, task, spec)
+    assert_matches_oracle(policy, out, spec, task)
+    anew = policy.tokenizer(out.texts, add_special_tokens=False)["input_ids"]
+    same = [ids == row[: len(ids)].tolist() for ids, row in zip(anew, out.completion_ids, strict=True)]
+    assert sum(same) < len(out) // 2
+
+
+def test_stop_strings_of_several_bytes_are_found():
+    tokenizer = load_policy(PolicySpec()).tokenizer
+    policy = make_policy(tiny_model("qwen2", vocab=len(tokenizer)), tokenizer, "tiny")
+    for stop, text in (("</stop>", "so</stop>!"), ("é", "naïve café"), ("。", "好。"), ("🙂", "a🙂b")):
+        ids = tokenizer(text)["input_ids"]
+        rows = _StopStrings(policy, (stop,), 1)
+        found = [rows.add([0], [token])[0] for token in ids]
+        first = next(i for i in range(1, len(ids) + 1) if stop in as_text(policy, ids[:i]))
+        assert found.index(True) == first - 1

@@ -7,6 +7,7 @@ import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from sharpscope.errors import UserError
 from sharpscope.packaged import data_path
 from sharpscope.policy import SamplingSpec, generate, load_policy, make_policy
 from sharpscope.policy.head import check_head, output_head
-from sharpscope.policy.loading import END, PAD, embedded_policy, has_adapters
+from sharpscope.policy.loading import embedded_policy, has_adapters
 from sharpscope.tasks import KnightsKnavesSpec, make_task
 from tests.models import tiny_model
 from tests.policy.helpers import adapted, logp, spec, stir, word_tokenizer
@@ -47,24 +48,19 @@ def test_a_saved_model_speaks_like_the_original(saved):
     assert policy.tokenizer("t5 </s> t36")["input_ids"] == [5, 1, 36]  # not cut as Qwen2's own tokenizer would
     assert (policy.eos_ids, policy.pad_id, policy.context) == ((1,), 0, 128)
     assert (policy.chat, policy.model.config._attn_implementation) == (False, "sdpa")
-    assert policy.parameters == sum(p.numel() for p in original.parameters())
     assert not policy.model.training
     for (name, a), b in zip(policy.model.named_parameters(), original.parameters(), strict=True):
         assert torch.equal(a, b), name
-    ours = generate(policy, [[5, 6, 7]], 2, SamplingSpec(max_new_tokens=5), torch.Generator().manual_seed(0))
-    theirs = generate(
-        make_policy(original, word_tokenizer(), "x"),
-        [[5, 6, 7]],
-        2,
-        SamplingSpec(max_new_tokens=5),
-        torch.Generator().manual_seed(0),
-    )
+    prompts, sampling = [[5, 6, 7]], SamplingSpec(max_new_tokens=5)
+    other = make_policy(original, word_tokenizer(), "x")
+    ours, theirs = (generate(p, prompts, 2, sampling, torch.Generator().manual_seed(0)) for p in (policy, other))
     assert torch.equal(ours.completion_ids, theirs.completion_ids)
 
 
 def test_a_folder_that_is_not_there_or_not_a_model(tmp_path):
     assert "no such folder" in refusal(tmp_path / "nowhere")
     assert "no such folder" in refusal("./nowhere")
+    assert "policy.device 'abacus'" in refusal("embedded:math", device="abacus")
     assert "needs config.json and weights in *.safetensors" in refusal(tmp_path)
     (tmp_path / "file").write_text("x")
     assert "is neither a .gguf file nor a folder" in refusal(tmp_path / "file")
@@ -74,18 +70,12 @@ def test_a_folder_that_is_not_there_or_not_a_model(tmp_path):
     assert "needs config.json and weights in *.safetensors" in refusal(tmp_path)
 
 
-def test_a_device_that_is_not_there(saved):
-    assert "policy.device 'abacus'" in refusal(saved, device="abacus")
-
-
 def test_a_hub_model_that_cannot_be_reached_is_one_line(monkeypatch):
-    def unreachable(*args: Any, **kwargs: Any) -> None:
-        raise OSError("We couldn't connect to the hub\nand much more\n")
-
-    monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
-    assert refusal("someone/model") == (
-        "policy.model 'someone/model': no such folder, and as a hub id it cannot be loaded: We couldn't connect to the hub"
+    monkeypatch.setattr(
+        AutoConfig, "from_pretrained", Mock(side_effect=OSError("We couldn't connect\nand much more\n"))
     )
+    says = "no such folder, and as a hub id it cannot be loaded: We couldn't connect"
+    assert refusal("someone/model") == f"policy.model 'someone/model': {says}"
 
 
 def test_missing_weights_are_not_made_up(folder):
@@ -132,16 +122,11 @@ def test_a_model_that_sees_later_tokens_is_refused():
 def write_gguf(path: Path) -> dict[str, torch.Tensor]:
     """A llama of one layer with a tokenizer of 300 words, as llama.cpp stores it; returns transformers' weights by name."""
     gguf = pytest.importorskip("gguf", reason="needs the optional library gguf")
-    words = (
-        [chr(256 + i) if i < 33 else chr(i) for i in range(256)]
-        + [f"w{i}" for i in range(40)]
-        + ["ab", "<|endoftext|>", "<s>", "</s>"]
-    )
+    words = [chr(256 + i) if i < 33 else chr(i) for i in range(256)] + [f"w{i}" for i in range(40)]
+    words += ["ab", "<|endoftext|>", "<s>", "</s>"]
     writer = gguf.GGUFWriter(path, "llama")
-    for name, value in {
-        "context_length": 64, "embedding_length": 32, "block_count": 1, "feed_forward_length": 32, "head_count": 2,
-        "head_count_kv": 2, "vocab_size": 300,
-    }.items():  # fmt: skip
+    sizes = {"context_length": 64, "embedding_length": 32, "block_count": 1, "feed_forward_length": 32, "head_count": 2}
+    for name, value in (sizes | {"head_count_kv": 2, "vocab_size": 300}).items():
         getattr(writer, f"add_{name}")(value)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(16)
@@ -166,10 +151,9 @@ def write_gguf(path: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def test_a_gguf_file_loads_as_float32_and_can_be_saved(tmp_path, monkeypatch, capfd):
+def test_a_gguf_file_loads_as_float32_and_can_be_saved(tmp_path, monkeypatch):
     weights = write_gguf(tmp_path / "model.gguf")
     policy = load_policy(spec(tmp_path / "model.gguf"))
-    assert capfd.readouterr().err == ""
     assert (policy.eos_ids, policy.context, policy.model.dtype) == ((299,), 64, torch.float32)
     assert torch.equal(policy.model.get_input_embeddings().weight, weights["token_embd"])
     policy.model.save_pretrained(tmp_path / "saved")
@@ -183,7 +167,7 @@ def test_a_gguf_file_loads_as_float32_and_can_be_saved(tmp_path, monkeypatch, ca
 
 def test_what_does_not_fit_into_memory_is_said_before_it_is_loaded(folder, monkeypatch):
     """Four bytes for each stored number, however it is stored."""
-    numbers = load_policy(spec(folder)).parameters
+    numbers = load_policy(spec(folder)).model.num_parameters()
     weights = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     monkeypatch.setattr(memory, "free_memory", lambda device: 4 * numbers)
@@ -213,20 +197,17 @@ def test_new_adapters_for_a_folder_of_adapters_are_refused(saved, tmp_path):
 
 def test_only_the_adapters_train_and_they_start_at_the_model_itself(saved):
     policy, plain = adapted(saved), load_policy(spec(saved))
+    again = adapted(saved)
+    assert all(map(torch.equal, policy.model.parameters(), again.model.parameters()))  # the same for every run
     trainable = {name for name, p in policy.model.named_parameters() if p.requires_grad}
     assert trainable and all(".lora_" in name for name in trainable)
     assert len(trainable) == 2 * 2 * 7  # A and B of two layers' q, k, v, o, gate, up, down
     assert torch.equal(logp(policy), logp(plain))
     assert output_head(policy.model).weight.requires_grad is False
-
-
-def test_without_adapters_it_is_the_reference(saved):
-    policy = adapted(saved)
     stir(policy)
-    before = logp(policy)
-    with policy.model.disable_adapter():
-        assert torch.equal(logp(policy), logp(load_policy(spec(saved))))
-    assert torch.equal(logp(policy), before)
+    with policy.model.disable_adapter():  # the reference
+        assert torch.equal(logp(policy), logp(plain))
+    assert not torch.equal(logp(policy), logp(plain))
 
 
 def test_saved_adapters_load_here_and_with_transformers(saved, tmp_path):
@@ -252,36 +233,22 @@ def test_pickled_adapters_are_refused_unread(saved, tmp_path):
 
 # -- The embedded policies: any text comes back, and what must be one token is
 
-NAMES = sorted(EMBEDDED_NAMES)
-
 
 @cache
-def shipped(name="knights_knaves"):
-    return PreTrainedTokenizerFast.from_pretrained(embedded_policy(name))
+def shipped():
+    return PreTrainedTokenizerFast.from_pretrained(embedded_policy("knights_knaves"))
 
 
-@cache
-def quizzes(style="compact", people=3):
-    spec = KnightsKnavesSpec(people=people, train_size=1, heldout_size=25, seed=3, style=style)
-    return [quiz.prompt for quiz in make_task(spec).splits()["heldout"]]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(EMBEDDED_NAMES))
 def test_a_shipped_policy_is_a_small_qwen2_in_safetensors(name):
     folder = embedded_policy(name)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.model_type == "qwen2"
-    assert model.num_parameters() <= 1_500_000
-    assert model.config.max_position_embeddings >= 1024
     assert all(parameter.dtype == torch.float32 and parameter.isfinite().all() for parameter in model.parameters())
     assert (folder / "model.safetensors").stat().st_size <= 8 * 2**20
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    assert (
-        (model.config.pad_token_id, model.config.eos_token_id)
-        == (tokenizer.pad_token_id, tokenizer.eos_token_id)
-        == (0, 1)
-    )
-    assert (tokenizer.pad_token, tokenizer.eos_token) == (PAD, END)
+    assert (model.config.pad_token_id, model.config.eos_token_id) == (0, 1)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
     assert len(tokenizer) <= model.config.vocab_size
     assert json.loads((folder / "warm_start.json").read_text())["parameters"] == model.num_parameters()
 
@@ -299,7 +266,8 @@ def test_any_text_comes_back(text):
 @pytest.mark.parametrize("style", ["compact", "logic_rl"])
 def test_every_loader_gives_the_same_tokens_for_puzzles(style):
     auto = AutoTokenizer.from_pretrained(embedded_policy("knights_knaves"))
-    for prompt in quizzes(style):
+    puzzles = make_task(KnightsKnavesSpec(train_size=1, heldout_size=25, seed=3, style=style)).splits()["heldout"]
+    for prompt in (puzzle.prompt for puzzle in puzzles):
         ids = shipped()(prompt)["input_ids"]
         assert auto(prompt)["input_ids"] == ids
         assert auto.decode(ids) == prompt
