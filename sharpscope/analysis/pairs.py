@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -20,10 +19,10 @@ from sharpscope.analysis.measures import (
     shared_sharpness,
     temperatures,
 )
-from sharpscope.analysis.statistics import mean_interval, series_mean, sign_flip_p, to_halve
+from sharpscope.analysis.statistics import Interval, mean_interval, series_mean, sign_flip_p, to_halve
 from sharpscope.analysis.study import Study, ground_of, last_step, studies
 from sharpscope.analysis.text import sampling
-from sharpscope.traces import MAX_SATURATION, Run, timing_columns
+from sharpscope.traces import MAX_SATURATION, Run
 
 FLIPS_FROM = 6
 """Pairs from which a sign-flip test can reject at 5 %."""
@@ -43,6 +42,7 @@ STEPS = (
     ("grad_norm", "gradient norm", "L2 norm", 0),
     ("update_norm", "update norm", "L2 norm", 0),
     ("update_rotation", "rotation of the update", "degrees", 0),
+    ("clipped", "updates with a clipped gradient", "share", 0),
 )
 """Column of `steps`, name, unit, whether more is better (1), worse (−1) or neither (0)."""
 EVALUATED = {
@@ -53,8 +53,7 @@ EVALUATED = {
 }
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """One quantity of one pair: both values, and the standard error of their difference within the pair."""
 
     quantity: str
@@ -84,16 +83,14 @@ def compare_runs(runs: Iterable[Run] | Mapping[str, Run], baseline: str | None =
         COLUMNS, a row for each pair of settings and quantity: means of both, mean difference with its 95 % interval, p of the
         sign-flip test from 6 pairs on, median, worst pair (for the treatment, or the one furthest against the median where more
         is neither better nor worse), and the number of seeds that would halve the interval. Empty where nothing can be
-        paired. A run compared with itself gives exactly zero.
+        paired.
     """
     names = runs if isinstance(runs, Mapping) else {str(number): run for number, run in enumerate(runs)}
-    values = list(names.values())
     rows: list[dict[str, Any]] = []
-    if len(values) == 2:
-        a, b = values
-        if ground_of(a) == ground_of(b):
-            labels = (a.name, b.name) if a.method == b.method else (a.method, b.method)
-            rows = list(_compared(*labels, [(a.seed, a, b)]))
+    if len(names) == 2:
+        a, b = names.values()
+        labels = (a.name, b.name) if a.method == b.method else (a.method, b.method)
+        rows += _compared(*labels, [(a.seed, a, b)]) if ground_of(a) == ground_of(b) else []
         return pd.DataFrame(rows, columns=COLUMNS)
     for study in studies(Study(names)):
         fit = [s for name in (baseline, "grpo") for s in study.settings if name in (s.label, s.method)]
@@ -108,65 +105,48 @@ def _compared(first: str, second: str, pairs: Sequence[tuple[Any, Run, Run]]) ->
     """A row for each quantity that at least one pair has."""
     found: dict[str, list[tuple[Any, Difference]]] = {}
     for seed, a, b in pairs:
-        for one in differences(a, b):
+        for one in itertools.chain(
+            _evaluated(a, b), _over_steps(a, b), _sharpness(a, b, FUNCTIONAL), _sharpness(a, b, "nll")
+        ):
             found.setdefault(one.quantity, []).append((seed, one))
     for quantity, several in found.items():
-        known = [(seed, one) for seed, one in several if one.comparable]
+        known = {seed: one for seed, one in several if one.comparable}
         every = [one for _, one in several]
-        shown = [one for _, one in known] or every  # the means are those of the pairs that are compared
+        shown = list(known.values()) or every  # the means are those of the pairs that are compared
         yield {
             **{"baseline": first, "treatment": second, "quantity": quantity, "unit": every[0].unit, "n": len(known)},
             "paired_by": "seed" if len(known) > 1 else every[0].by,
             "baseline_value": float(np.mean([one.baseline for one in shown])),
             "treatment_value": float(np.mean([one.treatment for one in shown])),
             "note": "; ".join(dict.fromkeys(one.note for one in every if one.note)),
-            **_summary([seed for seed, _ in known], [one for _, one in known]),
+            **(_summary(known) if known else {"to_halve": math.nan}),
         }
 
 
-def _summary(seeds: Sequence[Any], parts: Sequence[Difference]) -> dict[str, Any]:
+def _summary(parts: Mapping[Any, Difference]) -> dict[str, Any]:
     """Mean difference with its interval, p of the sign-flip test, median, worst pair, and the seeds that would halve it."""
-    n = len(parts)
-    if not n:
-        return {"to_halve": math.nan}
-    data = np.array([one.treatment - one.baseline for one in parts])
-    mean, median, half = float(data.mean()), float(np.median(data)), 1.959964 * parts[0].error
-    interval = mean_interval(data) if n > 1 else None
-    low, high = (interval.low, interval.high) if interval else (math.nan,) * 2 if n > 1 else (mean - half, mean + half)
-    sign = parts[0].better or (1 if median >= 0 else -1)
-    worst = int(np.argmin(sign * data))
+    n, one = len(parts), next(iter(parts.values()))
+    data = np.array([part.treatment - part.baseline for part in parts.values()])
+    mean, median, half = float(data.mean()), float(np.median(data)), 1.959964 * one.error
+    interval = mean_interval(data) if n > 1 else Interval(mean - half, mean + half, "t")
+    low, high = (math.nan, math.nan) if interval is None else (interval.low, interval.high)
+    worst = int(np.argmin((one.better or (1 if median >= 0 else -1)) * data))
     return {
         **{"difference": mean, "low": low, "high": high, "median": median},
-        **{"worst": float(data[worst]), "worst_pair": f"seed {seeds[worst]}"},
+        **{"worst": float(data[worst]), "worst_pair": f"seed {list(parts)[worst]}"},
         "p": sign_flip_p(data) if n >= FLIPS_FROM else math.nan,
         "to_halve": to_halve(n) if n > 1 else math.nan,
     }
 
 
-def differences(first: Run, second: Run) -> Iterator[Difference]:
-    """Every quantity of one pair of runs; both values NaN and a note where it was recorded but cannot be compared."""
-    yield from _evaluated(first, second)
-    yield from _over_steps(first, second)
-    for functional in (FUNCTIONAL, "nll"):
-        yield from _sharpness(first, second, functional)
-
-
-def _equal(first: Run, second: Run) -> bool:
-    """Whether both recorded the same: one run given twice, or a copy."""
-    drop = timing_columns("steps")
-    a, b = (run.steps.drop(columns=drop, errors="ignore").reset_index(drop=True) for run in (first, second))
-    return a.equals(b) and first.eval.reset_index(drop=True).equals(second.eval.reset_index(drop=True))
-
-
 def _evaluated(first: Run, second: Run) -> Iterator[Difference]:
     """Accuracies at the last step at which both were evaluated; the error is over prompts."""
     splits = sorted(set(first.eval["split"]), key=lambda split: (split != "heldout", split))
-    equal = _equal(first, second) if splits else False
     for split, heat, (column, (name, better)) in itertools.product(splits, temperatures(first), EVALUATED.items()):
         a, b = (evaluations(run, split, heat, column) for run in (first, second))
         if both := set(a) & set(b):
             step = max(both)
-            errors = [0.0 if equal else _error(run, split, heat, step, column) for run in (first, second)]
+            errors = [_error(run, split, heat, step, column) for run in (first, second)]
             label = f"{split.replace('heldout', 'held-out')} {name}, {sampling(heat)}"
             yield Difference(label, "share", better, a[step][0], b[step][0], math.hypot(*errors), "prompt")
 
@@ -181,15 +161,13 @@ def _error(run: Run, split: str, heat: float, step: int, column: str) -> float:
 
 def _over_steps(first: Run, second: Run) -> Iterator[Difference]:
     horizon = min(last_step(first), last_step(second))
-    columns = {c: [by_step(run).get(c) for run in (first, second)] for c, *_ in STEPS}
-    columns["clipped"] = [clipped_updates(first), clipped_updates(second)]
-    for column, name, unit, better in (*STEPS, ("clipped", "updates with a clipped gradient", "share", 0)):
-        a, b = columns[column]
-        if a is None or b is None:
+    a, b = (by_step(run).assign(clipped=clipped_updates(run)) for run in (first, second))
+    for column, name, unit, better in STEPS:
+        if column not in a or column not in b:
             continue
+        both = pd.DataFrame({"a": a[column], "b": b[column]}, dtype=float).dropna()
         start = 0 if column == "update_rotation" else 2 * horizon / 3
-        a, b = (values[(values.index > start) & (values.index <= horizon)] for values in (a, b))
-        both = pd.DataFrame({"a": a, "b": b}, dtype=float).dropna()
+        both = both[(both.index > start) & (both.index <= horizon)]
         if len(both):
             error = series_mean((both["b"] - both["a"]).to_numpy())[1]
             yield Difference(name, unit, better, float(both["a"].mean()), float(both["b"].mean()), error, "step")

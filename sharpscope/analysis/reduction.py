@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ import pyarrow as pa
 from sharpscope.analysis.claims import REDUCERS
 from sharpscope.analysis.tokens import scan
 from sharpscope.errors import UserError
-from sharpscope.traces import RUN_FILE, Reduction, Run, TraceWriter, load_run, update_run_info, write_reductions
+from sharpscope.traces import RUN_FILE, Reduction, Run, TraceWriter, update_run_info, write_reductions
 from sharpscope.traces.files import TRACES
 
 TOKENS = 1_500
@@ -36,18 +35,20 @@ def reduce_run(run: Run, out: Path, tokens: int = TOKENS) -> Path:
         UserError: for a run that has not finished, was reduced before or has damaged parts, or a folder that is there already.
     """
     reasons = {"is a reduction itself": run.reduced is not None, run.status: run.status != "finished"}
-    for why in [why for why, holds in {**reasons, f"{out} is there already": out.exists()}.items() if holds]:
-        raise UserError(f"{run.path}: {why}; only finished runs are reduced, and no folder is overwritten")
+    for why, holds in {**reasons, f"{out} is there already": out.exists()}.items():
+        if holds:
+            raise UserError(f"{run.path}: {why}; only finished runs are reduced, and no folder is overwritten")
     aside = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     for name in (RUN_FILE, "config.yaml"):
         if (run.path / name).exists():
             shutil.copy(run.path / name, aside / name)
+    sample = _sample(run, tokens)
     with TraceWriter(aside, groups=False) as writer:
         for table in KEPT:
             writer.append_table(table, run.arrow(table))
-        writer.append_table("tokens", _sample(run, tokens))
+        writer.append_table("tokens", sample)
     found = scan({"": run}, REDUCERS)  # all that claims need of whole token tables, whichever methods are compared
     rows = [Reduction(n, one.step, one.tokens, one.values) for n, several in found.items() for one in several]
     write_reductions(aside, rows)
@@ -57,8 +58,7 @@ def reduce_run(run: Run, out: Path, tokens: int = TOKENS) -> Path:
         shutil.rmtree(aside)
         part, why = damaged[0]
         raise UserError(f"{run.path} has {len(damaged)} damaged parts, {part}: {why}; restore them, or leave it out")
-    sampled = load_run(aside).rows("tokens")
-    update_run_info(aside, reduced={"tokens": run.rows("tokens"), "sampled": sampled, "rule": RULE})
+    update_run_info(aside, reduced={"tokens": run.rows("tokens"), "sampled": len(sample), "rule": RULE})
     aside.rename(out)
     return out
 
@@ -78,8 +78,7 @@ def reduce_runs(
         if Path(name).is_absolute() or ".." in Path(name).parts or not Path(name).parts:
             raise UserError(f"runs: {name!r} is no folder below --out {out}; give the folder that holds the run")
         targets[name] = run
-    written: list[Path] = []
-    left_out: list[str] = []
+    written, left_out = list[Path](), list[str]()
     for name, run in targets.items():
         if tell is not None:
             tell(name)
@@ -94,13 +93,13 @@ def _sample(run: Run, count: int) -> pa.Table:
     """`count` rows of the token table by RULE, all columns, in the table's order."""
     steps = run.token_steps
     measured = [run.tokens([step], ["score_norm_local"])["score_norm_local"].notna().to_numpy() for step in steps]
-    has_norm = np.concatenate(measured) if measured else np.zeros(0, dtype=bool)
+    has_norm = np.concatenate([np.zeros(0, dtype=bool), *measured])
     order = np.random.default_rng(0).permutation(len(has_norm))
     half = order[has_norm[order]][: count // 2]
     rest = order[~has_norm[order]][: count - len(half)]
-    chosen = np.zeros(len(has_norm), dtype=bool)
-    chosen[half] = chosen[rest] = True
-    ends = np.cumsum([0, *map(len, measured)])
-    parts = [chosen[a:b] for a, b in pairwise(ends)]
-    pieces = [run.arrow("tokens", steps=[step]).filter(pa.array(kept)) for step, kept in zip(steps, parts, strict=True)]
+    chosen = np.isin(np.arange(len(has_norm)), [*half, *rest])
+    parts = np.split(chosen, np.cumsum([len(one) for one in measured])[:-1])
+    pieces = [
+        run.arrow("tokens", steps=[step]).filter(pa.array(kept)) for step, kept in zip(steps, parts, strict=False)
+    ]
     return pa.concat_tables([run.arrow("tokens", steps=[]), *pieces])

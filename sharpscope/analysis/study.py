@@ -43,8 +43,8 @@ GRID = {
 class Setting:
     """Runs that differ in their seed alone. `runs` maps seed to run.
 
-    `label`: the method, followed in brackets by what tells the setting from the one of this method with the most seeds. That
-    one has no brackets; where several have the most, all have.
+    `label`: the method, followed in brackets by what tells the setting from the one of this method with the most seeds, which has no
+    brackets; where several have the most, all have.
     """
 
     label: str
@@ -63,14 +63,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Pairing:
-    """The pairs of one setting, or why there are none.
-
-    Attributes:
-        pairs: one per seed.
-        setting: the grid's settings in them, as text.
-        missing: why there is no pair; empty if there is one.
-        left_out: number of pairs of other settings, which are not used.
-    """
+    """The pairs of one setting with its grid's settings as text, or why there are none; `left_out`: number of other settings' pairs."""
 
     pairs: tuple[Pair, ...] = ()
     setting: str = ""
@@ -88,7 +81,6 @@ class Study:
     """Runs by name, and two methods to compare.
 
     Attributes:
-        runs: name → run.
         baseline, treatment: names of the methods, as in run.json.
         name: of the task and policy; empty for a study of several.
         slug: prefix of the names of its files.
@@ -190,7 +182,7 @@ class Study:
         pairs: dict[str, list[Pair]] = {}
         for key, ours in by_key[first].items():
             theirs = by_key[second].get(key, {})
-            if shared := sorted((seed for seed in ours if seed in theirs), key=_order):
+            if shared := sorted(set(ours) & set(theirs), key=lambda seed: (isinstance(seed, str), seed)):
                 pairs[key] = [Pair(seed, ours[seed], theirs[seed]) for seed in shared]
         if not pairs:
             return Pairing(missing=_mismatch(first, second, by_key))
@@ -224,23 +216,19 @@ class Study:
 
 
 def studies(whole: Runs | Study) -> list[Study]:
-    """Runs split by task and initial policy, in the order of their first run.
-
-    The study with the most runs has an empty `slug`; if several have the most, none is empty.
-    """
+    """Runs split by task and initial policy, in the order of their first run; the `slug` of a single study is empty."""
     base = whole if isinstance(whole, Study) else Study(whole.by_name)
     groups: dict[str, dict[str, Run]] = defaultdict(dict)
     for name, run in base.runs.items():
         groups[ground_of(run)][name] = run
-    titles = _titles({ground: next(iter(members.values())) for ground, members in groups.items()})
-    sizes = sorted((len(members) for members in groups.values()), reverse=True)
-    plain = sizes[0] if sizes and sizes[1:2] != sizes[:1] else None
-    matches = []
-    for number, (ground, members) in enumerate(groups.items(), 1):
-        words = re.sub(r"[^A-Za-z0-9]+", "-", titles[ground]).strip("-").lower()[:40]
-        slug = "" if len(members) == plain else f"{number}-{words}_"
-        matches.append(replace(base, runs=members, name=titles[ground], slug=slug))
-    return matches
+    examples = [next(iter(members.values())) for members in groups.values()]
+    found = []
+    for number, (run, members) in enumerate(zip(examples, groups.values(), strict=True), 1):
+        title = _title(run, [other for other in examples if other.task == run.task and other is not run])
+        words = re.sub(r"[^A-Za-z0-9]+", "-", title).strip("-").lower()[:40]
+        slug = "" if len(groups) == 1 else f"{number}-{words}_"
+        found.append(replace(base, runs=members, name=title, slug=slug))
+    return found
 
 
 def nothing_found(paths: Paths, runs: Runs) -> str:
@@ -272,10 +260,8 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} as {"a.b": 1}."""
     result: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            result |= flat(value, f"{prefix}{key}.")
-        else:
-            result[f"{prefix}{key}"] = value
+        nested = isinstance(value, Mapping) and value
+        result |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
     return result
 
 
@@ -311,9 +297,8 @@ def setting_of(run: Run, *without: str) -> dict[str, Any]:
 
 def grid_settings(run: Run) -> dict[str, float]:
     """The grid's settings of a run; those that its configuration does not have are left out."""
-    config = _flat_config(run)
-    matches = {axis: config.get(key) for axis, key in GRID.items()}
-    return {axis: float(value) for axis, value in matches.items() if isinstance(value, int | float)}
+    values = {axis: _flat_config(run).get(key) for axis, key in GRID.items()}
+    return {axis: float(value) for axis, value in values.items() if isinstance(value, int | float)}
 
 
 def ground_of(run: Run) -> str:
@@ -330,17 +315,11 @@ def _text(value: Mapping[str, Any]) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def _titles(examples: Mapping[str, Run]) -> dict[str, str]:
-    """A title for each ground: the task, and the fields that differ from other grounds of the same task."""
-    titles = {}
-    for ground, run in examples.items():
-        rivals = [other for other in examples.values() if other.task == run.task and other is not run]
-        parts = {"task": run.config.get("task") or {}, "policy": run.config.get("policy") or {}}
-        mine = flat(parts)
-        theirs = [flat({key: other.config.get(key) or {} for key in parts}) for other in rivals]
-        differing = [key for key in mine if any(other.get(key) != mine[key] for other in theirs)]
-        titles[ground] = " ".join([run.task, *(f"{key}={mine[key]}" for key in differing)])
-    return titles
+def _title(run: Run, rivals: Sequence[Run]) -> str:
+    """The task, and the fields in which it differs from other studies of the same task."""
+    mine, *theirs = (flat({key: one.config.get(key) or {} for key in ("task", "policy")}) for one in (run, *rivals))
+    differing = [key for key in mine if any(other.get(key) != mine[key] for other in theirs)]
+    return " ".join([run.task, *(f"{key}={mine[key]}" for key in differing)])
 
 
 @per_run
@@ -355,46 +334,39 @@ def _settings(study: Study) -> tuple[tuple[Setting, ...], tuple[str, ...]]:
     for (method, key), kept in used.items():
         rivals = {other: len(its) for (m, other), its in used.items() if m == method and other != key}
         most = max(rivals.values(), default=0)
-        if len(kept) > most:
-            label = method
-            if rivals:
-                named = _differing(json.loads(key), map(json.loads, rivals))
-                notes.append(f"{method} alone stands for the setting of it with the most seeds: {named}.")
-        else:
-            largest = [other for other, count in rivals.items() if count == most > len(kept)]
-            against = largest if len(largest) == 1 else rivals
-            label = f"{method} ({_differing(json.loads(key), map(json.loads, against))})"
-        settings.append(Setting(label, method, kept))
+        largest = [other for other, count in rivals.items() if count == most > len(kept)]
+        named = _differing(key, largest if len(largest) == 1 else rivals)
+        if rivals and len(kept) > most:
+            notes.append(f"{method} alone stands for the setting of it with the most seeds: {named}.")
+        settings.append(Setting(method if len(kept) > most else f"{method} ({named})", method, kept))
     return tuple(sorted(settings, key=lambda s: s.label)), tuple(notes)
 
 
-def _differing(mine: Mapping[str, Any], rivals: Iterable[Mapping[str, Any]]) -> str:
+def _differing(key: str, rivals: Iterable[str]) -> str:
     """Fields in which this setting differs from others of the same method: `optimizer.lr=0.0002`."""
-    keys = sorted({key for other in rivals for key in {*mine, *other} if mine.get(key) != other.get(key)})
-    values = {key: mine.get(key) for key in keys}
+    mine, others = json.loads(key), [json.loads(rival) for rival in rivals]
+    fields = sorted({name for other in others for name in {*mine, *other} if mine.get(name) != other.get(name)})
+    values = {name: mine.get(name) for name in fields}
     return ", ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
 
 
 def _one_per_seed(members: Mapping[str, Run], notes: list[str]) -> dict[Any, Run]:
     """One run per seed: finished ones if there are any, the longer of two with one seed; adds to `notes` what is left out."""
-    with_steps = {name: run for name, run in members.items() if last_step(run)}
-    without = [name for name, run in members.items() if name not in with_steps and not run.rows("forks")]
-    notes += [f"{name} has no steps yet and is left out." for name in without]
-    finished = {name: run for name, run in with_steps.items() if run.status == "finished"}
-    for name, run in with_steps.items():
-        state = f"({run.status}, {last_step(run)} steps)"
-        if finished and name not in finished:
-            notes.append(f"{name} {state} is left out: other runs of its setting are finished.")
-        elif not finished:
-            notes.append(f"{name} is not finished {state}: what it has is used.")
+    finished = any(run.status == "finished" and last_step(run) for run in members.values())
     chosen: dict[Any, tuple[str, Run]] = {}
-    for name, run in (finished or with_steps).items():
-        both = [chosen[run.seed], (name, run)] if run.seed in chosen else [(name, run)]
-        (first, longer), *rest = sorted(both, key=lambda pair: -last_step(pair[1]))
-        notes += [
-            f"{again} repeats seed {run.seed} of {first} and is left out: it is no new sample." for again, _ in rest
-        ]
-        chosen[run.seed] = first, longer
+    for name, run in sorted(members.items(), key=lambda item: -last_step(item[1])):
+        state = f"({run.status}, {last_step(run)} steps)"
+        if not last_step(run):
+            notes += [f"{name} has no steps yet and is left out."] if not run.rows("forks") else []
+        elif finished and run.status != "finished":
+            notes.append(f"{name} {state} is left out: other runs of its setting are finished.")
+        elif run.seed in chosen:
+            notes.append(
+                f"{name} repeats seed {run.seed} of {chosen[run.seed][0]} and is left out: it is no new sample."
+            )
+        else:
+            notes += [] if finished else [f"{name} is not finished {state}: what it has is used."]
+            chosen[run.seed] = name, run
     return {seed: run for seed, (_, run) in sorted(chosen.items(), key=lambda item: str(item[0]))}
 
 
@@ -406,8 +378,3 @@ def _mismatch(first: str, second: str, by_key: Mapping[str, Mapping[str, Mapping
         return f"{first} and {second} share no seed"
     why = "a difference between them could not be attributed to the method"
     return f"the runs of {first} and {second} differ in {', '.join(differing[:4])}; {why}"
-
-
-def _order(seed: Any) -> tuple[bool, Any]:
-    is_text = not isinstance(seed, int | float)
-    return is_text, str(seed) if is_text else seed

@@ -2,8 +2,6 @@
 
 These are: what kinds of tokens change the entropy, sampler against trainer, what a token selection left out of the loss, and the
 critical step of the gradient gap's theory.
-
-`tokens --by`, the token view and notebooks all compute them with `with_values`.
 """
 
 from __future__ import annotations
@@ -51,10 +49,8 @@ def needed_columns(names: Iterable[str]) -> list[str]:
 
 def with_values(tokens: pd.DataFrame) -> pd.DataFrame:
     """The tokens with each value of VALUES whose columns they have, float64; NaN where one of these was not recorded."""
-    there = {
-        name: tokens[list(needs)].astype(np.float64) for name, (needs, _) in VALUES.items() if set(needs) <= set(tokens)
-    }
-    return tokens.assign(**{name: VALUES[name][1](numbers) for name, numbers in there.items()})
+    there = {name: of for name, of in VALUES.items() if set(of[0]) <= set(tokens)}
+    return tokens.assign(**{n: value(tokens[list(needs)].astype(np.float64)) for n, (needs, value) in there.items()})
 
 
 BINS = {
@@ -85,8 +81,8 @@ def entropy_bins(run: Run) -> pd.DataFrame:
     scaled to sum to 1; NaN without any) and `entropy` (Σ c·polarity over Σ |c·polarity|: signed, positive raises the entropy).
     Index: BINS. Empty where advantages or statistics were not recorded.
     """
-    columns = ["step", "update", "logp", "collision", "advantage", "loss_coef", "polarity", "attribution"]
-    columns += [INCLUSION, ROW]
+    statistics = ["logp", "collision", "advantage", "loss_coef", "polarity", "attribution"]
+    columns = ["step", "update", *statistics, INCLUSION, ROW]
     sums = np.zeros((4, len(BINS)))  # tokens, gradient, entropy, |entropy| by kind
     for part in run.iter_tokens(columns=columns, required=["collision", "advantage"]):
         index = token_bins(part)
@@ -95,16 +91,12 @@ def entropy_bins(run: Run) -> pd.DataFrame:
         updates = frame.groupby("step")["update"].transform("nunique").clip(lower=1)
         share = (frame["attribution"].astype(float) / updates).fillna(0.0).to_numpy() * inverse_inclusion(frame)
         count = 1 / row_probability(frame)
-        weighted = (count, share, count * push, count * np.abs(push))
-        sums += [np.bincount(index, each, len(BINS)) for each in weighted]
+        sums += [np.bincount(index, each, len(BINS)) for each in (count, share, count * push, count * np.abs(push))]
     count, gradient, change, size = sums
     if not count.any():
         return pd.DataFrame(columns=["tokens", "gradient", "entropy"])
-    parts = {
-        "tokens": count / count.sum(),
-        "gradient": gradient / gradient.sum() if gradient.sum() > 0 else np.nan,
-        "entropy": change / size.sum() if size.sum() > 0 else np.nan,
-    }
+    totals = {"tokens": (count, count), "gradient": (gradient, gradient), "entropy": (change, size)}
+    parts = {name: one / whole.sum() if whole.sum() > 0 else np.nan for name, (one, whole) in totals.items()}
     return pd.DataFrame(parts, index=pd.Index(list(BINS), name="kind"))
 
 
@@ -153,17 +145,17 @@ def sampler_section(runs: Runs) -> Section | None:
 
     A sampler differs where some ratio is outside [0.9, 1.1] or an estimate of KL(μ‖π) exceeds 0.001 nats.
     """
-    sums = {name: table.sum() for name, run in runs.by_name.items() if len(table := mismatch_sums(run))}
+    sums = pd.DataFrame({name: table.sum() for name, run in runs.by_name.items() if len(table := mismatch_sums(run))}).T
     title, part, estimates = "Sampler against trainer", "Events and cost", ["k1", "k2", "k3"]
-    if not sums:
+    if sums.empty:
         return None
-    means = pd.DataFrame({name: one[list(QUANTITIES)] / one["tokens"] for name, one in sums.items()}).T
+    means = sums.assign(**{name: sums[name] / sums["tokens"] for name in QUANTITIES})
     largest = means[estimates].abs().max(axis=1)
     differs = means[(means["outside"] > 0) | (largest > 1e-3)]
     if differs.empty:
         text = f"no ratio is outside [0.9, 1.1], and no estimate of KL(μ‖π) exceeds {largest.max():.1g} nats"
         return Section(title, f"Their log-probabilities agree: {text}.", part=part)
-    cells: dict[str, Any] = {"run": differs.index, "tokens": [f"{sums[name]['tokens']:,.0f}" for name in differs.index]}
+    cells: dict[str, Any] = {"run": differs.index, "tokens": [f"{count:,.0f}" for count in differs["tokens"]]}
     cells["ratios outside [0.9, 1.1]"] = [percent(share, 2) for share in differs["outside"]]
     cells |= {f"{name} [nats]": differs[name].to_numpy() for name in estimates}
     note = "Ratio r = π/μ of the trainer's policy to the sampler's; k1 = −ln r, k2 = (ln r)²/2, k3 = r − 1 − ln r estimate KL(μ‖π)."
@@ -181,40 +173,37 @@ def left_out(run: Run) -> pd.DataFrame:
     of probability and entropy [nats] and the share with A < 0. A KL term does not count as a gradient. Empty without tokens.
     """
     columns = ["step", "update", "logp", "entropy", "advantage", "loss_coef", "kl_coef", "clipped"]
-    pieces = [pd.DataFrame({"step": pd.Series(dtype=int)})]
+    pieces = []
     for part in run.iter_tokens(columns=columns, required=["advantage", "loss_coef"]):
-        used = part[part["update"].notna() & (part["advantage"] != 0)]
+        used = part[part["update"].notna() & (part["advantage"] != 0)].astype({"logp": float, "entropy": float})
+        values = {"probability": np.exp(used["logp"]), "entropy": used["entropy"], "negative": used["advantage"] < 0}
         policy = used["loss_coef"].astype(float) - used["kl_coef"].astype(float).fillna(0.0)
-        values = {"probability": np.exp(used["logp"].astype(float)), "entropy": used["entropy"].astype(float)}
-        values["negative"] = (used["advantage"] < 0).astype(float)
         out = (policy == 0) & (used["clipped"] == 0)
-        by_step = pd.DataFrame(values).groupby([used["step"], out.map({True: "out", False: "kept"})]).mean().unstack()
-        by_step.columns = [f"{name}_{which}" for name, which in by_step.columns]  # type: ignore[str-unpack, union-attr]
-        pieces.append(by_step.assign(out=out.groupby(used["step"]).mean()).reset_index())
-    return pd.concat(pieces, ignore_index=True) if len(pieces) > 1 else pieces[0]
+        means = {"out": out.groupby(used["step"]).mean()}
+        for which, chosen in (("out", out), ("kept", ~out)):
+            of_step = pd.DataFrame(values)[chosen].astype(float).groupby(used["step"][chosen]).mean()
+            means |= {f"{name}_{which}": column for name, column in of_step.items()}
+        pieces.append(pd.DataFrame(means).rename_axis("step").reset_index())
+    return pd.concat(pieces, ignore_index=True) if pieces else pd.DataFrame({"step": pd.Series(dtype=int)})
 
 
 def selection_section(run: Run) -> Section | None:
     """What the selection left out in the first, the strictest and the last recorded step, for `show`; None without a selection."""
-    method = run.config.get("method") or {}
-    if not method.get("tokens") or (found := left_out(run)).empty:
+    selection = (run.config.get("method") or {}).get("tokens")
+    if not selection or (found := left_out(run)).empty:
         return None
     named = {"first": found.index[0], "most left out": found["out"].idxmax(), "last": found.index[-1]}
-    chosen = found.loc[list(named.values())]
-    steps = [f"{step} ({name})" for step, name in zip(chosen["step"], named, strict=True)]
-    cells = {"step": steps, "left out": [percent(share, 1) for share in chosen["out"]]}
-    for title, key, form in (
-        ("mean π", "probability", number),
-        ("mean H [nats]", "entropy", number),
-        ("A < 0", "negative", percent),
-    ):
-        both = (chosen.get(f"{key}_{which}", pd.Series(math.nan, chosen.index)) for which in ("out", "kept"))
-        cells[title] = [f"{form(out)} / {form(kept)}" for out, kept in zip(*both, strict=True)]
+    rows = []
+    for name, row in zip(named, found.loc[list(named.values())].to_dict("records"), strict=True):
+        cells = {"step": f"{row['step']} ({name})", "left out": percent(row["out"], 1)}
+        for title, key in (("mean π", "probability"), ("mean H [nats]", "entropy"), ("share with A < 0", "negative")):
+            cells[title] = f"{number(row[f'{key}_out'])} / {number(row[f'{key}_kept'])}"
+        rows.append(cells)
     note = (
-        f"Tokens with an advantage that the selection {method['tokens']['kind']} leaves out of the loss / those that it keeps; "
+        f"Tokens with an advantage that the selection {selection['kind']} leaves out of the loss / those that it keeps; "
         f"over all steps {percent(found['out'].mean(), 1)}."
     )
-    return Section("Tokens left out", pd.DataFrame(cells), note)
+    return Section("Tokens left out", pd.DataFrame(rows), note)
 
 
 def gradient_gap(run: Run) -> pd.DataFrame:
@@ -223,12 +212,11 @@ def gradient_gap(run: Run) -> pd.DataFrame:
     The theory (arXiv 2510.08539) bounds a step θ + η·w, ‖w‖ = 1, by η ≤ [⟨w, gap⟩]₊/(2(L + 8G²)), gap the difference of
     E ∇ln π(completion) between correct and wrong completions, G and L bounds of the norms of ∇ ln π(completion) and its Hessian.
     Along the optimizer's update Δ per learning rate, ⟨Δ, gap⟩ = Δᵀ(−g)/K with g the gradient of the loss and K = Σ |c| over
-    the completions with A > 0, c the mean coefficient of a completion's tokens; hence lr ≤ (Δᵀ(−g)/K)/(2·‖Δ‖²·8·G²) with L = 0.
-    G² is the largest Σ_t ‖∇ ln π_t‖² over completions.
+    the completions with A > 0, c the mean coefficient of a completion's tokens; hence lr ≤ (Δᵀ(−g)/K)/(2·‖Δ‖²·8·G²) with L = 0
+    and G² the largest Σ_t ‖∇ ln π_t‖² over completions.
 
-    Returns:
-        Columns step, success (share of correct completions), lr, critical_lr (measured, 2/λ_c; NaN if not found) and gap_lr, a row
-        for each step with both; empty where rewards have more than two values or something was not recorded.
+    Columns step, success (share of correct completions), lr, critical_lr (measured, 2/λ_c; NaN if not found) and gap_lr, a row for
+    each step with both; empty where rewards have more than two values or something was not recorded.
     """
     probes = run.probes[run.probes["probe"] == "critical"]
     found = probes.pivot_table(index="step", columns="quantity", values="value", aggfunc="first")
@@ -238,21 +226,25 @@ def gradient_gap(run: Run) -> pd.DataFrame:
     updates = run.updates[run.updates["update"] == 0].set_index("step")
     columns = ["rollout", "update", "advantage", "loss_coef", "score_norm_local"]
     rows = []
-    for step in found.index:
-        tokens = run.tokens(steps=int(step), columns=columns)
+    for step, probed in zip(map(int, found.index), found.to_dict("records"), strict=True):
+        tokens = run.tokens(steps=step, columns=columns)
         first = tokens[(tokens["update"] == 0) & (tokens["loss_coef"] != 0)]
         means = first.groupby("rollout")[["loss_coef", "advantage"]].mean()
         gain = float(means.loc[means["advantage"] > 0, "loss_coef"].abs().sum())
-        norms = first["score_norm_local"].astype(float).groupby(first["rollout"])
-        squares = norms.agg(lambda each: (each**2).sum(skipna=False))
+        squares = (
+            (first["score_norm_local"].astype(float) ** 2).groupby(first["rollout"]).agg(lambda x: x.sum(skipna=False))
+        )
         if step not in updates.index or squares.isna().all() or gain == 0:
             continue
-        lr, length = (float(updates.loc[step, name]) for name in ("lr", "update_norm"))
-        slope = max(float(found.loc[step, "update_slope"]), 0.0)
-        bound = slope / gain / (2 * (length / lr) ** 2 * GRADIENT_SQUARES * float(squares.max()))
-        success = float(run.rollouts.loc[run.rollouts["step"] == step, "correct"].mean())
-        measured = float(found.loc[step].get("critical_lr", math.nan))
-        rows.append({"step": int(step), "success": success, "lr": lr, "critical_lr": measured, "gap_lr": bound})
+        lr, length = (float(updates[name][step]) for name in ("lr", "update_norm"))
+        rise = max(float(probed["update_slope"]), 0.0) / gain
+        bound = rise / (2 * (length / lr) ** 2 * GRADIENT_SQUARES * float(squares.max()))
+        row = {
+            "step": step,
+            "success": float(run.rollouts.loc[run.rollouts["step"] == step, "correct"].mean()),
+            "lr": lr,
+        }
+        rows.append(row | {"critical_lr": float(probed.get("critical_lr", math.nan)), "gap_lr": bound})
     return pd.DataFrame(rows)
 
 

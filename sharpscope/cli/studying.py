@@ -26,40 +26,33 @@ ClaimOption = Annotated[list[str] | None, Option(help="Name of a claim, such as 
 
 @study.command()
 def plan(
-    runs: Annotated[list[Path] | None, Argument(help="Runs that exist: run folders, or folders of runs.")] = None,
-    baseline_accuracy: Annotated[
-        float | None, Option(min=0.0, max=1.0, help="Without runs: accuracy of the baseline.")
-    ] = None,
-    answers: Annotated[int, Option(min=1, help="Answers of one evaluation: prompts × samples.")] = 2000,
+    runs: Runs,
     claim: ClaimOption = None,
     baseline: BaselineOption = None,
     treatment: TreatmentOption = None,
 ) -> None:
-    """How many paired seeds each claim needs, from two runs or more, or from a baseline's accuracy alone.
+    """How many paired seeds each claim needs, from the spread of two pairs of runs or more.
 
     A standard deviation is given with its 90 % interval, and the pairs at its upper end.
 
-    Examples:
-      sharpscope study plan --baseline-accuracy 0.25 --answers 2000
-
-      sharpscope study plan data/reference --claim C7
+    Example:
+      sharpscope study plan data/reference --claim C8
     """
     import pandas as pd
 
-    from sharpscope.analysis.claims import claim_names
-    from sharpscope.analysis.claims.writers import NOTE, powers_of_answers, powers_of_runs
+    from sharpscope.analysis.claims import judge
+    from sharpscope.analysis.claims.writers import NOTE, powers_of
     from sharpscope.analysis.sections import Section
-    from sharpscope.errors import UserError
 
-    if not runs and baseline_accuracy is None:
-        raise UserError("study plan: give runs, or --baseline-accuracy and --answers")
-    names, terms = claim_names(claim), _terms(None, baseline, treatment)
-    rows, lines = powers_of_runs(_study(runs, terms, treatment, None), names) if runs else ([], [])
-    if baseline_accuracy is not None:
-        rows += powers_of_answers(baseline_accuracy, answers, terms)
-    rows = [row for row in rows if row["claim"].split()[0] in names]
-    sections = [Section("", "\n".join(lines))] if lines else []
-    print_sections(sections + ([Section("What the claims need", pd.DataFrame(rows), NOTE)] if rows else []))
+    laid_out = _study(runs, _terms(None, baseline, treatment), treatment, None)
+    there = ", ".join(f"{method} ({len(laid_out.of(method))})" for method in laid_out.methods)
+    text = f"runs: {there}; compared: {laid_out.treatment} against {laid_out.baseline}"
+    if rows := powers_of(judge(laid_out, claim)[0]):
+        sections = [Section("", text), Section("What the claims need", pd.DataFrame(rows), NOTE)]
+    else:
+        why = laid_out.pairing().missing or "no claim asked for has a standard deviation; it takes two pairs or more"
+        sections = [Section("", f"{text}\n{why}")]
+    print_sections(sections)
 
 
 @study.command()

@@ -52,7 +52,6 @@ class Statistic:
     """A number with its interval; on the scale `log` the logarithm of a ratio, shown as a change in per cent.
 
     Attributes:
-        name, value, unit, scale, note: what it is.
         interval: exact sign flips or BCa over clusters.
         p_value: two-sided sign-flip p of 0, unless the note names another test.
         n: clusters.
@@ -95,10 +94,6 @@ class Statistic:
             parts.append(f"median {middle}, worst {worst} ({self.worst[1]})")
         return ", ".join(parts)
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values; what is not a finite number is null."""
-        return dict(_json(asdict(self) | {"shown": self.line}))
-
 
 def _numbers(values: Any) -> NDArray[np.float64]:
     """Numbers (n,), or the column `difference` of a frame."""
@@ -122,14 +117,7 @@ def is_shown(study: Study, values: Any, side: Literal["greater", "less"], shift:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The tests of an effect.
-
-    Attributes:
-        p_supported: p-value of the test whose rejection supports the claim if the effect points as claimed.
-        as_claimed: whether the effect points as claimed.
-        p_refuted: p-value of the test whose rejection refutes the claim.
-        sizes: number of values of each sign-flip test that both p-values join.
-    """
+    """The tests of an effect: p-values for and against the claim, whether the effect points as claimed, and the sizes of the tests."""
 
     p_supported: float | None = None
     as_claimed: bool = False
@@ -202,14 +190,10 @@ class Claim:
     p, else the one with the largest. Without one, `measure` gives effect, evidence and n.
 
     Attributes:
-        name: C2 … C14.
         title: the claim in a few words; `{treatment}` and `{baseline}` are filled in.
-        source: the publication.
         rule: when the verdict is `supported` and when `refuted`; `{margin}` stands for the margin in its unit.
-        measure: Study → ClaimData.
         margin: the smallest effect that matters, in the effect's unit; an effect shown to be smaller refutes.
         direction: in which the numbers differ from 0.
-        effect, effect_unit: name and unit of the number.
         scale: of margin and effect. On the scale `log` the margin is a relative change (0.1: 10 %).
         unit: of n.
         minimal_n: with fewer the claim is untestable.
@@ -265,7 +249,7 @@ class Claim:
         if not finding.parts or not all(map(len, finding.parts.values())):
             return None, Evidence(), 0
         margin, sign = self.margin_of_parts(terms), 1 if self.direction == "higher" else -1
-        values = {name: frame["difference"].to_numpy(dtype=float) for name, frame in finding.parts.items()}
+        values = {name: _numbers(frame) for name, frame in finding.parts.items()}
         tests = {name: directional(data, self.direction, margin) for name, data in values.items()}
 
         def rank(name: str) -> tuple[float, float]:
@@ -275,13 +259,12 @@ class Claim:
 
         weakest = max(tests, key=rank)
         data, frame = values[weakest], finding.parts[weakest]
-        name = self.effect + (f" against {weakest}" if weakest else "")
         worst = int(np.argmin(sign * data))
         cluster = ", ".join(f"{key} {frame[key].iloc[worst]}" for key in ("seed", "step", "batch") if key in frame)
         joined = every([*tests.values(), *finding.evidence])
         if not finding.evidence:
             joined = replace(joined, p_supported=tests[weakest].p_supported)
-        effect = mean_estimate(name, data, self.effect_unit, self.scale)
+        effect = mean_estimate(self.effect + f" against {weakest}" * bool(weakest), data, self.effect_unit, self.scale)
         assert effect is not None
         effect = replace(effect, median=float(np.median(data)), worst=(float(data[worst]), cluster))
         return effect, joined, min([*map(len, values.values()), *([finding.n] if finding.n else [])])
@@ -301,13 +284,10 @@ class Verdict:
 
     Attributes:
         claim, finding, terms: what was tested, what was found, and by which methods, margins and level.
-        verdict: supported | refuted | inconclusive | untestable.
         reason: why, in one sentence.
         effect: the rule's statistic with its interval; None if it could not be computed.
-        evidence: its tests.
         n: sample size in the claim's unit.
-        confirmatory: whether this is a primary claim and all before it in the order have the same verdict. The chance that
-            any confirmatory `supported` is wrong is at most the level, as is that of any `refuted`.
+        confirmatory: whether this is a primary claim and all before it in the order have the same verdict.
         p_adjusted: the largest p of the primary claims up to this one; of others their own.
         other: verdict on the other version.
     """
@@ -365,25 +345,17 @@ class Verdict:
 
     def details(self) -> list[str]:
         """Rule, numbers and remarks, one a line."""
-        claim = self.claim
-        least = f", least rotation of the update {self.terms.least_rotation:g}°" if claim.compares else ""
-        margin = margin_text(claim.margin_in(self.terms), claim.scale)
+        claim, effect, finding = self.claim, self.effect, self.finding
         lines = [f"reason: {self.reason}", f"source: {claim.source}", f"rule: {claim.rule_text(self.terms)}"]
-        level = f"level {100 * self.terms.level:g} %, margin {margin}{least}"
-        lines.append(f"{level}; n: {claim.unit}, at least {claim.minimal_n}")
-        if self.effect is not None:
-            lines.append(f"effect: {self.effect.name}: {self.effect.line}")
-            if self.effect.t is not None and self.effect.interval is not None:
-                lines.append(f"Student's t interval {self.effect.ends(self.effect.t)}")
-        if self.primary:
-            why = "confirmatory" if self.confirmatory else "not confirmatory: a claim before it has another verdict"
-            lines.append(f"primary; {why}")
-        lines += [f"condition: {text}: {'met' if met else 'not met'}" for text, met in self.finding.conditions]
+        lines.append(f"level {100 * self.terms.level:g} %; n: {claim.unit}, at least {claim.minimal_n}")
+        if effect is not None:
+            t = "" if effect.t is None or effect.interval is None else f"; Student's t interval {effect.ends(effect.t)}"
+            lines.append(f"effect: {effect.name}: {effect.line}{t}")
+        lines += [f"primary, {'' if self.confirmatory else 'not '}confirmatory"] if self.primary else []
+        lines += [f"condition: {text}: {'met' if met else 'not met'}" for text, met in finding.conditions]
         lines += [f"also: {one.name}: {one.line}{f' ({one.note})' * bool(one.note)}" for one in self.others]
-        lines += [f"note: {note}" for note in self.finding.notes]
-        if self.finding.dose is not None:
-            lines.append(f"note: {self.finding.dose.text}")
-        return lines
+        notes = [*finding.notes, *([] if finding.dose is None else [finding.dose.text])]
+        return lines + [f"note: {note}" for note in notes]
 
     def to_dict(self) -> dict[str, Any]:
         """The verdict as JSON values."""
@@ -410,8 +382,8 @@ class Verdict:
             "conditions": [{"text": text, "met": met} for text, met in finding.conditions],
             "dose": None if finding.dose is None else asdict(finding.dose),
             "notes": list(finding.notes),
-            "effect": None if self.effect is None else self.effect.to_dict(),
-            "others": [estimate.to_dict() for estimate in self.others],
+            "effect": None if self.effect is None else asdict(self.effect) | {"shown": self.effect.line},
+            "others": [asdict(one) | {"shown": one.line} for one in self.others],
             "other": None if self.other is None else self.other.to_dict(),
         }
         return dict(_json(values))
@@ -426,38 +398,32 @@ def decide(claim: Claim, finding: ClaimData, terms: ClaimsSpec) -> Verdict:
     effect that exists but is smaller than the margin is not the one claimed.
     """
     effect, evidence, n = claim.test(finding, terms)
-    verdict, reason = _outcome(claim, finding, effect, evidence, n, terms)
-    return Verdict(claim, finding, terms, verdict, reason, effect, evidence, n, p_adjusted=evidence.p_supported)
-
-
-def _outcome(
-    claim: Claim, finding: ClaimData, effect: Statistic | None, evidence: Evidence, n: int, terms: ClaimsSpec
-) -> tuple[Outcome, str]:
-    dose = finding.dose
-    if finding.missing:
-        return "untestable", finding.missing
-    if why := too_few(claim, n, evidence, terms.level):
-        return "untestable", why
-    if claim.compares and dose is not None and dose.rotation is not None and dose.rotation < terms.least_rotation:
-        return "untestable", f"{dose.text}; the rule needs {terms.least_rotation:g}°"
-    if effect is None or not math.isfinite(effect.value):
-        return "untestable", "the effect cannot be computed from what was recorded"
-    if finding.undecided:
-        return "inconclusive", finding.undecided
+    dose, unmet = finding.dose, [text for text, met in finding.conditions if not met]
     supports = evidence.p_supported is not None and evidence.p_supported <= terms.level and evidence.as_claimed
-    if evidence.p_refuted is not None and evidence.p_refuted <= terms.level:
+    verdict: Outcome = "untestable"
+    if finding.missing:
+        reason = finding.missing
+    elif why := too_few(claim, n, evidence, terms.level):
+        reason = why
+    elif claim.compares and dose is not None and dose.rotation is not None and dose.rotation < terms.least_rotation:
+        reason = f"{dose.text}; the rule needs {terms.least_rotation:g}°"
+    elif effect is None or not math.isfinite(effect.value):
+        reason = "the effect cannot be computed from what was recorded"
+    elif finding.undecided:
+        verdict, reason = "inconclusive", finding.undecided
+    elif evidence.p_refuted is not None and evidence.p_refuted <= terms.level:
+        verdict, reason = "refuted", "the claimed effect is excluded at the margin stated beforehand"
         if supports:
-            return "refuted", "the effect exists, but is shown to be smaller than the margin stated beforehand"
-        return "refuted", "the claimed effect is excluded at the margin stated beforehand"
-    unmet = [text for text, met in finding.conditions if not met]
-    if supports and unmet:
-        return "inconclusive", "the test supports the claim, but these conditions are not met: " + "; ".join(unmet)
-    if supports:
-        return "supported", "the test rejects that there is no such effect, and every stated condition holds"
-    return (
-        "inconclusive",
-        "neither the absence of the claimed effect nor an effect of the size that matters is excluded",
-    )
+            reason = "the effect exists, but is shown to be smaller than the margin stated beforehand"
+    elif not supports:
+        verdict = "inconclusive"
+        reason = "neither the absence of the claimed effect nor an effect of the size that matters is excluded"
+    elif unmet:
+        verdict = "inconclusive"
+        reason = f"the test supports the claim, but these conditions are not met: {'; '.join(unmet)}"
+    else:
+        verdict, reason = "supported", "the test rejects that there is no such effect, and every stated condition holds"
+    return Verdict(claim, finding, terms, verdict, reason, effect, evidence, n, p_adjusted=evidence.p_supported)
 
 
 def clusters_needed(level: float, parts: int = 1) -> int:

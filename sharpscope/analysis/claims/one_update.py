@@ -15,9 +15,8 @@ from sharpscope.analysis.claims.base import ClaimData, declared
 from sharpscope.analysis.measures import Dose
 from sharpscope.analysis.study import Study
 from sharpscope.config import control_label
-from sharpscope.traces import MAX_SATURATION, Run
+from sharpscope.traces import MAX_SATURATION
 
-COMPARISON = "kl"
 FEWEST_STATES = 6
 """States from which they are the clusters; with fewer, batches are, and the verdict is about these states."""
 COMMAND = "sharpscope fork RUN --methods"
@@ -25,19 +24,17 @@ KEY = ["run", "step", "fork", "batch"]
 STATE = ["run", "step"]
 
 
-def forked(study: Study) -> dict[str, Run]:
-    """Runs with counterfactual updates: those of the setting that the claims use, of every method; all if there is no such setting."""
-    runs = study.alike(*study.methods) if study.reference is not None else dict(study.runs)
-    return {name: run for name, run in runs.items() if len(run.forks)}
+def outcomes(study: Study, outcome: str, comparison: str = "kl") -> pd.DataFrame:
+    """KEY, arm, reference, value, start of every valid row with this outcome, of all methods' runs in the setting of the claims.
 
-
-def outcomes(study: Study, outcome: str, comparison: str = COMPARISON) -> pd.DataFrame:
-    """KEY, arm, reference, value, start of every valid row with this outcome."""
+    Of all runs if there is no such setting.
+    """
     columns, parts = [*KEY, "arm", "reference", "value", "start"], []
-    for name, run in forked(study).items():
-        rows = run.forks
-        chosen = rows[(rows["outcome"] == outcome) & (rows["comparison"] == comparison) & ~rows["valid"].eq(False)]
-        parts += [chosen.assign(run=name)[columns]] if len(chosen) else []
+    runs = study.alike(*study.methods) if study.reference is not None else study.runs
+    for name, run in runs.items():
+        if len(rows := run.forks):
+            of = (rows["outcome"] == outcome) & (rows["comparison"] == comparison) & ~rows["valid"].eq(False)
+            parts += [rows[of].assign(run=name)[columns]] if of.any() else []
     return pd.concat(parts, ignore_index=True).dropna(subset="value") if parts else pd.DataFrame(columns=columns)
 
 
@@ -55,10 +52,7 @@ def paired(study: Study, arm: str, rival: str, outcome: str) -> pd.DataFrame:
 
 
 def clusters(frame: pd.DataFrame, column: str) -> pd.DataFrame:
-    """`difference`: means of `column` by state if there are FEWEST_STATES, else by batch; rows without a number are left out.
-
-    Batches of one number and state are one cluster, whatever the fork: forks of a state draw the same rollouts.
-    """
+    """`difference`: means of `column` by state if there are FEWEST_STATES, else by batch, whatever the fork; NaN is left out."""
     frame = frame[np.isfinite(frame[column].to_numpy(dtype=float))]
     by = STATE if frame.groupby(STATE).ngroups >= FEWEST_STATES else [*STATE, "batch"]
     return frame.groupby(by)[column].mean().rename("difference").astype(float).reset_index()
@@ -106,8 +100,8 @@ def _sharpness(study: Study) -> ClaimData:
     most = pd.concat(units, axis=1).astype(float).max(axis=1)
     fit = (most <= MAX_SATURATION) & (frame["value"] > 0) & (frame["rival"] > 0)
     if not fit.any():
-        why = f"sharpness is saturated: {most.median():.2f} of the largest possible rise"
-        why += f", the limit is {MAX_SATURATION:g}; fork with a smaller radius"
+        limit = f"the limit is {MAX_SATURATION:g}; fork with a smaller radius"
+        why = f"sharpness is saturated: {most.median():.2f} of the largest possible rise, {limit}"
         return ClaimData(missing=why, dose=dose(study, arm))
     parts = {"": clusters(frame.assign(ratio=np.log((units[0] / units[1])[fit].astype(float))), "ratio")}
     left_out = f"{(~fit).sum()} of {len(frame)} batches are saturated and left out"

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from sharpscope import __version__
 from sharpscope.analysis.claims import accuracy, gradients, sharpness, tokens
 from sharpscope.analysis.claims.base import Claim, Verdict, decide
-from sharpscope.analysis.claims.gradients import CHECKS, Check
+from sharpscope.analysis.claims.gradients import BOUNDS, Check, logit_bounds
 from sharpscope.analysis.measures import dose_of
-from sharpscope.analysis.study import Study
+from sharpscope.analysis.study import Study, flat
+from sharpscope.analysis.text import printable
 from sharpscope.config import ClaimsSpec
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces import Run, Runs, write_atomic
@@ -27,40 +28,37 @@ _CLAIMS = (
 )
 CLAIMS: dict[str, Claim] = {claim.name: claim for claim in _CLAIMS}
 VERSIONS = {version.key: version for claim in _CLAIMS for version in (claim, claim.other) if version is not None}
-_READ = [reducer for _, reducer in CHECKS.values()] + [r for claim in _CLAIMS for r in claim.reducers]
-REDUCERS = tuple(dict.fromkeys(_READ))
+REDUCERS = (BOUNDS, *(reducer for claim in _CLAIMS for reducer in claim.reducers))
 """Everything that claims need of whole token tables, and that a reduced copy of a run keeps in their place."""
 
 
 def judge(study: Study, names: Sequence[str] | None = None) -> tuple[list[Verdict], list[Check]]:
-    """The verdicts on the claims `names` (None: all) and the checks of these names; the token tables are read once.
+    """The verdicts on the claims `names` (None: all) and the check C1 of the recording, if asked for; the tokens are read once.
 
     The primary claims (C7, C4, C10) have a fixed order, and all of them are tested whichever are asked for, so that a verdict does
-    not depend on what else was asked.
-    A primary verdict is confirmatory if every claim before it in the order has the same verdict: testing in a fixed order and
-    stopping at the first claim that is not rejected keeps the chance of any wrong rejection at the level (Maurer, Hothorn and
-    Lehmacher 1995), for `supported` and for `refuted` separately.
+    not depend on what else was asked. A primary verdict is confirmatory if every claim before it in the order has the same verdict:
+    testing in a fixed order and stopping at the first claim that is not rejected keeps the chance of any wrong rejection at the level
+    (Maurer, Hothorn and Lehmacher 1995), for `supported` and for `refuted` separately.
     """
     names, order = claim_names(names), study.terms.order
     claims = {n: c for n, c in CLAIMS.items() if n in names or (n in order and set(names) & set(order))}
-    checks = {name: check for name, check in CHECKS.items() if name in names}
-    reducers = [reducer for claim in claims.values() for reducer in claim.reducers] + [r for _, r in checks.values()]
-    study.read_tokens(list(dict.fromkeys(reducers)))
+    checked = [BOUNDS] if "C1" in names else []
+    study.read_tokens([*checked, *(reducer for claim in claims.values() for reducer in claim.reducers)])
     left = [name for name in study.runs if name not in study.finished]
     listed = ", ".join(left[:5]) + " …" * (len(left) > 5)
     unfinished = (f"{len(left)} unfinished runs are left out: {listed}",) * bool(left)
 
-    def verdict(claim: Claim) -> Verdict:
+    def verdict(claim: Claim | None) -> Verdict | None:
         """The verdict on one version of a claim."""
+        if claim is None:
+            return None
         found = claim.measure(study)
         if claim.compares and found.dose is None:
             found = replace(found, dose=dose_of(study.alike(study.treatment).values(), study.treatment))
-        return decide(claim, replace(found, notes=(*found.notes, *unfinished)), study.terms)
+        found = replace(found, notes=(*found.notes, *unfinished))
+        return replace(decide(claim, found, study.terms), other=verdict(claim.other))
 
-    result = {
-        name: replace(verdict(claim), other=None if claim.other is None else verdict(claim.other))
-        for name, claim in claims.items()
-    }
+    result = {name: found for name, claim in claims.items() if (found := verdict(claim)) is not None}
     largest, before = 0.0, set[str]()
     for name in order:
         if name in result:
@@ -69,35 +67,31 @@ def judge(study: Study, names: Sequence[str] | None = None) -> tuple[list[Verdic
             largest = max(largest, 1.0 if found.p_value is None else found.p_value)
             adjusted, alike = None if found.p_value is None else largest, before in ({"supported"}, {"refuted"})
             result[name] = replace(found, p_adjusted=adjusted, confirmatory=alike)
-    return [result[name] for name in names if name in result], [check(study) for check, _ in checks.values()]
+    return [result[name] for name in names if name in result], [logit_bounds(study) for _ in checked]
 
 
 def study_of(
     runs: Runs, baseline: str = "grpo", treatment: str | None = None, terms: ClaimsSpec | None = None
 ) -> Study:
-    """The runs laid out for comparing two methods.
+    """The runs laid out for comparing two methods, by their names in run.json; `terms` None: the rules' margins, level and order.
 
-    Args:
-        runs: from `load_runs`; unfinished ones are left out and named.
-        baseline, treatment: names of the two methods compared, as in run.json. Treatment None: grpo-sg where it was run, or else the
-            other method with the most finished runs.
-        terms: margins, level, order and least dose; None: those of the rules.
+    Treatment None: grpo-sg where it was run, or else the other method with the most finished runs.
 
     Raises:
         UserError: a method compared with itself, or one that no finished run has; it lists those that are there.
     """
-    study = Study(runs.by_name, baseline, treatment or "grpo-sg")
-    there = {method: len(study.of(method)) for method in study.methods}
-    others = [method for method in there if method != baseline]
-    if treatment is None and others and study.treatment not in there:
-        study.treatment = max(others, key=lambda method: there[method])
-    methods = {"baseline": baseline, "treatment": study.treatment}
-    study.terms = (terms or ClaimsSpec()).model_copy(update=methods)
     if baseline == treatment:
         raise UserError(f"treatment {treatment}: the same as the baseline; give another method")
+    study = Study(runs.by_name, baseline, treatment or "grpo-sg")
+    there = {method: len(study.of(method)) for method in study.methods}
+    if treatment is None and study.treatment not in there:
+        others = [method for method in there if method != baseline]
+        study.treatment = max(others, key=lambda method: there[method], default=study.treatment)
+    methods = {"baseline": baseline, "treatment": study.treatment}
+    study.terms = (terms or ClaimsSpec()).model_copy(update=methods)
     arms = {arm for run in runs.by_name.values() for arm in run.forks.get("arm", ())} | set(there)
-    for field, method in methods.items() if treatment is not None and there else ():
-        if method not in arms:
+    for field, method in methods.items():
+        if treatment is not None and there and method not in arms:
             listed = ", ".join(f"{name} ({count})" for name, count in there.items())
             raise UserError(f"{field} {method}: no finished run of it; there are runs of {listed}")
     return study
@@ -166,11 +160,6 @@ def declaration_file(study: Path) -> Path:
 def declare(study: Path, rules: Mapping[str, Any], why: str = "") -> tuple[str, list[str]]:
     """Freeze `rules` beside the study file. A declaration with other rules is added, with its reason; none is removed.
 
-    Args:
-        study: the study file.
-        rules: of `declared_rules`.
-        why: reason of a change; needed if there is a declaration with other rules.
-
     Returns:
         What was done, with the hash, and what changed, one line each.
 
@@ -181,7 +170,7 @@ def declare(study: Path, rules: Mapping[str, Any], why: str = "") -> tuple[str, 
     states = _states(file) if file.exists() else []
     if states and states[-1]["hash"] == digest:
         return f"unchanged since it was declared; SHA-256 {digest}", []
-    changed = list(differences(states[-1]["rules"], rules)) if states else []
+    changed = differences(states[-1]["rules"], rules) if states else []
     if states and not why:
         raise UserError(f"{file}: declared on {states[-1]['declared']} with other rules ({_few(changed)}); give --why")
     state = {"declared": now(), "version": __version__, "hash": digest, "rules": dict(rules)}
@@ -204,24 +193,21 @@ def quote(study: Path, rules: Mapping[str, Any], runs: Iterable[Run]) -> str:
     parts = [f"Declared on {states[0]['declared']}"]
     parts += [f"changed on {s['declared']}: {'; '.join(s['changed'])} (why: {s['why']})" for s in states[1:]]
     if last["hash"] != rules_hash(rules):
-        parts.append(f"NOT the rules used here: {_few(list(differences(last['rules'], rules)))}")
+        parts.append(f"NOT the rules used here: {_few(differences(last['rules'], rules))}")
     elif len(states) == 1:
         parts.append(f"unchanged (SHA-256 {last['hash'][:16]})")
     started = [str(run.info.get("started")) for run in runs if run.info.get("started")]
-    early = sum(_seconds(value) < _seconds(str(last["declared"])) for value in started)
+    declared = datetime.fromisoformat(str(last["declared"])).timestamp()
+    early = sum(datetime.fromisoformat(moment).timestamp() < declared for moment in started)
     which = "last " if len(states) > 1 else ""
     return f"{'; '.join(parts)}. {early} of {len(started)} runs started before the {which}declaration."
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any], path: str = "") -> Iterator[str]:
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """One line for each field that differs."""
-    for key in dict.fromkeys([*before, *after]):
-        old, new = before.get(key), after.get(key)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from differences(old, new, f"{path}{key}.")
-        elif old != new:
-            texts = ("absent" if value is None else str(value) for value in (old, new))
-            yield f"{path}{key}: {' → '.join(text if len(text) <= 60 else text[:57] + '…' for text in texts)}"
+    old, new = flat(before), flat(after)
+    fields = [field for field in dict.fromkeys([*old, *new]) if old.get(field) != new.get(field)]
+    return [f"{field}: {' → '.join(printable(one.get(field, 'absent'), 60) for one in (old, new))}" for field in fields]
 
 
 def _few(lines: list[str]) -> str:
@@ -238,8 +224,3 @@ def _states(file: Path) -> list[dict[str, Any]]:
     if not intact:
         raise UserError(f"{file}: the rules do not fit their hash, so they were edited; restore the file")
     return list(states)
-
-
-def _seconds(text: str) -> float:
-    moment = datetime.fromisoformat(text)
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

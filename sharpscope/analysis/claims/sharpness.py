@@ -55,21 +55,20 @@ def compared(study: Study, pairs: Sequence[Pair], quantity: str, matched: str) -
 
     `matched`: both at the last `step` that both have, or at the same `reward`.
     """
-    sides, names = ("baseline", "treatment"), ("rise", "saturation", "estimated")
-    columns = ["seed", *(f"{name.replace('saturation', 'unit')}_{side}" for side in sides for name in names)]
-    runs = {name: study.finished[name] for pair in pairs for name in (pair.baseline, pair.treatment)}
-    shared = shared_sharpness(list(runs.values()), quantity, one_set=False) if pairs else None
+    columns = ["seed", *(f"{n}_{side}" for side in ("baseline", "treatment") for n in ("rise", "unit", "estimated"))]
+    runs = [study.finished[name] for pair in pairs for name in (pair.baseline, pair.treatment)]
+    shared = shared_sharpness(runs, quantity, one_set=False) if pairs else None
     if shared is None:
         return pd.DataFrame(columns=columns), None
-    radius, found = shared
-    curves, rows = dict(zip(runs, found, strict=True)), []
-    for pair in pairs:
-        both = [curves[name] for name in (pair.baseline, pair.treatment)]
+    radius, curves = shared
+    rows = []
+    for n, pair in enumerate(pairs):
+        both = curves[2 * n : 2 * n + 2]
         steps = [int(step) for step in both[0].index.intersection(both[1].index).sort_values()[-1:]] * 2
         if matched == "reward":
-            steps = _same_reward([runs[pair.baseline], runs[pair.treatment]], both)
-        ends = [curve.loc[step] for curve, step in zip(both, steps, strict=False)]
-        rows += [[pair.seed, *(end[name] for end in ends for name in names)]] if ends else []
+            steps = _same_reward(runs[2 * n : 2 * n + 2], both)
+        ends = [curve.loc[step, ["rise", "saturation", "estimated"]] for curve, step in zip(both, steps, strict=False)]
+        rows += [[pair.seed, *ends[0], *ends[1]]] if ends else []
     return pd.DataFrame(rows, columns=columns), radius
 
 
@@ -85,33 +84,28 @@ def less_sharp(study: Study, pairing: Pairing) -> ClaimData:
     """Log ratio of SAM sharpness per unit of 1 − loss at the last probed step of both."""
     sets = {name: probe_sets(study.finished[name]) for name in pairing.names}
     pairs = [pair for pair in pairing.pairs if sets[pair.baseline] and sets[pair.baseline] == sets[pair.treatment]]
-    frames = {(q, matched): compared(study, pairs, q, matched) for q in MEASURES for matched in ("step", "reward")}
-    frame, radius = frames["sam", "step"]
+    frame, radius = compared(study, pairs, "sam", "step")
     if radius is None or not len(frame):
         return ClaimData(missing=f"no pair has sam sharpness of {FUNCTIONAL} at one step, radius and probe set")
-    main, unit = ratios(frame), C4.effect_unit
-    others, conditions = [], []
-    for (q, matched), (rows, _) in frames.items():
-        text = f"{MEASURES[q]} sharpness at matched {matched}"
-        if (q, matched) != ("sam", "step"):
-            others.append(mean_estimate(f"{text}, per unit of 1 − loss", ratios(rows), unit, "log"))
-        if (q, matched) in (("asam", "step"), ("sam", "reward")):
-            conditions.append((f"{text} is not shown to be higher", not is_shown(study, ratios(rows), "greater")))
-        if matched == "step":
-            others.append(mean_estimate(f"{text}, the rise itself", ratios(rows, "rise"), unit, "log"))
+    main, unit, rise = ratios(frame), C4.effect_unit, "SAM sharpness at matched step, the rise itself"
+    others, conditions = [mean_estimate(rise, ratios(frame, "rise"), unit, "log")], []
+    for measure, matched in (("sam", "reward"), ("asam", "step")):
+        values = ratios(compared(study, pairs, measure, matched)[0])
+        text = f"{MEASURES[measure]} sharpness at matched {matched}"
+        others.append(mean_estimate(f"{text}, per unit of 1 − loss", values, unit, "log"))
+        conditions.append((f"{text} is not shown to be higher", not is_shown(study, values, "greater")))
     units = frame[["unit_baseline", "unit_treatment"]].to_numpy(dtype=float)
-    most = (
-        f"{np.nanmedian(units):.2f} of the largest possible rise" if np.isfinite(units).any() else "of unknown ceiling"
-    )
+    known = np.isfinite(units).any()
+    most = f"{np.nanmedian(units):.2f} of the largest possible rise" if known else "of unknown ceiling"
     most += " (ceiling: training accuracy at that step)" * bool(frame.filter(like="estimated").any(axis=None))
     notes = [f"radius {radius:g}, shared by all runs; sharpness is {most}"]
-    if len(main) < len(frame):
-        left_out = f"{len(frame) - len(main)} of {len(frame)} pairs"
-        notes.append(f"{left_out} are saturated or have no positive sharpness and are left out")
-    if len(pairs) < len(pairing.pairs):
-        notes.append(f"{len(pairing.pairs) - len(pairs)} pairs were not probed, or not on one probe set")
-    why = f"sharpness at radius {radius:g} is saturated: {most}, and the limit is {MAX_SATURATION:g}"
-    missing = "" if len(main) else f"{why}; probe a smaller radius (probes.rho: auto)"
+    for left_out, why in (
+        (len(frame) - len(main), "are saturated or have no positive sharpness and are left out"),
+        (len(pairing.pairs) - len(pairs), "were not probed, or not on one probe set"),
+    ):
+        notes += [f"{left_out} pairs {why}"] if left_out else []
+    limit = f"the limit is {MAX_SATURATION:g}; probe a smaller radius (probes.rho: auto)"
+    missing = "" if len(main) else f"sharpness at radius {radius:g} is saturated: {most}, and {limit}"
     return ClaimData(
         {"": main}, missing=missing, conditions=tuple(conditions), others=tuple(others), notes=tuple(notes)
     )
@@ -121,7 +115,6 @@ C4 = declared("C4", less_sharp, other=one_update.C4)
 
 # -- C6
 
-HELD = "learning rate"
 FLOOR = 0.5
 """Reliability of the gap below which no sharpness can predict it."""
 LEAST_SHRINKAGE = 0.05
@@ -132,14 +125,13 @@ TAU = "Kendall τ"
 def grid_frame(study: Study) -> pd.DataFrame:
     """One row a run of the grid: run, method, seed, its settings, gap, and the rise by each measure at one radius.
 
-    Left out: runs that differ in anything else than the grid's settings, method and seed from the greatest such family;
-    and a second run of one method, seed and setting, which would count a comparison twice.
+    Left out: runs that differ in anything else than the grid's settings, method and seed from the greatest such family; and a second
+    run of one method, seed and setting.
     """
-    keys = list(GRID.values())
-    runs = study.of(study.baseline, study.treatment)
-    family = {name: study.setting_key(run, keys) for name, run in sorted(runs.items())}
-    common = most_common(sorted(family.values())) if family else ""
-    inside = {name: runs[name] for name, key in family.items() if key == common}
+    runs = sorted(study.of(study.baseline, study.treatment).items())
+    family = [study.setting_key(run, list(GRID.values())) for _, run in runs]
+    common = most_common(sorted(family)) if family else ""
+    inside = {name: run for (name, run), key in zip(runs, family, strict=True) if key == common}
     measured = {name: run for name, run in inside.items() if all(len(probe_rows(run, q)) for q in MEASURES)}
     shared = {q: shared_sharpness(list(measured.values()), q) for q in MEASURES} if measured else {"": None}
     if None in shared.values():
@@ -148,8 +140,7 @@ def grid_frame(study: Study) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for name, run in measured.items():
         step = last_evaluation(run)
-        value = None if step is None else gap(run, step)
-        if step is None or value is None:
+        if step is None or (value := gap(run, step)) is None:
             continue
         row = {"run": name, "step": step, "method": run.method, "seed": run.seed, **grid_settings(run), "gap": value}
         for q, of_run in curves.items():  # of the steps probed, the one nearest to the evaluation
@@ -157,11 +148,7 @@ def grid_frame(study: Study) -> pd.DataFrame:
             row[q] = float(rises.iloc[int(np.argmin(np.abs(rises.index.to_numpy() - step)))])
         rows.append(row)
     frame = pd.DataFrame(rows)
-    return (
-        frame.drop_duplicates([c for c in ("method", "seed", *GRID) if c in frame], ignore_index=True)
-        if rows
-        else frame
-    )
+    return frame.drop_duplicates([c for c in ("method", "seed", *GRID) if c in frame] or None, ignore_index=True)
 
 
 def shrinkage(run: Run) -> float:
@@ -220,14 +207,11 @@ def reliability(frame: pd.DataFrame, strata: Sequence[str], noise: float) -> flo
 def _unreliable(result: float, gaps: pd.Series, noise: float) -> str:
     """Why a gap of reliability `result` < FLOOR cannot be predicted, and how many times as many answers would do."""
     total = noise / (1 - result) if result > 0 else float(np.var(gaps.to_numpy(), ddof=1))
-    text = (
-        f"the gap's reliability is {result:.2f}, below {FLOOR:g}: its standard deviation over the runs compared is "
-        f"{100 * total**0.5:.2g} points, that of sampling answers {100 * noise**0.5:.2g} points"
-    )
-    if result <= 0:
-        return text + "; evaluate more prompts and samples"
-    more = noise / (total - noise) * FLOOR / (1 - FLOOR)
-    return text + f"; {math.ceil(10 * more) / 10:g} times as many answers would do"
+    spread, sampling = (f"{100 * math.sqrt(variance):.2g} points" for variance in (total, noise))
+    more = math.ceil(10 * noise / (total - noise) * FLOOR / (1 - FLOOR)) / 10 if result > 0 else 0.0
+    advice = f"{more:g} times as many answers would do" if more else "evaluate more prompts and samples"
+    text = f"the gap's reliability is {result:.2f}, below {FLOOR:g}: its standard deviation over the runs compared is"
+    return f"{text} {spread}, that of sampling answers {sampling}; {advice}"
 
 
 def prediction(study: Study) -> ClaimData:
@@ -237,7 +221,7 @@ def prediction(study: Study) -> ClaimData:
         why = f"no run has a gap and sam and asam sharpness of {FUNCTIONAL}, at a radius and on a probe set that all share"
         return ClaimData(missing=why)
     varied = [axis for axis in GRID if axis in frame and frame[axis].nunique() > 1]
-    axes, why = [axis for axis in varied if axis != HELD], ""
+    axes, why = [axis for axis in varied if axis != "learning rate"], ""
     shrunk = max(shrinkage(study.finished[name]) for name in frame["run"])
     if "weight decay" in axes and shrunk < LEAST_SHRINKAGE:
         axes.remove("weight decay")
@@ -260,14 +244,13 @@ def prediction(study: Study) -> ClaimData:
     if reliable < FLOOR:
         return ClaimData(missing=_unreliable(reliable, frame["gap"], noise) + why)
     whole = float(kendalltau(frame["asam"], frame["gap"]).statistic)
-    common = "includes any common cause"
     return ClaimData(
         parts={"": main},
         conditions=tuple((f"{TAU} over {axis} alone is not negative", bool(main[axis].mean() >= 0)) for axis in axes),
         others=(
             mean_estimate(f"{TAU} of sam and gap", plain, TAU),
             *(mean_estimate(f"{TAU} over {axis} alone", main[axis].dropna(), TAU) for axis in axes),
-            Statistic("plain Kendall τ over all runs", whole, TAU, n=len(frame), note=common),
+            Statistic("plain Kendall τ over all runs", whole, TAU, n=len(frame), note="includes any common cause"),
             Statistic("reliability of the gap within strata", reliable, "1"),
         ),
         notes=(f"{main['pairs'].sum()} compared pairs of {len(frame)} runs; axes: {', '.join(axes)}{why}",),

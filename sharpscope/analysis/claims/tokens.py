@@ -11,15 +11,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from sharpscope.analysis.claims import one_update
-from sharpscope.analysis.claims.base import (
-    ClaimData,
-    Evidence,
-    Statistic,
-    declared,
-    is_shown,
-    margin_text,
-    mean_estimate,
-)
+from sharpscope.analysis.claims.base import ClaimData, Evidence, Statistic, declared, is_shown, mean_estimate
 from sharpscope.analysis.statistics import ClusterSlope, cluster_moments, weighted_ranks
 from sharpscope.analysis.study import Study
 from sharpscope.analysis.tokens import INCLUSION, Columns, Reduced, Reducer, deciles, inverse_inclusion
@@ -59,17 +51,13 @@ _NEEDED = ("logp", "position", "collision", "logit_grad_norm", "head_grad_norm")
 FULL = Reducer("C2", (*_NEEDED, "score_norm", "score_norm_std_error", "draw_probability"), _full, needs="score_norm")
 
 
-def _clustered(results: Sequence[Reduced], key: str, by_step: bool = True) -> ClusterSlope:
-    """Slope over clusters: (seed, step), or seeds. Moments of one cluster are summed."""
+def _clustered(results: Sequence[Reduced], key: str) -> ClusterSlope:
+    """Slope over clusters, the steps of each seed. Moments of one cluster are summed."""
     sums: dict[Any, NDArray[np.float64]] = {}
     for result in results:
-        cluster = (result.seed, result.step if by_step else 0)
+        cluster = (result.seed, result.step)
         sums[cluster] = sums.get(cluster, 0.0) + result.values[key]
     return ClusterSlope(np.array(list(sums.values())))
-
-
-def _slope_estimate(name: str, slope: ClusterSlope, note: str) -> Statistic:
-    return Statistic(name, slope.value, "1", slope.interval(), slope.p(0.0), slope.clusters, note)
 
 
 def score_norm(study: Study) -> ClaimData:
@@ -78,29 +66,23 @@ def score_norm(study: Study) -> ClaimData:
     if not results:
         return ClaimData(missing="no token has an exact score_norm")
     slope, ranks = _clustered(results, "moments"), _clustered(results, "ranks")
-    seeds = _clustered(results, "moments", by_step=False)
-    margin, interval = C2.margin_in(study.terms), slope.interval()
+    margin, interval, clusters = C2.margin_in(study.terms), slope.interval(), len(slope.moments)
     low, high = 1 - margin, 1 + margin
     inside = max(slope.p(low, "greater"), slope.p(high, "less"))
     outside = min(slope.p(low, "less"), slope.p(high, "greater"))
-    positive = ranks.value > 0 and ranks.p(0.0) <= study.terms.level
+    p, note = ranks.p(0.0), "ranks in place of logarithms; p of slope 0"
     holds = interval is None or interval.low <= 1 <= interval.high
+    counts = f"{sum(r.values['tokens'] for r in results)} tokens in {clusters} steps"
     return ClaimData(
         effect=Statistic("slope of ln ‖∇ log π‖ on ln(1 − π)", slope.value, "1", interval),
-        n=slope.clusters,
-        evidence=(Evidence(inside, low < slope.value < high, outside, (slope.clusters,)),),
+        n=clusters,
+        evidence=(Evidence(inside, low < slope.value < high, outside, (clusters,)),),
         conditions=(
-            ("the partial rank correlation is positive", positive),
+            ("the partial rank correlation is positive", ranks.value > 0 and p <= study.terms.level),
             ("the slope's interval holds 1, the slope that is claimed", holds),
         ),
-        others=(
-            _slope_estimate("partial rank slope", ranks, "ranks in place of logarithms; p of slope 0"),
-            _slope_estimate("slope, seeds as clusters", seeds, "wider question: other seeds; p of slope 0"),
-        ),
-        notes=(
-            f"{sum(r.values['tokens'] for r in results)} tokens in {slope.clusters} steps of {seeds.clusters} seeds",
-            *study.elsewhere(study.baseline, study.treatment),
-        ),
+        others=(Statistic("partial rank slope", ranks.value, "1", ranks.interval(), p, clusters, note),),
+        notes=(counts, *study.elsewhere(study.baseline, study.treatment)),
     )
 
 
@@ -137,19 +119,17 @@ def _concentration(tokens: Columns, run: Run) -> dict[str, Any] | None:
     null = coef[used] * -np.expm1(tokens["logp"][used].astype(np.float64))
     if not (pull.sum() > 0 and null.sum() > 0):
         return None
-    curves = (lorenz(values, inverse_inclusion(tokens)[used]) for values in (pull, null))
-    shares = [float(1 - np.interp(1 - TOP, np.linspace(0, 1, len(curve)), curve)) for curve in curves]
-    return dict(zip(("top", "top_null"), shares, strict=True))
+    curves = {n: lorenz(v, inverse_inclusion(tokens)[used]) for n, v in (("top", pull), ("top_null", null))}
+    return {n: float(1 - np.interp(1 - TOP, np.linspace(0, 1, len(c)), c)) for n, c in curves.items()}
 
 
 CURVES = Reducer("C3", ("logp", "loss_coef", "score_norm_local", INCLUSION), _concentration, needs="score_norm_local")
 
 
-def _seeds_and_steps(study: Study, results: Sequence[Reduced], names: Sequence[str]) -> tuple[pd.DataFrame, list[str]]:
+def _seeds_and_steps(study: Study, results: Sequence[Reduced], *names: str) -> tuple[pd.DataFrame, list[str]]:
     """The mean of each value by seed and step, and notes. Runs of other settings with the same seed share their puzzles."""
-    frame = pd.DataFrame(
-        [{"seed": r.seed, "step": r.step, **{name: r.values[name] for name in names}} for r in results]
-    )
+    rows = [(one.seed, one.step, *(one.values[name] for name in names)) for one in results]
+    frame = pd.DataFrame(rows, columns=["seed", "step", *names])
     counts = f"{frame['seed'].nunique()} seeds, {frame['step'].nunique()} recorded steps"
     return frame.groupby(["seed", "step"], as_index=False).mean(), [counts, *study.elsewhere(study.baseline)]
 
@@ -159,7 +139,7 @@ def dominance(study: Study) -> ClaimData:
     results = study.results(CURVES.name, study.alike(study.baseline))
     if not results:
         return ClaimData(missing=f"no step of {study.baseline} has score_norm_local on enough tokens")
-    means, notes = _seeds_and_steps(study, results, ("top_null", "top"))
+    means, notes = _seeds_and_steps(study, results, "top_null", "top")
     means = means.rename(columns={"top_null": "baseline", "top": "treatment"})
     means["difference"] = means["treatment"] - means["baseline"]
     margin, room = C3.margin_in(study.terms), 1 - float(means["baseline"].mean())
@@ -167,16 +147,13 @@ def dominance(study: Study) -> ClaimData:
         mean_estimate(name, means[column].to_numpy(), C3.effect_unit, "percent")
         for name, column in (("share of the top hundredth", "treatment"), ("the null's share", "baseline"))
     ]
-    others = tuple(replace(share, p_value=None) for share in shares if share is not None)
-    missing = ""
-    if room < margin:
-        missing = f"the null's top hundredth holds {1 - room:.1%}, which leaves no room for {margin_text(margin, 'points')} more"
+    why = f"the null's top hundredth holds {1 - room:.1%}, which leaves no room for {100 * margin:g} points more"
     half = is_shown(study, means["treatment"], "greater", HALF)
     return ClaimData(
-        parts={} if missing else {"": means},
-        missing=missing,
+        parts={} if room < margin else {"": means},
+        missing=why if room < margin else "",
         conditions=(("the top hundredth of the tokens is shown to hold more than half", half),),
-        others=others,
+        others=tuple(replace(share, p_value=None) for share in shares if share is not None),
         notes=(*notes, "local norms, without credit through other positions"),
     )
 
@@ -194,10 +171,8 @@ def _by_decile(tokens: Columns, run: Run) -> dict[str, Any] | None:
     scale = np.average(np.abs(influence[used]), weights=weight) if used.sum() >= FEWEST_INFLUENCE else 0.0
     if not scale > 0:
         return None
-    positive, low = advantage[used] > 0, deciles(tokens["logp"][used]) == 1
-    parts = {"low": low, "rest": ~low, "low_positive": low & positive, "low_negative": low & ~positive}
-    values = influence[used] / scale
-    return {n: float(np.average(values[at], weights=weight[at])) if at.any() else np.nan for n, at in parts.items()}
+    low, values = deciles(tokens["logp"][used]) == 1, influence[used] / scale
+    return {n: float(np.average(values[at], weights=weight[at])) for n, at in (("low", low), ("rest", ~low))}
 
 
 INFLUENCE = Reducer("C9", ("logp", "advantage", "heldout_influence", INCLUSION), _by_decile, needs="heldout_influence")
@@ -208,16 +183,12 @@ def influence(study: Study) -> ClaimData:
     results = study.results(INFLUENCE.name, study.alike(study.baseline))
     if not results:
         return ClaimData(missing=f"no step of {study.baseline} has heldout_influence on enough tokens")
-    means, notes = _seeds_and_steps(study, results, ("low", "rest", "low_positive", "low_negative"))
-    worse, unit = is_shown(study, means["low"] - means["rest"], "less"), _RECORDED.effect_unit
+    means, notes = _seeds_and_steps(study, results, "low", "rest")
+    worse = is_shown(study, means["low"] - means["rest"], "less")
     return ClaimData(
         parts={"": means.assign(difference=means["low"])},
         conditions=(("the lowest tenth is shown to do worse than the other tokens", worse),),
-        others=(
-            mean_estimate("lowest tenth, positive advantage", means["low_positive"].dropna(), unit),
-            mean_estimate("lowest tenth, negative advantage", means["low_negative"].dropna(), unit),
-            mean_estimate("all other tokens", means["rest"], unit),
-        ),
+        others=(mean_estimate("all other tokens", means["rest"], _RECORDED.effect_unit),),
         notes=tuple(notes),
     )
 

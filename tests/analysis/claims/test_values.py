@@ -21,8 +21,6 @@ from tests.analysis.claims.planted import NOT_SUPPORTED, fork_frame, frame_run, 
 from tests.traces.rows import new_run, rows
 from tests.traces.synthetic import softmax_tokens
 
-# Checks of the recording.
-
 
 def test_every_violation_of_the_logit_bounds_is_counted(tmp_path):
     run = new_run(tmp_path / "a")
@@ -37,23 +35,19 @@ def test_every_violation_of_the_logit_bounds_is_counted(tmp_path):
         writer.append("tokens", broken)
         # float32's rounding on sharp distributions is no violation
         for step, scale in enumerate((0.1, 10.0, 30.0), 3):
-            stats = softmax_tokens(np.random.default_rng(step), 2000, 30, scale)
-            writer.append("tokens", rows("tokens", step, 2000) | stats)
+            stats = softmax_tokens(np.random.default_rng(step), 500, 30, scale)
+            writer.append("tokens", rows("tokens", step, 500) | stats)
     results = scan({"a": load_run(run)}, [gradients.BOUNDS])["C1"]
     counts = [sum(result.values[key] for result in results) for key in ("tokens", "above", "below")]
-    assert counts == [7000, 3, 2]
+    assert counts == [2500, 3, 2]
 
 
-def test_checks_of_the_recording_hold_or_not():
+def test_the_check_of_the_recording_holds_or_not():
     for factor, holds in ((1.0, True), (1.5, False)):
         frame = tokens_frame(np.random.default_rng(0), 4, 300)
         frame.loc[:2, "logit_grad_norm"] *= factor
-        laid_out = study_of(study(frame_run("grpo-sg", tokens=frame)))
-        assert judge(laid_out, ["C1", "C13"])[1][0].holds is holds
-    laid_out = study_of(made("C13", "effect"))
-    (found,) = judge(laid_out, ["C13"])[1]
-    shares = gradients.direct_shares(laid_out, "lucky")
-    assert found.holds and (shares["difference"] < 0).all()  # the planted weights halve the lucky tokens
+        (found,) = judge(study_of(study(frame_run("grpo-sg", tokens=frame))), ["C1"])[1]
+        assert found.holds is holds
 
 
 # Tokens.
@@ -82,9 +76,7 @@ def test_lorenz_curve_against_the_oracle_and_with_weights_as_repetition():
     rng = np.random.default_rng(0)
     values, weights = rng.exponential(size=400), rng.integers(1, 5, 400).astype(float)
     curve = tokens.lorenz(values, np.ones(400))
-    for share in (0.125, 0.25, 0.5):
-        found = 1 - np.interp(1 - share, np.linspace(0, 1, 101), curve)
-        assert found == pytest.approx(np.sort(values)[-round(share * 400) :].sum() / values.sum(), abs=1e-2)
+    assert 1 - curve[75] == pytest.approx(np.sort(values)[-100:].sum() / values.sum())  # what the top quarter holds
     repeated = np.repeat(values, weights.astype(int))
     np.testing.assert_allclose(
         tokens.lorenz(values, weights), tokens.lorenz(repeated, np.ones(len(repeated))), atol=1e-12
@@ -130,11 +122,10 @@ def test_the_granulated_coefficient_equals_its_definition():
     for axis, expected in by_axis.items():
         assert found[axis].to_dict() == pytest.approx(expected.to_dict())
     assert found["difference"].to_dict() == pytest.approx((sum(by_axis.values()) / 2).to_dict())
+    # what a stratum does to both is no association
     moved = table.assign(asam=table["asam"] + 100 * table["seed"], gap=table["gap"] + 100 * table["seed"])
     again = sharpness.agreement(moved, "asam", axes, ["seed"])["difference"]
-    assert again.tolist() == pytest.approx(
-        found["difference"].tolist()
-    )  # what a stratum does to both is no association
+    assert again.tolist() == pytest.approx(found["difference"].tolist())
 
 
 def test_learning_rate_as_hidden_cause_of_sharpness_and_gap():
@@ -176,13 +167,11 @@ def test_controls_are_compared_at_a_matched_dose():
         run.steps["update_rotation"] = {"grpo-sg": 15.0, "grpo-sg-reverse": 30.0}.get(run.method, 15.0)
     result = verdict(runs, "C10")
     assert result.verdict == "untestable" and "the dose is not matched" in result.reason and "30°" in result.reason
-    # a variant with other constants whose dose is closer is the control
-    far = [run for run in runs.by_name.values() if run.method == "grpo-sg-reverse"]
-    name = "grpo-sg-reverse+weight.of.U=4"
-    near = [
-        replace(run, name=f"near-{run.seed}", method=name, steps=run.steps.assign(update_rotation=16.0)) for run in far
-    ]
-    assert verdict(study(*runs.by_name.values(), *near), "C10").verdict == "supported"
+    # the only variant that was run is the control
+    for run in runs.by_name.values():
+        if run.method == "grpo-sg-reverse":
+            run.method, run.steps["update_rotation"] = "grpo-sg-reverse+weight.of.U=4", 16.0
+    assert verdict(runs, "C10").verdict == "supported"
 
 
 @pytest.mark.parametrize(("left_out", "side"), [("-5e-05", "below"), ("-0.0002", "above"), ("-0.0001", "equal to")])
@@ -192,21 +181,12 @@ def test_a_sweep_has_rates_on_both_sides(left_out, side):
     assert result.verdict == "untestable" and f"{side} that of grpo-sg" in result.reason
 
 
-def test_a_rate_of_few_seeds_is_shown_and_decides_nothing():
-    runs = list(planted.learning_rate("effect", np.random.default_rng(1), 8, "normal").by_name.values())
-    few = [frame_run("grpo", s, config={"optimizer": {"lr": 9e-4}}, heldout=0.9, tag="-few") for s in (0, 1)]
-    result = verdict(study(*runs, *few), "C14")
-    assert result.verdict == "supported" and result.n == 8
-    assert any("lr 0.0009 has 2 seeds" in note for note in result.finding.notes)
-    assert any("against grpo at lr 0.0009" in other.name for other in result.others)
-
-
-@pytest.mark.parametrize("middle", [-0.002, -0.03], ids=["by chance", "in every pair"])
-def test_effect_and_p_are_those_of_the_rate_that_decides(middle):
-    """It beats the lowest rate by chance, and loses to the two others, to the highest one most."""
+def test_effect_and_p_are_those_of_the_rate_that_decides():
+    """It beats the lowest rate by chance, and loses to the two others, to the highest one most; two seeds of a rate do not count."""
     rng = np.random.default_rng(0)
     runs = [frame_run("grpo-sg", seed, heldout=0.5) for seed in range(8)]
-    for rate, lead in ((5e-5, 0.002), (1e-4, middle), (2e-4, -0.05)):
+    runs += [frame_run("grpo", s, config={"optimizer": {"lr": 9e-4}}, heldout=0.9, tag="-few") for s in (0, 1)]
+    for rate, lead in ((5e-5, 0.002), (1e-4, -0.03), (2e-4, -0.05)):
         noise = rng.permutation(np.linspace(-0.02, 0.02, 8))
         runs += [
             frame_run("grpo", s, config={"optimizer": {"lr": rate}}, heldout=0.5 - lead + noise[s], tag=f"-{rate:g}")
@@ -218,7 +198,7 @@ def test_effect_and_p_are_those_of_the_rate_that_decides(middle):
     assert result.p_value == result.effect.p_value == pytest.approx(2 / 2**8)
 
 
-# Gradient norms, reward, entropy.
+# Gradient norms and entropy.
 
 
 def test_roughness_and_spike_rate_are_those_of_plain_loops():
