@@ -201,8 +201,7 @@ def _checkpoints(
             seed=lambda part: seed,
         )
         step = int(checkpoint.name.removeprefix("step-"))
-        state = optimizer if optimizer.state else None
-        for measured in run(policy.model, batches, spec, radius=radius, optimizer=state, **options):
+        for measured in run(policy.model, batches, spec, radius=radius, **options):
             radius = measured.radius
             yield f"step {step}", step, measured
 
@@ -323,7 +322,7 @@ def _error(row: dict[Any, Any]) -> str:
 
 
 def _texts(rows: dict[Any, dict[Any, Any]]) -> Iterator[str]:
-    """The largest eigenvalue, AdamW's step along it, sharpness with its saturation and the chosen radius, from rows by quantity."""
+    """The largest eigenvalue, sharpness with its saturation and the chosen radius, from rows by quantity."""
     from sharpscope.traces import MAX_SATURATION
 
     known = {quantity: row for quantity, row in rows.items() if math.isfinite(row["value"])}
@@ -336,12 +335,6 @@ def _texts(rows: dict[Any, dict[Any, Any]]) -> Iterator[str]:
         yield f"sharpest direction: eigenvalue {value:.4g}{sure} (residual {row['residual']:.1g}{doubt}){negative}{limit}"
     elif "largest" in rows:
         yield f"no curvature ({rows['largest']['why']})"
-    row = known.get("preconditioned_largest")
-    if row and row["value"] > 0 and "preconditioned_threshold" in known:
-        factor = known["preconditioned_threshold"]["value"] / row["value"]
-        place, by = ("within", factor) if factor >= 1 else ("BEYOND", 1 / factor)
-        sure = "" if row["converged"] else " (not converged)"
-        yield f"AdamW's step is {place} its stable range by a factor of {by:.3g} along the sharpest direction{sure}"
     for kind in ("sam", "asam"):
         if not (row := known.get(kind)):
             continue

@@ -12,7 +12,7 @@ from sharpscope.probes.critical import CriticalSharpness, critical_sharpness, up
 from sharpscope.probes.directions import NOISE_BOUND, Rotation, noise_rotation, rotation
 from sharpscope.probes.estimate import Estimate, columns, labeled, problems, prompt_columns
 from sharpscope.probes.guard import guarded
-from sharpscope.probes.hessian import Curvature, adamw_preconditioner, adamw_threshold, curvature
+from sharpscope.probes.hessian import Curvature, curvature
 from sharpscope.probes.language_model import Objective, lm_surface, rollout_batch
 from sharpscope.probes.perturbation import Radius, Sharpness, find_radius, sharpness
 from sharpscope.probes.probe_set import Drawn, ProbeItem, ProbeSet, build_probe_set

@@ -20,7 +20,7 @@ from sharpscope.errors import UserError
 from sharpscope.policy.token_stats import flat_logp
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.surface import length
-from sharpscope.probes.token_gradients.forward_mode import KEPT_BYTES, Keeping, logp_derivative
+from sharpscope.probes.token_gradients.forward_mode import logp_derivative
 from sharpscope.probes.token_gradients.rows import Rows, make_rows
 from sharpscope.probes.token_gradients.self_check import check_derivative, check_shares
 from sharpscope.probes.token_gradients.structure import Structure, hidden_states, read_before, structure_of
@@ -45,8 +45,7 @@ def attribute(
         mask: (N, S), 1 on the tokens to attribute to.
         coef: (N, S) c_t = ∂L/∂log π_t.
         direction: u, tensors like the trainable parameters in the model's order; None for u = ∇L/‖∇L‖² with
-            ∇L = Σ_t c_t ∇log π_t. Then values of the gradient's pass are kept for that of the derivative: up to 512 MiB on a CPU,
-            2 GiB on a GPU.
+            ∇L = Σ_t c_t ∇log π_t.
         attention_mask: (N, S), 0 on padding; None for no padding.
         temperature: softmax temperature.
         check: when to compare the derivatives with autograd, see `score_norms`. Unless off, shares without a direction must
@@ -77,8 +76,8 @@ def attribute(
         raise UserError(f"coef, shape {tuple(coef.shape)}: must be that of input_ids, {tuple(input_ids.shape)}")
     with guarded(model):
         rows = _counting(make_rows(model, input_ids, mask, attention_mask, temperature), coef)
-        structure, kept, squared = structure_of(model), list[list[Tensor]](), 1.0
-        along = _gradient(model, structure, rows, coef, temperature, kept) if direction is None else direction
+        structure, squared = structure_of(model), 1.0
+        along = _gradient(model, structure, rows, coef, temperature) if direction is None else direction
         shapes, given = ([tuple(part.shape) for part in parts] for parts in (structure.named.values(), along))
         if shapes != given:
             raise UserError(
@@ -89,7 +88,7 @@ def attribute(
             if squared == 0.0:
                 return torch.where(mask.bool(), math.nan, 0.0).to(coef.dtype)
         check_derivative(model, structure, rows, temperature, check)
-        values = logp_derivative(model, structure, rows, along, temperature, kept)
+        values = logp_derivative(model, structure, rows, along, temperature)
         shares = coef.to(values) * values / squared
         if direction is None:
             check_shares(model, shares, check)
@@ -119,27 +118,15 @@ def _counting(rows: Rows, coef: Tensor) -> Rows:
     return replace(rows, chosen=rows.chosen & (coef != 0))
 
 
-def _gradient(
-    model: nn.Module,
-    structure: Structure,
-    rows: Rows,
-    coef: Tensor,
-    temperature: float,
-    kept: list[list[Tensor]] | None = None,
-) -> list[Tensor]:
-    """The gradient by autograd; `kept` gets the outputs of the linear maps for each chunk of `rows`, while there is room."""
+def _gradient(model: nn.Module, structure: Structure, rows: Rows, coef: Tensor, temperature: float) -> list[Tensor]:
+    """∇ Σ_t c_t log π_t by autograd."""
     parameters = list(structure.named.values())
     total, coef = [torch.zeros_like(p) for p in parameters], coef.to(rows.ids.device)
-    room = 0 if kept is None else KEPT_BYTES.get(rows.ids.device.type, KEPT_BYTES["cuda"])
     for chunk in _counting(rows, coef).chunks(share=structure.shares):
         with torch.enable_grad():
-            with Keeping(room) as keeping:
-                hidden = hidden_states(model, chunk.ids, read_before(model, chunk.before, len(chunk.ids)))
+            hidden = hidden_states(model, chunk.ids, read_before(model, chunk.before, len(chunk.ids)))
             states = hidden[chunk.predicts].to(structure.dtype)
             logp, _ = flat_logp(states, structure.head, chunk.targets, temperature, stats=False)
-        room = keeping.room
-        if kept is not None:
-            kept.append(keeping.values)
         if logp.requires_grad:
             parts = torch.autograd.grad(logp, parameters, coef[chunk.place].to(logp), allow_unused=True)
             for target, gradient in zip(total, parts, strict=True):
@@ -176,9 +163,6 @@ def coming_step(
         gradients: one for each parameter, unclipped; None: the parameter does not move, and None is yielded.
         clip_factor: κ, which clipping multiplies the gradients by, or one for each parameter.
         per_lr: give the step divided by the largest learning rate of the groups, also where that is 0.
-
-    Raises:
-        UserError: another optimizer, or an option that changes the step.
     """
     factors = [clip_factor] * len(parameters) if isinstance(clip_factor, int | float) else clip_factor
     settings = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -188,7 +172,13 @@ def coming_step(
         if group is None or gradient is None:
             yield None
             continue
-        _check_optimizer(optimizer, group)
+        plain = isinstance(optimizer, torch.optim.Adam) and group["weight_decay"] == 0
+        if not plain and not isinstance(optimizer, torch.optim.AdamW):
+            name = type(optimizer).__name__
+            raise UserError(f"optimizer, {name}: its step can be computed for AdamW, and Adam without weight decay")
+        for option in ("amsgrad", "maximize"):
+            if group.get(option):
+                raise UserError(f"optimizer, {option}: the step with it cannot be computed; switch it off")
         beta1, beta2 = group["betas"]
         lr, decay = float(group["lr"]), group["weight_decay"]
         if per_lr:
@@ -201,14 +191,3 @@ def coming_step(
         root = (v * beta2).addcmul_(g, g, value=1 - beta2).div_(1 - beta2**k).sqrt_().add_(group["eps"])
         rate = lr / (1 - beta1**k) / root
         yield -beta1 * rate * m + -(1 - beta1) * rate * g + -lr * decay * parameter
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, group: dict) -> None:
-    decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("weight_decay") == 0
-    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or not decoupled:
-        raise UserError(
-            f"optimizer, {type(optimizer).__name__}: its step can be computed for AdamW, and Adam without weight decay"
-        )
-    for option in ("amsgrad", "maximize"):
-        if group.get(option):
-            raise UserError(f"optimizer, {option}: the step with it cannot be computed; switch it off")

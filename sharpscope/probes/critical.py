@@ -150,10 +150,9 @@ def critical_sharpness(
         line.place(0.0)
     why, root = _reason(outcome, loss, search, noise, rounding), search.root
     slope = search.first_slope if slope is None else slope
-    measured = (loss, search.depth, line.evaluations, rounding, why, time.perf_counter() - began)
-    return CriticalSharpness(
-        2 / root, root, search.lower, search.upper, outcome, slope, *measured, prompts=line.prompts, std_error=std_error
-    )
+    prompts = len(line.by_prompt[0.0]) if line.by_prompt else None
+    measured = (loss, search.depth, line.evaluations, rounding, why, time.perf_counter() - began, prompts, std_error)
+    return CriticalSharpness(2 / root, root, search.lower, search.upper, outcome, slope, *measured)
 
 
 def _reason(outcome: Outcome, loss: float, search: _Search, noise: float, rounding: float) -> str:
@@ -219,10 +218,8 @@ class _Search:
         return "found"
 
     def std_error(self, by_prompt: dict[float, Tensor]) -> float:
-        """Standard error of 2/η_c over prompts from the loss by prompt, (k,), at each η; NaN if not known.
-
-        With q_i(η) = (L_i(θ − η·Δ) − L_i(θ))/η, prompt i changes 2/η_c by 2·q_i/(η_c²·q') to first order, q' the mean's slope.
-        """
+        """Standard error of 2/η_c over prompts from the loss by prompt, (k,), at each η; NaN if not known."""
+        # With q_i(η) = (L_i(θ − η·Δ) − L_i(θ))/η, prompt i changes 2/η_c by 2·q_i/(η_c²·q') to first order, q' the mean's slope.
         if not {0.0, self.lower, self.upper} <= by_prompt.keys():
             return math.nan
         low, high = ((by_prompt[eta] - by_prompt[0.0]) / eta for eta in (self.lower, self.upper))
@@ -340,11 +337,6 @@ class _Line:
                 each = self.by_prompt[eta] = distributed.broadcast(value.detach().double().cpu())
                 return float(each.mean())
         return distributed.broadcast(float(value))
-
-    @property
-    def prompts(self) -> int | None:
-        """Number of prompts; None if the loss is one number."""
-        return len(next(iter(self.by_prompt.values()))) if self.by_prompt else None
 
     def rounding(self, eta: float) -> float:
         """‖round(θ − η·Δ) − (θ − η·Δ)‖ / ‖η·Δ‖ over all processes."""

@@ -37,9 +37,6 @@ def rotation(vector: Gradient, reference: Gradient) -> Rotation:
 
     The angle is 2·atan2(‖â − b̂‖, ‖â + b̂‖) of the unit vectors, which is exact for equal vectors, where arccos has errors
     of 1e-6 degrees. The arguments may be generators: one tensor of each is read at a time.
-
-    Raises:
-        ValueError: different numbers of tensors.
     """
 
     def terms(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
@@ -65,14 +62,8 @@ def noise_rotation(first: Gradient, second: Gradient, share: float = 0.5) -> flo
 
         noise_rotation = arccos √( max(0, ⟨g_A, g_B⟩) / (f·(1 − f)·‖g_A + g_B‖²) ),
 
-    the angle whose squared cosine is ‖E g‖²/E‖g‖². With f = 1/2 its tangent is ‖g_A − g_B‖/(2·√⟨g_A, g_B⟩).
-
-    Returns:
-        Degrees in [0, 90]; `NOISE_BOUND` if ⟨g_A, g_B⟩ ≤ 0, which says that no common direction can be seen, not that the
-        noise turns the gradient by 90°. NaN if g is zero or not finite.
-
-    Raises:
-        ValueError: different numbers of tensors.
+    the angle whose squared cosine is ‖E g‖²/E‖g‖². `NOISE_BOUND` if ⟨g_A, g_B⟩ ≤ 0, which says that no common direction can be
+    seen, not that the noise turns the gradient by 90°; NaN if g is zero or not finite.
     """
     product, whole = _sums(first, second, lambda a, b: (a @ b, (a + b) @ (a + b)), count=2)
     if not (0 < whole < math.inf):

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,17 +20,18 @@ from sharpscope.config.probes import Check, ObjectiveName
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy import Rollouts, backbone, bare, check_head, completions_of, length_buckets, output_head
 from sharpscope.policy.token_stats import flat_logp
-from sharpscope.probes.guard import guarded, remembered
+from sharpscope.probes.guard import guarded, remembered, tolerance
 from sharpscope.probes.surface import (
     Operator,
     Surface,
-    check_products,
+    check_derivatives,
     checked_parameters,
     common_dtype,
     flatten,
     graph_product,
     working_precision,
 )
+from sharpscope.probes.token_gradients.rows import left_aligned
 
 CHECKED_TOKENS = 32  # tokens of the first row whose logits are compared with the model's own
 FEW_TOKENS = 24  # tokens of each of the two rows on which Hessian products are checked
@@ -77,25 +78,12 @@ def token_batch(
     anchor_logp: Tensor | None = None,
     reward: Tensor | None = None,
 ) -> TokenBatch:
-    """A `TokenBatch` from rows with padding anywhere.
-
-    Args:
-        input_ids: (N, S) tokens.
-        attention_mask: (N, S), 0 on padding.
-        scored: (N, S), 1 on the tokens whose log-probability enters the loss.
-        anchor_logp: (N, S) [nats]; None for zeros, which `Objective.anchored` replaces.
-        reward: (N,); None for ones.
+    """A `TokenBatch` from rows (N, S) with padding anywhere: `attention_mask` 0 there, `scored` 1 on the tokens of the loss.
 
     Raises:
         UserError: no token is scored, or a scored token has no prefix.
     """
-    present = attention_mask.bool()
-    order = torch.argsort(~present, dim=1, stable=True)  # real tokens first, in their order
-    lengths = present.sum(1)
-    width = int(lengths.max()) if len(lengths) else 0
-    order = order[:, :width]
-
-    keep = torch.arange(width, device=input_ids.device) < lengths[:, None]
+    order, lengths, keep = left_aligned(attention_mask.bool())
     marked = scored.bool().gather(1, order) & keep
     if not bool(marked.any()):
         raise UserError("probe data: no token is scored; completions must not be empty")
@@ -104,7 +92,7 @@ def token_batch(
     anchors = torch.zeros(marked.shape, device=marked.device) if anchor_logp is None else anchor_logp.gather(1, order)
     worth = torch.ones(len(marked), device=marked.device) if reward is None else reward
     ids = input_ids.gather(1, order).long()
-    # Fill the padding with the row's first token; pad tokens would make transformers warn.
+    # A token of the row itself in place of padding: libraries warn about padding tokens.
     return TokenBatch(torch.where(keep, ids, ids[:, :1]), lengths, marked, anchors.masked_fill(~marked, 0.0), worth)
 
 
@@ -167,23 +155,15 @@ class Objective:
         """One value for each prompt, whose mean is L and whose standard error of the mean is that of L over prompts, (k,).
 
         The values are L + k·(s_i − w_i·L), s_i the prompt's part of L and w_i its `prompt_weight`: those of the linearized
-        ratio estimator Σ s_i/Σ w_i, so that prompts with more tokens or rows weigh more. They are linear in the shares (N,), which
-        are the rows' parts of L (see `row_shares`) or of a derivative of L.
+        ratio estimator Σ s_i/Σ w_i. `shares` (N,) are the rows' parts of L (see `row_shares`) or of a derivative of L.
         """
         weight = self.prompt_weight
         prompt = torch.tensor(self.batch.prompts)
         parts = torch.zeros_like(weight).index_add_(0, prompt, shares.detach().double().cpu())
         return parts.sum() + len(weight) * (parts - weight * parts.sum())
 
-    def ceiling(self, loss: float) -> float:
-        """See `Surface.ceiling`; 1 − loss for `expected_failure`, at its anchors the share of correct completions."""
-        return 1 - loss if self.name == "expected_failure" else math.nan
-
     def row_shares(self, index: Tensor, logp: Tensor) -> Tensor:
-        """The part of L that each of the rows `index` (n,) contributes, (n,); the parts of all rows sum to L.
-
-        The log-probabilities (n, width) have their graph and are used on scored tokens only.
-        """
+        """The part of L that each of the rows `index` (n,) contributes, (n,), from their log-probabilities (n, width)."""
         batch, width = self.batch, logp.shape[1]
         scored = batch.scored[index, :width]
         logp = torch.where(scored, logp, 0.0)
@@ -199,10 +179,7 @@ class Objective:
 
 
 class LmSurface(Surface):
-    """L(θ) of an objective of a causal language model; create it with `lm_surface`.
-
-    Rows of similar length share a microbatch to reduce padding. Results do not depend on the microbatches beyond rounding.
-    """
+    """L(θ) of an objective of a causal language model; create it with `lm_surface`."""
 
     def __init__(
         self, model: nn.Module, objective: Objective, microbatch_tokens: int, memory_mb: float, known: dict[str, Any]
@@ -264,29 +241,20 @@ class LmSurface(Surface):
         return value, total, self._each_prompt(shares)
 
     def hessian(self) -> Operator:
-        """∇²L(θ): a second reverse pass through the graph of the gradient.
-
-        Graphs of microbatches are kept while they fit into the memory limit; the others are built again in every product, which
-        takes about twice as long. A row whose graph alone exceeds the limit is a microbatch of its own.
-        """
+        """∇²L(θ): a second reverse pass through the graph of the gradient, kept while it fits into the memory limit or built anew."""
         budget, per_token = self._memory_mb * 2**20, self._graph_bytes_per_token()
         tokens = self._tokens if per_token == 0 else max(1, min(self._tokens, int(budget / per_token)))
         gradient = sum(p.nbytes for p in self.parameters)  # each graph holds one
-        kept: list[Callable[[Tensor], Tensor]] = []
-        rebuilt, used = [], 0.0
+        parts, used = list[Callable[[Tensor], Tensor]](), 0.0
         for index in self._cut(tokens=tokens):
             used += gradient + per_token * len(index) * int(self.objective.batch.lengths[index].max())
-            if used <= budget:
-                kept.append(self._product(index))
-            else:
-                rebuilt.append(index)
+            anew = partial(lambda index, vector: self._product(index)(vector), index)
+            parts.append(self._product(index) if used <= budget else anew)
 
         def product(vector: Tensor) -> Tensor:
             total = self._zeros()
-            for graph in kept:
-                total += graph(vector)
-            for index in rebuilt:
-                total += self._product(index)(vector)
+            for part in parts:
+                total += part(vector)
             return total
 
         return Operator(self.parameters, product)
@@ -306,11 +274,11 @@ class LmSurface(Surface):
         return self.objective.by_prompt(shares)
 
     def ceiling(self, loss: float) -> float:
-        """See `Objective.ceiling`."""
-        return self.objective.ceiling(loss)
+        """See `Surface.ceiling`; 1 − loss for `expected_failure`, at its anchors the share of correct completions."""
+        return 1 - loss if self.objective.name == "expected_failure" else math.nan
 
     def check(self, operator: Operator) -> float:
-        """`check_products` of `nll` on the first tokens of two rows, once for a model."""
+        """`check_derivatives` of `nll` on the first tokens of two rows, once for a model."""
         if "hessian" not in self.known:
             batch = self.objective.batch
             rows = torch.stack([batch.lengths.argmin(), batch.lengths.argmax()]).unique()
@@ -321,9 +289,8 @@ class LmSurface(Surface):
             scored[:, 0] = False
             few = token_batch(batch.input_ids[rows, : present.shape[1]], present, scored)
             surface = self.over(Objective("nll", few, self.objective.temperature))
-            self.known["hessian"] = check_products(
-                surface, surface.hessian(), f"model, {type(bare(self.model)).__name__}"
-            )
+            name = f"model, {type(bare(self.model)).__name__}"
+            self.known["hessian"] = check_derivatives(surface, surface.hessian(), name)
         return float(self.known["hessian"])
 
     def _zeros(self) -> Tensor:
@@ -383,18 +350,16 @@ def lm_surface(
     memory_mb: float = 1024.0,
     check: Check = "first",
 ) -> Iterator[LmSurface]:
-    """Context manager for the loss surface of a model, in eval mode, at least float32, with MATH attention.
+    """Context manager for the loss surface of a model, in eval mode, at least float32, with MATH attention; see `guarded`.
 
-    The model is restored afterwards, see `guarded`. Unless the objective is stale, its anchors are replaced by the model's
-    log-probabilities, so that all ratios are 1.
+    Unless the objective is stale, its anchors are replaced by the model's log-probabilities, so that all ratios are 1.
 
     Args:
         model: Hugging Face causal language model, with or without adapters.
         objective: the loss.
         microbatch_tokens: tokens of one forward pass, padding included.
         memory_mb: memory for graphs of Hessian products [MiB].
-        check: when to compare logits with those of the model's own attention and precision, and Hessian products as in
-            `check_products`: the `first` time for a model, `always` or `off`.
+        check: when to compare logits with the model's own, and Hessian products as in `check_derivatives`.
 
     Raises:
         UserError: the output layer is not a linear map.
@@ -403,35 +368,26 @@ def lm_surface(
     tensors = [*model.parameters(), *model.buffers()]
     known = remembered(model) if check == "first" else {}
     ids = objective.batch.input_ids[:1, : min(CHECKED_TOKENS, int(objective.batch.lengths[0]))]
-    expected = None
+    expected, limit = None, tolerance(tensors)
     if check != "off" and "surface" not in known:
         with guarded(model), torch.no_grad():
             expected = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-            dtypes = {torch.float32, *(t.dtype for t in tensors if t.is_floating_point())}
-            tolerance = 2 * max(float(torch.finfo(dtype).eps) for dtype in dtypes) ** 0.5
     with guarded(model, attention="math"), working_precision(tensors), torch.enable_grad():
         check_head(model, output_head(model))
         surface = LmSurface(model, objective, microbatch_tokens, memory_mb, known)
         if expected is not None and bool(expected.isfinite().all()):  # nothing to compare for diverged weights
-            known["surface"] = _check_logits(model, ids, expected, tolerance)
+            with torch.no_grad():
+                hidden = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
+                logits = output_head(model).logits(hidden)
+            error = float((logits.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+            if not error <= limit:  # also where it is not finite
+                text = (
+                    f"{type(bare(model)).__name__}, loss surface: logits under MATH attention differ from the model's own: "
+                    f"relative error {error:.2g}, where the precision of the model allows {limit:.2g}; use "
+                    "sharpscope.curvature on a closure, or take the numbers unchecked with check='off'"
+                )
+                raise CheckError(text, "surface", error, limit)
+            known["surface"] = error
         if objective.name != "nll" and not objective.stale:
             surface.objective = replace(objective, batch=replace(objective.batch, anchor_logp=surface.logp()))
         yield surface
-
-
-def _check_logits(model: nn.Module, ids: Tensor, expected: Tensor, tolerance: float) -> float:
-    """Relative error of the surface's logits of `ids` (1, L) against the model's own."""
-    with torch.no_grad():
-        hidden = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
-        logits = output_head(model).logits(hidden)
-    error = float((logits.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
-    if not error <= tolerance:  # also where it is not finite
-        raise CheckError(
-            f"{type(bare(model)).__name__}, loss surface: logits under MATH attention differ from the model's own: "
-            f"relative error {error:.2g}, where the precision of the model allows {tolerance:.2g}; use sharpscope.curvature "
-            "on a closure, or take the numbers unchecked with check='off'",
-            "surface",
-            error,
-            tolerance,
-        )
-    return error

@@ -21,7 +21,7 @@ from sharpscope.probes.estimate import Estimate, with_prompts
 from sharpscope.probes.surface import (
     LossFn,
     Surface,
-    check_gradient,
+    check_derivatives,
     check_once,
     common_dtype,
     flatten,
@@ -49,7 +49,9 @@ class Sharpness:
     kind: SharpnessKind
     why: str  # reason why the value is not reliable; empty if it is
     seconds: float
-    checked: float | None = None  # relative error found by `check_gradient`; None if not checked, NaN if inconclusive
+    checked: float | None = (
+        None  # relative error found by `check_derivatives`; None if not checked, NaN if inconclusive
+    )
     by_prompt: Tensor | None = None  # (k,) one value for each prompt, with mean `value`; None if not known
 
     @property
@@ -91,7 +93,7 @@ def sharpness(
             surface.
         rho: radius [parameters' L2 norm; relative to |θ| for `asam`].
         kind: measure, see above.
-        check: when to compare the gradient of a closure with a finite difference of losses (see `check_gradient`): `first` call
+        check: when to compare the gradient of a closure with a finite difference of losses (see `check_derivatives`): `first` call
             with this closure and these parameters, `always` or `off`.
         at: (L(θ), ∇L(θ)) if already computed.
         base: `surface.by_prompt()` at θ; None for no values by prompt.
@@ -116,7 +118,7 @@ def sharpness(
         raise UserError(f"rho, {rho}: must be positive and finite")
     with opened(loss_fn, parameters, check) as (surface, known):
         closure = parameters is not None
-        error = check_once(known, "gradient", check, lambda: check_gradient(surface)) if closure else None
+        error = check_once(known, "gradient", check, lambda: check_derivatives(surface)) if closure else None
         began = time.perf_counter()
         loss, gradient = surface.gradient() if at is None else at
         scale = flatten([p.detach().abs() for p in surface.parameters], surface.parameters) if kind == "asam" else None
@@ -163,10 +165,9 @@ class Radius:
 def find_radius(surface: Surface) -> Radius:
     """A radius at which SAM sharpness is a moderate part of its ceiling.
 
-    The saturation (rise / ceiling) is a growing function of the radius. From the radius at which the first-order term predicts
-    `TARGET_SATURATION`, the radius is changed by growing factors until the target is bracketed, then log rho is bisected. The search
-    ends within a factor of 4/3 of the target, or after `EVALUATIONS` losses with the best radius whose saturation is between
-    `MIN_SATURATION` and `MAX_SATURATION`. The surface is guarded, and its loss has a ceiling, such as `expected_failure`.
+    From the radius at which the first-order term predicts `TARGET_SATURATION`, the radius is changed by growing factors until the
+    target is bracketed, then log rho is bisected. The search ends within a factor of 4/3 of the target, or after `EVALUATIONS` losses
+    with the best radius whose saturation is between `MIN_SATURATION` and `MAX_SATURATION`. The surface is guarded.
     """
     began = time.perf_counter()
     loss, gradient = surface.gradient()

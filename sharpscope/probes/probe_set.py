@@ -71,22 +71,14 @@ class ProbeSet:
         return tuple(split for split in SPLITS if any(item.split == split for item in self.items))
 
     def split(self, split: str) -> tuple[ProbeItem, ...]:
-        """The items of one split.
-
-        Raises:
-            UserError: no such split here.
-        """
+        """The items of one split, which must exist."""
         chosen = tuple(item for item in self.items if item.split == split)
         if not chosen:
             raise UserError(f"probe set, split '{split}'{nearest(split, {item.split for item in self.items})}")
         return chosen
 
     def solutions(self, split: str) -> TokenBatch:
-        """The stored solutions of a split as rows for `nll`; only solution tokens are scored.
-
-        Raises:
-            UserError: no prompt of the split has a solution.
-        """
+        """The stored solutions of a split, of which there must be one, as rows for `nll`; only solution tokens are scored."""
         solved = [item for item in self.split(split) if item.solution]
         if not solved:
             raise UserError(
@@ -159,11 +151,7 @@ def build_probe_set(
 ) -> ProbeSet:
     """Choose prompts and, for each, the first of `tries` completions of the initial policy that the task scores as correct.
 
-    `encode` gives prompts as token ids, as the policy sees them; `name` (of the task) and `policy` are kept in the key. A split with
-    fewer than `train` or `heldout` prompts is taken whole.
-
-    Raises:
-        UserError: the task has no training prompts.
+    `encode` gives prompts as token ids, as the policy sees them. A split with fewer than `train` or `heldout` prompts is taken whole.
     """
     splits = task.splits()
     if not splits.get("train"):
@@ -181,10 +169,7 @@ def build_probe_set(
 
 
 def _solutions(drawn: Drawn, prompts: int) -> list[tuple[int, ...]]:
-    """The first correct completion of each prompt without inserted tokens; () if none.
-
-    One that ends with the end token is taken before one that was cut, as answers to plain prompts always are.
-    """
+    """The first correct completion of each prompt without inserted tokens, one that was not cut if there is one; () if none."""
     rollouts = drawn.rollouts
     solutions: list[tuple[int, ...]] = [()] * prompts
     for cut in (False, True):

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from sharpscope.config.probes import Backend, ObjectiveName, ProbesSpec, Sharpne
 from sharpscope.errors import UserError, first_line
 from sharpscope.policy import render_prompts
 from sharpscope.probes.estimate import Estimate, attempted, labeled, with_prompts
-from sharpscope.probes.hessian import adamw_preconditioner, adamw_threshold, curvature
+from sharpscope.probes.hessian import curvature
 from sharpscope.probes.language_model import LmSurface, Objective, completion_batch, lm_surface, rollout_batch
 from sharpscope.probes.perturbation import Radius, find_radius, sharpness
 from sharpscope.probes.probe_set import Draw, Drawn, ProbeSet
@@ -59,21 +59,18 @@ def run(
     spec: ProbesSpec,
     *,
     radius: Radius | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
     backend: Backend = "lanczos",
 ) -> Iterator[Measured]:
-    """Probe a model's loss surface on each batch.
+    """Probe a model's loss surface on each batch; results are yielded as they are found.
 
-    Results are yielded as they are found, so that what was measured before an interruption is not lost. A measure that fails gives
-    a row without value that says why, and the others go on. The model is restored after each loss.
+    A measure that fails gives a row without value that says why, and the others go on.
 
     Args:
         model: Hugging Face causal language model.
         batches: a generator may draw completions of the model lazily.
         spec: probes to run and their memory limits.
         radius: of the perturbations, such as that of an earlier probe; None: by `choose_radius` on the first batch.
-        optimizer: AdamW for the preconditioned Hessian; None leaves that out.
-        backend: `lanczos`, or `pyhessian` for its eigenvalues and trace.
+        backend: of `curvature`.
 
     Raises:
         CheckError: the probed loss differs from the model's own (see `lm_surface`).
@@ -89,7 +86,7 @@ def run(
             with limited_surface(model, objective, spec) as surface:
                 loss, gradient, base = surface.gradient_by_prompt()
                 rho = math.nan if radius is None else radius.rho
-                point = Point(surface, spec, batch.seed, (loss, gradient), base, rho, optimizer, backend)
+                point = Point(surface, spec, batch.seed, (loss, gradient), base, rho, backend)
                 for probe in PROBES.values():
                     for rows in probe(point):
                         yield Measured(labeled(rows, functional=objective.name, **labels), radius)
@@ -98,8 +95,7 @@ def run(
 def choose_radius(model: nn.Module, batch: ProbeBatch, spec: ProbesSpec) -> Radius:
     """The spec's radius, or for `auto` that of `find_radius` on the expected failure of a batch.
 
-    Without rewarded completions, every text of the batch counts as a success, such as the verified solutions of `nll`; saturation
-    depends on correct completions only.
+    Without rewarded completions every text of the batch counts as a success, such as the verified solutions of `nll`.
     """
     if spec.rho != "auto":
         return Radius(spec.rho)
@@ -123,7 +119,6 @@ class Point:
     at: tuple[float, Tensor]  # L(θ) and ∇L(θ) (P,)
     base: Tensor  # (k,) the loss by prompt
     rho: float  # radius of perturbations; NaN if none was found
-    optimizer: torch.optim.Optimizer | None  # AdamW for the preconditioned Hessian
     backend: Backend  # of eigenvalues and trace
 
 
@@ -147,36 +142,31 @@ def _perturbations(point: Point) -> Iterator[list[Estimate]]:
 
 
 def _curvatures(point: Point) -> Iterator[list[Estimate]]:
-    """Curvature on the first prompts: of the Hessian, and of the Hessian preconditioned by AdamW."""
-    spec, optimizer = point.spec, point.optimizer
+    """Eigenvalues and trace of the Hessian on the first prompts."""
+    spec, objective = point.spec, point.surface.objective
     if not spec.curvature_prompts:
         return
-    objective = point.surface.objective
     rows = [row for row, prompt in enumerate(objective.batch.prompts) if prompt < spec.curvature_prompts]
     objective = objective.rows(torch.tensor(rows, device=objective.batch.lengths.device))
-    surface = point.surface.over(objective)
-    limits: dict[str, Any] = {"tolerance": TOLERANCE, "max_products": spec.max_products, "memory_mb": spec.memory_mb}
-    limits |= {"check": spec.check, "at": surface.gradient(), "by_prompt": True}
 
-    def plain() -> list[Estimate]:
-        options: dict[str, Any] = {"top": spec.top, "trace_probes": spec.trace_probes, "backend": point.backend}
-        return curvature(surface, None, point.seed, **options, **limits).estimates()
-
-    def preconditioned() -> list[Estimate]:
-        assert optimizer is not None
-        diagonal = adamw_preconditioner(optimizer, surface.parameters)
-        options: dict[str, Any] = {"preconditioner": diagonal, "smallest": False, "trace_probes": 0}
-        rows = curvature(surface, None, point.seed, **options, **limits).estimates("preconditioned_")
-        group = optimizer.param_groups[0]
-        if group["lr"] > 0:
-            limit = adamw_threshold(float(group["lr"]), float(group["betas"][0]))
-            rows.append(Estimate("curvature", "preconditioned_threshold", limit))
-        return rows
+    def measure() -> list[Estimate]:
+        surface = point.surface.over(objective)
+        return curvature(
+            surface,
+            None,
+            point.seed,
+            top=spec.top,
+            tolerance=TOLERANCE,
+            max_products=spec.max_products,
+            trace_probes=spec.trace_probes,
+            backend=point.backend,
+            memory_mb=spec.memory_mb,
+            check=spec.check,
+            by_prompt=True,
+        ).estimates()
 
     prompts = len(objective.prompt_weight)
-    yield labeled(attempted("curvature", "largest", plain), prompts=prompts)
-    if optimizer is not None:
-        yield labeled(attempted("curvature", "preconditioned_largest", preconditioned), prompts=prompts)
+    yield labeled(attempted("curvature", "largest", measure), prompts=prompts)
 
 
 PROBES: dict[str, Callable[[Point], Iterator[list[Estimate]]]] = {
@@ -202,10 +192,7 @@ def probe_set_batches(
     temperature: float = 1.0,
     seed: Callable[[str], int] = lambda part: 0,
 ) -> Iterator[ProbeBatch]:
-    """Batches of a probe set, one for each split that the spec names, whose completions are drawn when it is requested.
-
-    `temperature` is that of the completions and the losses, `seed` that of a split.
-    """
+    """Batches of a probe set, one for each split that the spec names, whose completions are drawn when it is requested."""
     for split in probe_set.splits:
         if split in spec.splits:
             objectives, part = [], seed(split)
@@ -229,10 +216,6 @@ def read_rows(path: Path | str) -> pd.DataFrame:
     Optional are `reward`, a success in [0, 1]; `truncated`, whether the completion was cut at a length limit, so that no end-of-text
     token is added; and `meta`, a dictionary with `messages`, `prefill` and `templated` (see `sharpscope.tasks.Example`). Where a row
     does not have them they are NaN, False and {}.
-
-    Raises:
-        UserError: a missing file, an unknown file extension, a file that is not what its extension says, or a row without both
-            texts.
     """
     import pandas as pd
 
@@ -271,9 +254,6 @@ def text_batches(
 
     `nll` needs only texts. `expected_failure` needs rewards and assumes that the policy wrote the completions: the anchors
     are its own log-probabilities.
-
-    Raises:
-        UserError: missing rewards, or rows that are empty or too long.
     """
     missing = int(rows["reward"].isna().sum())
     if missing and any(name != "nll" for name in functionals):

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 LossFn = Callable[[], Tensor]
 TOLERANCE = 0.01
-"""Largest relative error of a product that passes the check.
+"""Largest relative error of a derivative that passes the check.
 
-At the best step, central differences have an error of about u^(2/3) with u the rounding of a gradient: 3e-5 in float32 for one
-rounding, 3e-3 for a thousand. A missing term makes an error of some tenths.
+At the best step, central differences have an error of about u^(2/3) with u the rounding: 3e-5 in float32 for one rounding, 3e-3
+for a thousand. A missing term makes an error of some tenths.
 """
 STEPS = (1.0, 10.0, 100.0, 1000.0, 0.1, 0.01)
 """Factors of the check's first step; larger steps avoid rounding, smaller ones third derivatives and kinks."""
@@ -47,10 +47,7 @@ class Operator:
 
 
 def graph_product(loss: Tensor, parameters: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-    """Hessian products v ↦ H v of a scalar loss, by a second reverse pass through the kept graph of its gradient.
-
-    H v is 0 for parameters that are unused or enter linearly. A product costs about four forward passes.
-    """
+    """Hessian products v ↦ H v of a scalar loss, by a second reverse pass through the kept graph of its gradient."""
     gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
     active = [i for i, g in enumerate(gradients) if g is not None and g.requires_grad]
     outputs = [gradients[i] for i in active]
@@ -76,15 +73,11 @@ class Surface:
         self.parameters = checked_parameters(parameters)
 
     def loss(self) -> Tensor:
-        """L(θ) as a scalar with its graph; memory is not bounded.
-
-        Raises:
-            UserError: the closure does not return one real number.
-        """
+        """L(θ) as a scalar with its graph; memory is not bounded."""
         loss = self.loss_fn()
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise UserError(f"loss_fn, {shape}: must return one floating-point number, with its graph")
+            given = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise UserError(f"loss_fn, {given}: must return one floating-point number, with its graph")
         return loss.reshape(())
 
     def value(self) -> float:
@@ -119,8 +112,8 @@ class Surface:
         return math.nan
 
     def check(self, operator: Operator) -> float:
-        """Relative error of a product of the Hessian `operator`; see `check_products`."""
-        return check_products(self, operator)
+        """Relative error of the gradient and of a product of the Hessian `operator`; see `check_derivatives`."""
+        return check_derivatives(self, operator)
 
 
 @contextmanager
@@ -131,9 +124,6 @@ def opened(
 
     The data of the parameters, `.grad` and random state are restored after the block. Attention uses SDPA's MATH kernel inside,
     which has second derivatives. Four evaluations before the block and two after it must agree to rounding.
-
-    Raises:
-        UserError: a closure without parameters, or two evaluations that differ, because of dropout, sampling or another batch.
     """
     if parameters is None:
         if callable(loss_fn):
@@ -141,9 +131,8 @@ def opened(
         yield loss_fn, {}
         return
     if not callable(loss_fn):
-        raise UserError(
-            f"loss_fn, {type(loss_fn).__name__}: give a function that returns the loss, not the loss itself"
-        )
+        name = type(loss_fn).__name__
+        raise UserError(f"loss_fn, {name}: give a function that returns the loss, not the loss itself")
     surface = Surface(loss_fn, parameters)
     known = remembered_closure(loss_fn, surface.parameters) if check == "first" else {}
     precision, attention = working_precision(parameters), sdpa_kernel(SDPBackend.MATH)
@@ -191,11 +180,7 @@ def common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def checked_parameters(parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors of `parameters` that require grad, in order and without duplicates.
-
-    Raises:
-        UserError: no tensor requires grad, or one is not a floating-point leaf.
-    """
+    """The tensors of `parameters` that require grad, in order and without duplicates; all must be floating-point leaves."""
     distinct = {id(tensor): tensor for tensor in parameters}
     for tensor in distinct.values():
         if not tensor.is_leaf or not tensor.is_floating_point():
@@ -228,11 +213,7 @@ def working_precision(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def moved(parameters: Sequence[Tensor], step: Tensor, *, relative_error: float = 0.05) -> Iterator[None]:
-    """Context in which the parameters are θ + step, (P,); afterwards they are θ in the original storage.
-
-    Raises:
-        UserError: rounding to the parameters' dtype changes the step by more than `relative_error` of its norm.
-    """
+    """Context in which the parameters are θ + step, (P,), with at most this error by rounding; afterwards θ in the original storage."""
     before = [tensor.data for tensor in parameters]
     try:
         lost = 0.0
@@ -262,52 +243,42 @@ def check_once(known: dict[str, Any], name: str, check: Check, measure: Callable
     return error
 
 
-def check_products(surface: Surface, operator: Operator, name: str = "loss_fn") -> float:
-    """Relative error of one Hessian product of a surface, by finite differences.
+def check_derivatives(surface: Surface, hessian: Operator | None = None, name: str = "loss_fn") -> float:
+    """Relative error of the gradient and, if given, of a product of the Hessian of a guarded surface, by finite differences.
 
-    Let v be the normalized gradient plus a random unit vector. H v is compared with the central difference
-    (∇L(θ + εv) − ∇L(θ − εv))/2ε of gradients, and ⟨∇L, v⟩ with that of losses. It takes tens of gradients of the guarded surface.
+    Let v be the normalized gradient plus a random unit vector. ⟨∇L, v⟩ is compared with the central difference
+    (L(θ + εv) − L(θ − εv))/2ε of losses, and H v with that of gradients, in tens of evaluations.
 
     Returns:
-        The largest ‖difference‖/‖product‖. NaN if the check is inconclusive: a product is not finite, or finite differences at
-        different steps disagree, as in float32 for a loss with many kinks (ReLU, maxima, routing).
+        The largest ‖difference‖/‖derivative‖. NaN if the check is inconclusive: a derivative is not finite, or finite differences
+        at different steps disagree, as in float32 for a loss with many kinks (ReLU, maxima, routing).
 
     Raises:
         CheckError: the error exceeds `TOLERANCE` at every step, and at some step 4 times the difference from the step before.
     """
-    first = check_gradient(surface, name)
-    gradient = surface.gradient()[1]
+    loss, gradient = surface.gradient()
     vector = _direction(gradient)
-    error = _error(surface, lambda: surface.gradient()[1], operator @ vector, vector, gradient)
+    slope, start = (torch.tensor([x], dtype=torch.float64) for x in (float(gradient.double() @ vector.double()), loss))
+    first = _error(surface, lambda: torch.tensor([surface.value()], dtype=torch.float64), slope, vector, start)
     _require(
-        error,
+        first,
+        "gradient",
+        f"{name}: its gradient and the finite difference of losses",
+        "an autograd.Function with a wrong backward pass, or a detached part of the loss; compose it of PyTorch operations, "
+        "and hold detached parts fixed outside of the closure; check='off' skips this check",
+    )
+    if hessian is None:
+        return first
+    second = _error(surface, lambda: surface.gradient()[1], hessian @ vector, vector, gradient)
+    _require(
+        second,
         "hessian",
         f"{name}: a Hessian product and the finite difference of gradients",
         "an operation has no second derivative (such as an autograd.Function), or a part of the loss is detached; use "
         "PyTorch operations or another attention or experts implementation, hold detached parts fixed outside of the "
         "closure, or use the perturbation probes, which need no second derivatives",
     )
-    return max(error, first) if error >= 0 and first >= 0 else error
-
-
-def check_gradient(surface: Surface, name: str = "loss_fn") -> float:
-    """Relative error of ⟨∇L, v⟩ with v as in `check_products`, against a central difference of losses; NaN if inconclusive.
-
-    Raises:
-        CheckError: as for `check_products`.
-    """
-    loss, gradient = surface.gradient()
-    vector = _direction(gradient)
-    slope, start = (torch.tensor([x], dtype=torch.float64) for x in (float(gradient.double() @ vector.double()), loss))
-    error = _error(surface, lambda: torch.tensor([surface.value()], dtype=torch.float64), slope, vector, start)
-    _require(
-        error,
-        "gradient",
-        f"{name}: its gradient and the finite difference of losses",
-        "an autograd.Function with a wrong backward pass, or a detached part of the loss; compose it of PyTorch operations, "
-        "and hold detached parts fixed outside of the closure; check='off' skips this check",
-    )
-    return error
+    return max(first, second) if first >= 0 and second >= 0 else second
 
 
 def _require(error: float, probe: str, what: str, advice: str) -> None:
@@ -331,14 +302,13 @@ def _direction(gradient: Tensor) -> Tensor:
 def _error(surface: Surface, function: Callable[[], Tensor], derivative: Tensor, vector: Tensor, base: Tensor) -> float:
     """Relative error of `derivative`, that of `function` (`base` at θ) along `vector`; NaN if inconclusive.
 
-    The first step is u^(1/3)·ℓ/‖v‖ with ℓ = ‖base‖·‖v‖/‖derivative‖, the length over which `function` changes by
-    its own size, but at most ‖θ‖. Steps that change it by less than 100 roundings are ignored.
+    The first step is u^(1/3)·ℓ/‖v‖, ℓ at most ‖θ‖ and the length over which `function` changes by its own size.
     """
     size, along = float(derivative.norm()), float(vector.norm())
     if not (math.isfinite(size) and bool(base.isfinite().all())):
         return math.nan
     rounding = torch.finfo(common_dtype(surface.parameters)).eps
-    lengths = [math.sqrt(sum(float(p.detach().double().square().sum()) for p in surface.parameters))]
+    lengths = [math.sqrt(sum(length(p) ** 2 for p in surface.parameters))]
     lengths += [float(base.norm()) * along / size] if size > 0 else []
     scale = min((value for value in lengths if value > 0), default=1.0)
     last: Tensor | None = None
@@ -354,6 +324,7 @@ def _error(surface: Surface, function: Callable[[], Tensor], derivative: Tensor,
         error = _relative(difference, derivative)
         if error <= TOLERANCE:
             return error
+        # A step that changes the function by less than 100 roundings shows nothing.
         seen = max(size, float(difference.norm())) * step > 100 * rounding * float(base.norm())
         if last is not None and seen and error > max(TOLERANCE, 4 * _relative(difference, last)):
             wrong = error if math.isnan(wrong) else min(wrong, error)

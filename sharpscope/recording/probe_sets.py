@@ -185,10 +185,9 @@ class SurfaceProbes:
             temperature=self.config.rollout.temperature,
             seed=lambda part: derive(self.spec.probe_set_seed, f"surface:{part}", step) % 2**31,
         )
-        optimizer = view.optimizer if view.optimizer.state else None
         known = self.radius
         try:
-            found = run(view.model, () if self.refused else batches, self.spec, radius=known, optimizer=optimizer)
+            found = run(view.model, () if self.refused else batches, self.spec, radius=known)
             for measured in found:
                 estimates += measured.estimates
                 if measured.radius is not None and math.isfinite(measured.radius.rho):

@@ -79,20 +79,15 @@ def row(quantity: str, value: float, **rest) -> dict:
 def test_the_sentences_say_what_the_numbers_mean():
     rows = [
         row("largest", 100.0, prompt_std_error=5.0, prompts=12, residual=0.1),
-        row("preconditioned_largest", 500.0),
-        row("preconditioned_threshold", 1000.0),
         row("sam", 0.2, prompt_std_error=0.01, saturation=0.5),
         row("asam", 0.05, saturation=0.125),
     ]
     found = probing.sentences(pd.DataFrame(rows))
     assert "eigenvalue 100 ± 5 over 12 prompts" in found[0] and "below lr = 0.02" in found[0]
-    assert "within its stable range by a factor of 2" in found[1]
-    assert "SATURATED: 50%" in found[2] and "12.5% of the largest possible rise" in found[3]
+    assert "SATURATED: 50%" in found[1] and "12.5% of the largest possible rise" in found[2]
     both = [*rows, *(other | {"checkpoint": "n", "value": 3 * other["value"]} for other in rows)]
     compared = probing.sentences(pd.DataFrame(both))  # the saturated SAM sharpness is not compared
     assert compared[0] == "expected_failure, sharpest direction: n 300 ± 5, 3 times that of m 100 ± 5" != compared[1]
-    rows[1]["value"] = 4000.0
-    assert "BEYOND its stable range by a factor of 4" in probing.sentences(pd.DataFrame(rows))[1]
     recorded = pd.DataFrame(
         {"step": [2, 2], "quantity": ["critical_sharpness", "critical_threshold"], "value": [10.0, 140.0]}
     )

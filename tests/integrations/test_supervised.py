@@ -14,7 +14,7 @@ import torch
 import sharpscope
 from sharpscope.analysis import explain_spikes
 from sharpscope.errors import UserError
-from tests.oracles import supervised as oracle
+from tests.oracles import token_gradients as oracle
 
 pytest.importorskip("trl", reason="TRL is not installed (test extra)")
 

@@ -1,13 +1,17 @@
-"""Per-token gradients by the slowest, most obvious way: one backward pass a token, gradients formed whole."""
+"""Gradients by the slowest, most obvious way: one backward pass a token, losses of log-probabilities, dense Hessians."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sharpscope.policy.cache import cache_keyword
 
@@ -95,7 +99,7 @@ def gradient_shares(gradients: dict[tuple[int, int], list[Tensor]], coef: Tensor
 # -- Token statistics one token at a time, straight from their definitions, in double precision
 
 
-def token_statistics(z: torch.Tensor, y: int, temperature: float) -> dict[str, float]:
+def token_statistics(z: Tensor, y: int, temperature: float) -> dict[str, float]:
     """Statistics of token y given one row of logits (V,), undivided: plain Python sums over the vocabulary."""
     scaled = [float(value) / temperature for value in z.double().tolist()]
     top = max(scaled)
@@ -113,3 +117,118 @@ def token_statistics(z: torch.Tensor, y: int, temperature: float) -> dict[str, f
         "logit_grad_norm": math.sqrt(miss**2 + math.fsum(p[j] ** 2 for j in others)),
         "polarity": p[y] * (logp[y] + entropy) - math.fsum(p[j] ** 2 * (logp[j] + entropy) for j in range(len(p))),
     }
+
+
+# -- What a loss of log-probabilities does with each token, one sequence and one token at a time
+
+Row = tuple[list[int], list[int]]
+"""Token ids of a prompt and of what follows it."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of all completion tokens, row by row (M,), and the norm of the gradient."""
+
+    logp: Tensor
+    coef: Tensor
+    score_norm: Tensor
+    attribution: Tensor
+    gradient_norm: float
+
+
+def row_logp(model: nn.Module, row: Row) -> Tensor:
+    """(T,) log-probabilities of a completion's tokens."""
+    prompt, completion = row
+    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def tokens_of(model: nn.Module, rows: Sequence[Row], loss: Callable[[list[Tensor]], Tensor]) -> Tokens:
+    """What `loss`, a function of the rows' log-probabilities, does with their tokens; `model` is in float64."""
+    parameters = list(model.parameters())
+    logp = [row_logp(model, row) for row in rows]
+    total = loss(logp)
+    coef = torch.cat(torch.autograd.grad(total, logp, retain_graph=True))
+    gradient = flat(torch.autograd.grad(total, parameters, retain_graph=True))
+    scores = [flat(torch.autograd.grad(one, parameters, retain_graph=True)) for part in logp for one in part]
+    along = torch.stack([score @ gradient for score in scores])
+    norms = torch.stack([score.norm() for score in scores])
+    return Tokens(torch.cat(logp).detach(), coef, norms, coef * along / gradient.square().sum(), float(gradient.norm()))
+
+
+def nll(logp: list[Tensor]) -> Tensor:
+    """−Σ log π / N over all tokens of the update."""
+    return -torch.cat(logp).sum() / sum(map(len, logp))
+
+
+def dft(logp: list[Tensor]) -> Tensor:
+    """−Σ sg(π) log π / N (arXiv 2508.05629)."""
+    every = torch.cat(logp)
+    return -(every.exp().detach() * every).sum() / len(every)
+
+
+def dpo(reference: nn.Module, rows: Sequence[Row], beta: float) -> Callable[[list[Tensor]], Tensor]:
+    """DPO's loss (arXiv 2305.18290, eq. 7) of rows that alternate between chosen and rejected."""
+    with torch.no_grad():
+        base = [row_logp(reference, row).sum() for row in rows]
+
+    def loss(logp: list[Tensor]) -> Tensor:
+        ratio = [one.sum() - old for one, old in zip(logp, base, strict=True)]
+        margin = torch.stack([good - bad for good, bad in zip(ratio[::2], ratio[1::2], strict=True)])
+        return -torch.nn.functional.logsigmoid(beta * margin).mean()
+
+    return loss
+
+
+# -- Loss surfaces: dense Hessians, exact expectations over completions
+
+
+def flat(parameters: Sequence[Tensor]) -> Tensor:
+    """(P,) one after the other."""
+    return torch.cat([p.detach().reshape(-1) for p in parameters])
+
+
+def logp_of(
+    model: torch.nn.Module, theta: Tensor, parameters: Sequence[Tensor], batch: dict[str, Tensor], temperature: float
+) -> Tensor:
+    """(N, S) log-probability of every token given its prefix, 0 at the first, in the batch's own padding."""
+    parts = dict(zip(map(id, parameters), theta.split([p.numel() for p in parameters]), strict=True))
+    swapped = {
+        name: parts[id(p)].view(p.shape) for name, p in model.named_parameters() if id(p) in parts
+    }  # tied ones follow
+    position = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    inputs = {
+        "input_ids": batch["input_ids"],
+        "attention_mask": batch["attention_mask"],
+        "position_ids": position,
+        "use_cache": False,
+    }
+    with sdpa_kernel(SDPBackend.MATH):
+        logits = functional_call(model, swapped, (), inputs).logits / temperature
+    logp = torch.log_softmax(logits[:, :-1], -1).gather(2, batch["input_ids"][:, 1:, None])[..., 0]
+    return torch.nn.functional.pad(logp, (1, 0))
+
+
+def functional_value(name: str, logp: Tensor, mask: Tensor, reward: Tensor, anchor: Tensor) -> Tensor:
+    """The two functionals, written row by row and token by token."""
+    rows, total = len(logp), mask.sum()
+    value = logp.new_zeros(())
+    for i in range(rows):
+        scored = [t for t in range(logp.shape[1]) if mask[i, t]]
+        if name == "nll":
+            for t in scored:
+                value = value - logp[i, t] / total
+        else:
+            whole = sum((logp[i, t] - anchor[i, t] for t in scored), start=logp.new_zeros(()))
+            value = value + (1 - reward[i] * whole.exp()) / rows
+    return value
+
+
+def dense_hessian(loss: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
+    """(P, P) by `torch.func.hessian`."""
+    return torch.func.hessian(loss)(theta).detach()
+
+
+def all_completions(vocabulary: int, length: int) -> Tensor:
+    """(vocabulary^length, length): every completion there is."""
+    return torch.tensor(list(itertools.product(range(vocabulary), repeat=length)))

@@ -8,7 +8,7 @@ from torch import nn
 from sharpscope.probes.language_model import Objective, token_batch
 from sharpscope.probes.surface import Operator
 from tests.models import tiny_model
-from tests.oracles.curvature import dense_hessian
+from tests.oracles.token_gradients import dense_hessian
 
 SMALL = {
     "hidden_size": 8,

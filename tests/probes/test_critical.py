@@ -106,10 +106,10 @@ def test_of_two_crossings_the_first_is_found(guess):
 
 def test_the_standard_error_over_prompts_is_exact_on_quadratics_and_covers_over_redraws():
     """L_i = a_i·η²/2 − b_i·η: λ = mean a/mean b, whose linearization has the terms (a_i − λ·b_i)/mean b."""
-    generator = torch.Generator().manual_seed(0)
+    draws = generator()
     x, count, inside = torch.zeros(1, dtype=torch.float64), 24, 0
     for _ in range(200):
-        a, b = (1 + 0.5 * torch.randn(2, count, generator=generator, dtype=torch.float64)).unbind()
+        a, b = (1 + 0.5 * torch.randn(2, count, generator=draws, dtype=torch.float64)).unbind()
         found = critical_sharpness(lambda a=a, b=b: a * x**2 / 2 - b * x, [x], [-torch.ones_like(x)], guess=1.0)
         value = float(a.mean() / b.mean())
         error = float(((a - value * b) / b.mean()).std()) / math.sqrt(count)
@@ -119,36 +119,29 @@ def test_the_standard_error_over_prompts_is_exact_on_quadratics_and_covers_over_
     assert 180 <= inside <= 198
 
 
-def test_it_says_why_there_is_no_crossing():
-    x = torch.tensor([2.0, -1.0], dtype=torch.float64, requires_grad=True)
-    up = torch.tensor([-1.0, 0.5], dtype=torch.float64)
+def form(square=0.0, slope=0.0, constant=0.0):
+    return lambda x: square * x.square() + slope * x + constant
 
-    def square():
-        return x.square().sum()
 
-    for slope in (None, float(2 * x.detach() @ up)):
-        found = critical_sharpness(square, [x], [up], guess=0.1, slope=slope)
-        assert found.outcome == "not descent" and math.isnan(found.value) and found.converged is False
-        assert found.slope == pytest.approx(-5.0, rel=1e-3) and "raises the loss" in found.why
-        assert found.evaluations == (1 if slope is not None else found.evaluations)
-    near = torch.tensor([1e-3], dtype=torch.float64, requires_grad=True)  # falls by 1e-6 at most
-    tiny = critical_sharpness(lambda: near.square().sum(), [near], [torch.ones(1)], guess=0.1, slope=2e-3, noise=1e-4)
-    assert tiny.outcome == "not descent" and "although its slope Δᵀg = 0.002 is positive" in tiny.why
-    line = critical_sharpness(lambda: x.sum(), [x], [torch.ones_like(x)], guess=0.1)
-    assert line.outcome == "no crossing" and "no bracket" in line.why and math.isinf(line.upper)
-    assert line.depth > 0 and line.slope == pytest.approx(2.0)
-    # A clipped surrogate outside its range: no gradient, and no change of the loss until the step leaves the range.
-    short = critical_sharpness(lambda: x.clamp(-0.5, 0.5).sum() + 1, [x], [torch.tensor([-1e-9, 0.0])], guess=0.1)
-    assert short.outcome == "flat" and short.depth == 0
-    constant = critical_sharpness(lambda: (x * 0).sum() + 1.7, [x], [up], guess=0.1)
-    assert constant.outcome == "flat" and "clipped" in constant.why
-    broken = critical_sharpness(lambda: x.sum() * math.nan, [x], [up], guess=0.1)
-    assert broken.outcome == "not finite" and broken.evaluations == 1
-    few = critical_sharpness(square, [x], [-up], guess=1e-9, max_evaluations=4)
-    assert few.outcome in ("unresolved", "no crossing") and few.evaluations == 4
-    rows = line.estimates()
+@pytest.mark.parametrize(
+    ("loss", "options", "outcome", "says"),
+    [
+        (form(1, 5), {}, "not descent", "raises the loss at once"),
+        (form(1, 5), {"slope": -5.0}, "not descent", "raises the loss at once"),
+        (form(1, -2e-3), {"slope": 2e-3, "noise": 1e-4}, "not descent", "although its slope Δᵀg = 0.002 is positive"),
+        (form(0, -2), {}, "no crossing", "no bracket"),
+        (form(constant=1.7), {}, "flat", "as a clipped surrogate does"),
+        (form(1, -1, math.nan), {}, "not finite", "the loss is nan"),
+        (form(1, -1), {"max_evaluations": 4}, "unresolved", "needs more evaluations"),
+    ],
+)
+def test_it_says_why_there_is_no_crossing(loss, options, outcome, says):
+    found = along(loss, 0.1 if outcome != "unresolved" else 1e-3, **options)
+    assert found.outcome == outcome and says in found.why and math.isnan(found.value) and not found.converged
+    assert found.evaluations <= {"not finite": 1, "unresolved": 4}.get(outcome, 40)
+    rows = found.estimates()
     assert [row.quantity for row in rows] == ["critical_sharpness", "critical_lr", "update_slope"]
-    assert rows[0].converged is False and rows[0].why == line.why and math.isnan(rows[0].value)
+    assert rows[0].converged is False and rows[0].why == found.why and math.isnan(rows[0].value)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adam", "plain"])
@@ -196,9 +189,7 @@ def test_a_model_is_restored_bitwise_also_if_the_loss_raises(dtype):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = critical_sharpness(loss, model, direction, guess=0.1)
     assert found.outcome == "found" and found.rounding < (1e-3 if dtype == torch.float32 else 0.5)
-    assert found.converged == (found.rounding <= 0.05)
-    again = critical_sharpness(loss, list(model.parameters()), direction, guess=0.1)
-    assert again.value == found.value and torch.equal(torch.get_rng_state(), state)
+    assert found.converged == (found.rounding <= 0.05) and ("measure in float32" in found.why) != found.converged
     calls = []
 
     def raising():
@@ -212,54 +203,6 @@ def test_a_model_is_restored_bitwise_also_if_the_loss_raises(dtype):
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
     assert all(p.grad is not None for p in model.parameters()) and torch.equal(torch.get_rng_state(), state)
-
-
-def test_bfloat16_weights_that_round_the_step_away_are_reported():
-    x = torch.full((64,), 100.0, dtype=torch.bfloat16, requires_grad=True)
-    found = critical_sharpness(
-        lambda: (x.float() - 99.5).square().sum(), [x], [torch.linspace(0.5, 1.5, 64)], guess=0.2, noise=0.0
-    )
-    assert found.outcome == "found" and not found.converged and "float32" in found.why
-
-
-def test_a_sharded_model_gives_the_value_of_the_plain_one(tmp_path):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = tiny_model("qwen2", vocab=13)
-    ids = torch.arange(12).view(2, 6) % 13
-
-    def loss():
-        return torch.nn.functional.cross_entropy(
-            model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-        )
-
-    def measured():
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        loss().backward()
-        with torch.no_grad():
-            loss()  # leaves the weights gathered
-        direction = update_direction(optimizer, model)
-        slope = update_slope(model, direction)
-        return critical_sharpness(loss, model, direction, guess=0.01, slope=slope), slope
-
-    plain, plain_slope = measured()
-    model.zero_grad()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)
-        before = [p.full_tensor().clone() for p in model.parameters()]
-        found, slope = measured()
-        assert found.outcome == "found" and found.value == pytest.approx(plain.value, rel=1e-5)
-        assert slope == pytest.approx(plain_slope, rel=1e-5)
-        with pytest.raises(UserError, match="pass the model"):
-            critical_sharpness(loss, list(model.parameters()), [None] * len(before), guess=0.1)
-        assert all(torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_wrong_arguments_are_named():
@@ -278,8 +221,8 @@ SHAPES = [(7, 3), (5,), (2, 2, 4), ()]
 
 
 def parts(seed: int, dtype=torch.float64) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in SHAPES]
+    draws = generator(seed)
+    return [torch.randn(shape, generator=draws, dtype=torch.float64).to(dtype) for shape in SHAPES]
 
 
 def flat(tensors) -> np.ndarray:
@@ -315,7 +258,6 @@ def test_a_missing_gradient_counts_as_zeros():
     a, b = parts(0), parts(1)
     zeros = [torch.zeros_like(x) for x in a]
     assert rotation([a[0], None, a[2], None], b) == rotation([a[0], zeros[1], a[2], zeros[3]], b)
-    assert rotation([*a[:3], None], [*b[:3], None]) == rotation(a[:3], b[:3])
     assert math.isnan(rotation(zeros, b).angle) and rotation(zeros, b).scale == 0.0
     assert math.isnan(rotation(a, zeros).scale)
     with pytest.raises(ValueError, match="zip"):

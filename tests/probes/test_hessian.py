@@ -14,9 +14,9 @@ from torch import nn
 import sharpscope
 from sharpscope import memory
 from sharpscope.errors import CheckError, UserError
-from sharpscope.probes import adamw_preconditioner, adamw_threshold, lm_surface
-from sharpscope.probes.lanczos import Krylov, eigenpairs, hutchpp, inner
-from sharpscope.probes.surface import Operator, Surface, check_products, length
+from sharpscope.probes import lm_surface
+from sharpscope.probes.hessian import Krylov, eigenpairs, hutchpp, inner
+from sharpscope.probes.surface import Operator, Surface, check_derivatives, length
 from tests.models import tiny_model
 from tests.probes.surfaces import OpaqueCube, all_scored, generator, net_and_dense, operator, quadratic, with_spectrum
 
@@ -40,14 +40,6 @@ def test_float32_says_what_it_cannot_reach():
     assert not sharpscope.curvature(loss, [theta], tolerance=1e-12, max_products=60).converged
 
 
-def test_one_estimate_does_not_depend_on_the_others():
-    theta, loss = quadratic(with_spectrum(np.random.default_rng(2).normal(size=50)))
-    one, alone, other = (
-        sharpscope.curvature(loss, [theta], seed=s, trace_probes=p) for s, p in ((3, 16), (3, 0), (4, 16))
-    )
-    assert one.largest == alone.largest and math.isnan(alone.trace) and one.trace != other.trace
-
-
 def test_a_loss_that_is_not_finite_gives_reasons_not_numbers():
     x = torch.tensor([0.0, 1.0], dtype=torch.float64, requires_grad=True)
     with np.errstate(all="ignore"):
@@ -57,39 +49,6 @@ def test_a_loss_that_is_not_finite_gives_reasons_not_numbers():
     y = torch.tensor([0.0, 1.0], dtype=torch.float64, requires_grad=True)
     found = sharpscope.curvature(lambda: y.pow(1.5).sum(), [y])  # finite gradient, infinite second derivative
     assert not found.converged and "product" in found.why and math.isnan(found.largest)
-
-
-def test_preconditioned_eigenvalue_is_that_of_the_scaled_matrix_and_adamw_gives_its_diagonal():
-    matrix = with_spectrum([5.0, 3.0, -1.0, 0.2])
-    theta, loss = quadratic(matrix, torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64))
-    optimizer = torch.optim.AdamW([theta], lr=0.01, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.0)
-    with pytest.raises(UserError, match="take a step"):
-        adamw_preconditioner(optimizer, [theta])
-    second, first = torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
-    for _ in range(3):
-        before = theta.detach().clone()
-        theta.grad = torch.autograd.grad(loss(), theta)[0]
-        first, second = 0.8 * first + 0.2 * theta.grad, 0.95 * second + 0.05 * theta.grad**2
-        optimizer.step()
-    (diagonal,) = adamw_preconditioner(optimizer, [theta])
-    torch.testing.assert_close(diagonal, (1 - 0.8**3) * ((second / (1 - 0.95**3)).sqrt() + 1e-3))
-    torch.testing.assert_close(theta.detach() - before, -0.01 * first / diagonal)  # the update is −lr·D⁻¹m
-    found = sharpscope.curvature(loss, [theta], preconditioner=[diagonal], tolerance=1e-9)
-    root = diagonal.rsqrt()
-    exact = torch.linalg.eigvalsh(root[:, None] * matrix * root)
-    assert (found.largest, found.smallest) == pytest.approx((float(exact[-1]), float(exact[0])), rel=1e-7)
-    assert adamw_threshold(0.1, 0.9) == pytest.approx(380)
-
-
-def test_gradient_descent_with_momentum_like_adamw_diverges_just_above_the_threshold():
-    """The threshold on a quadratic: exponential-average momentum m ← βm + (1−β)g, θ ← θ − lr·m."""
-    lr, beta = 0.1, 0.9
-    for factor, grows in ((0.99, False), (1.01, True)):
-        curvature, theta, momentum = factor * adamw_threshold(lr, beta), 1.0, 0.0
-        for _ in range(3000):
-            momentum = beta * momentum + (1 - beta) * curvature * theta
-            theta -= lr * momentum
-        assert (abs(theta) > 1) == grows
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -124,7 +83,6 @@ def test_mistakes_are_named():
         ("not a floating-point leaf", lambda: x.sum(), [x * 2], {}),
         ("none requires grad", lambda: x.sum(), [torch.ones(3)], {}),
         ("backend, 'lanzcos'", lambda: x.sum(), [x], {"backend": "lanzcos"}),
-        ("must be positive", lambda: x.sum(), [x], {"preconditioner": [torch.zeros(3)]}),
     ):
         with pytest.raises(UserError, match=words):
             sharpscope.curvature(loss, parameters, **options)
@@ -312,15 +270,6 @@ def test_a_wrong_gradient_is_refused(dtype, loss):
         assert call(check="off").checked is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_loss_whose_changes_drown_in_rounding_is_not_refused(dtype):
-    x = torch.tensor([0.5, -0.5], dtype=dtype, requires_grad=True)
-    for offset in (0.0, 1.0, 1e4, 1e8, 1e20):
-        found = sharpscope.sharpness(lambda offset=offset: offset + 1e-3 * x.sin().sum(), [x], 0.1)
-        assert math.isnan(found.checked) or found.checked < 0.01
-        assert offset > 1 or found.checked < 0.01
-
-
 @pytest.mark.parametrize("start", [0.0, 1e-3, 1e3])
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -337,10 +286,10 @@ def test_a_loss_with_many_kinks_is_not_refused():
     net = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
     x, y = torch.randn(200, 10), torch.randint(0, 4, (200,))
     surface = Surface(lambda: nn.functional.cross_entropy(net(x.to(net[0].weight)), y), list(net.parameters()))
-    error = check_products(surface, surface.hessian())
+    error = check_derivatives(surface, surface.hessian())
     assert error < 0.01 or math.isnan(error)
     net.double()
-    assert check_products(surface, surface.hessian()) < 1e-6
+    assert check_derivatives(surface, surface.hessian()) < 1e-6
     undecided = torch.tensor([1.0], dtype=torch.float64, requires_grad=True)
     found = sharpscope.curvature(lambda: (undecided - 1).clamp(min=0).pow(1.5).sum(), [undecided])
     assert math.isnan(found.checked)

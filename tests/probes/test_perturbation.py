@@ -14,7 +14,7 @@ from sharpscope.probes import Objective, lm_surface, problems
 from sharpscope.probes.language_model import token_batch
 from sharpscope.probes.perturbation import find_radius
 from sharpscope.probes.surface import moved
-from tests.probes.surfaces import operator, sloped, small_model, with_spectrum
+from tests.probes.surfaces import sloped, small_model, with_spectrum
 
 
 def quadratic(values, gradient):
@@ -154,65 +154,6 @@ def test_values_by_prompt_have_the_estimate_as_mean_and_the_jackknifes_standard_
         # Equal for means; for ratios (prompts with unequal weights) the two agree to second order.
         assert row.prompt_std_error == pytest.approx(error, rel=0.25) and row.prompts == 5
         assert row.prompt_values == tuple(sam.by_prompt.tolist())
-
-
-class PromptQuadratics:
-    """L_i(θ) = 2 + ½θᵀH_iθ of k prompts at θ = 0, whose mean is L."""
-
-    def __init__(self, hessians: torch.Tensor) -> None:
-        self.hessians = hessians  # (k, P, P)
-        self.parameters = (torch.zeros(len(hessians[0]), dtype=torch.float64, requires_grad=True),)
-
-    def gradient(self):
-        return 2.0, torch.zeros(len(self.hessians[0]), dtype=torch.float64)
-
-    def hessian(self):
-        return operator(self.hessians.mean(0))
-
-    def curvature_by_prompt(self, vector):
-        return torch.einsum("p,kpq,q->k", vector, self.hessians, vector)
-
-
-def prompt_quadratics(count, size=8, seed=0):
-    """Hessians of prompts around a mean with eigenvalues from −1 to 5."""
-    generator = torch.Generator().manual_seed(seed)
-    basis = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))[0]
-    center = basis @ torch.diag(torch.linspace(-1, 5, size, dtype=torch.float64)) @ basis.T
-    noise = torch.randn(count, size, size, generator=generator, dtype=torch.float64)
-    return center + 0.5 * (noise + noise.transpose(1, 2))
-
-
-def quadratic_curvature(hessians, preconditioner=None):
-    settings = {"top": 2, "tolerance": 1e-6, "trace_probes": 0, "by_prompt": True, "check": "off"}
-    given = None if preconditioner is None else [preconditioner]
-    return sharpscope.curvature(PromptQuadratics(hessians), None, preconditioner=given, **settings)
-
-
-def test_values_by_prompt_of_eigenvalues_are_quadratic_forms():
-    hessians = prompt_quadratics(6)
-    diagonal = torch.linspace(0.5, 4, 8, dtype=torch.float64)
-    for found, scale in (
-        (quadratic_curvature(hessians), torch.ones(8)),
-        (quadratic_curvature(hessians, diagonal), diagonal.rsqrt()),
-    ):
-        scaled = hessians * scale[:, None] * scale
-        vectors = torch.linalg.eigh(scaled.mean(0)).eigenvectors[:, [-1, -2, 0]].T
-        rows = [row for row in found.estimates() if row.quantity in ("largest", "eigenvalue_2", "smallest")]
-        for row, vector in zip(rows, vectors, strict=True):
-            exact = torch.einsum("p,kpq,q->k", vector, scaled, vector)
-            np.testing.assert_allclose(row.prompt_values, exact, rtol=1e-4, atol=1e-4)
-            assert row.prompt_std_error == pytest.approx(float(exact.std()) / math.sqrt(6), rel=1e-4)
-
-
-def test_standard_errors_of_eigenvalues_cover_over_redraws():
-    """100 draws of 24 of 200 prompts; the errors are those of a sample of a finite pool."""
-    pool, generator = prompt_quadratics(200, seed=1), torch.Generator().manual_seed(2)
-    rows = [quadratic_curvature(pool[torch.randperm(200, generator=generator)[:24]]).estimates() for _ in range(100)]
-    for quantity in zip(*rows, strict=True):
-        value, error = np.array([(row.value, row.prompt_std_error) for row in quantity]).T
-        error = error * math.sqrt(1 - 24 / 200)
-        assert 0.7 < np.sqrt((error**2).mean()) / value.std(ddof=1) < 1.4, quantity[0].quantity
-        assert 0.88 <= (np.abs(value - value.mean()) <= 2.07 * error).mean() <= 1, quantity[0].quantity
 
 
 class Failure:

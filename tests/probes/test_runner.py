@@ -10,22 +10,21 @@ import pytest
 import torch
 
 from sharpscope.errors import UserError
+from sharpscope.policy import PolicySpec, load_policy
 from sharpscope.probes import (
     ProbeBatch,
     ProbesSpec,
-    adamw_preconditioner,
     choose_radius,
-    curvature,
-    lm_surface,
     problems,
     read_rows,
     run,
     runner,
+    text_batches,
 )
-from sharpscope.probes import language_model as language
 from sharpscope.probes.language_model import Objective, completion_batch, token_batch
 from tests.models import random_batch, tiny_model
-from tests.probes.test_guard import assert_same, disturbed, snapshot
+from tests.oracles.token_gradients import row_logp
+from tests.probes.test_self_check import assert_same, disturbed, snapshot
 
 SPEC = ProbesSpec(preset="standard", curvature_prompts=3, max_products=12, trace_probes=2, rho=0.05, top=1)
 
@@ -85,16 +84,6 @@ def test_a_measure_that_fails_leaves_the_others_and_says_why(monkeypatch, error)
     assert any("nll asam" in line for line in problems(rows.values()))
 
 
-def test_errors_over_prompts_that_cannot_be_had_leave_the_eigenvalue(monkeypatch):
-    """In 0.2 a finite step along an eigenvector took the eigenvalues, the trace and all perturbations with it."""
-    model, batch = tiny_model("qwen2", dtype=torch.float32), random_batch()
-    monkeypatch.setattr(language.LmSurface, "curvature_by_prompt", lambda surface, vector: 1 / 0)
-    with pytest.warns(UserWarning, match="no standard error over prompts"):
-        rows = rows_of(probed(model, objective(batch, "nll")))
-    assert math.isfinite(rows["largest"].value) and math.isnan(rows["largest"].prompt_std_error)
-    assert math.isfinite(rows["trace"].value)
-
-
 @pytest.mark.parametrize("name", ["expected_failure", "nll"])
 def test_the_radius_is_chosen_once_on_the_model_at_hand(name):
     model, batch = tiny_model("qwen2", dtype=torch.float32), random_batch()
@@ -131,21 +120,6 @@ def test_a_model_that_is_not_finite_gives_reasons_for_every_missing_number():
     assert len(problems(rows.values())) >= len(missing)
 
 
-def test_the_preconditioned_eigenvalue_is_that_of_a_single_call():
-    model, batch = tiny_model("qwen2", dtype=torch.float32), random_batch()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss.backward()
-    optimizer.step()
-    spec = ProbesSpec(curvature_prompts=3, max_products=100, trace_probes=0, rho=0.05)
-    rows = rows_of(probed(model, objective(batch, "nll"), spec, optimizer=optimizer))
-    with lm_surface(model, objective(batch, "nll")) as surface:
-        diagonal = adamw_preconditioner(optimizer, surface.parameters)
-        alone = curvature(surface, None, preconditioner=diagonal, trace_probes=0)
-    shared = rows["preconditioned_largest"]
-    assert shared.converged and shared.value == pytest.approx(alone.largest, rel=1e-3)
-    assert rows["preconditioned_threshold"].value == pytest.approx(38 / 1e-3)
-
-
 def test_data_files_are_read_and_mistakes_named(tmp_path):
     rows = [{"prompt": "1", "completion": "b", "reward": 1}, {"prompt": "a", "completion": "c", "truncated": True}]
     path = tmp_path / "d.jsonl"
@@ -164,9 +138,6 @@ def test_data_files_are_read_and_mistakes_named(tmp_path):
 
 
 def test_texts_are_probed(tiny_policy):
-    from sharpscope.policy import PolicySpec, load_policy
-    from sharpscope.probes import run, text_batches
-
     policy = load_policy(PolicySpec(model=str(tiny_policy)))
 
     def frame(*rows):
@@ -178,15 +149,12 @@ def test_texts_are_probed(tiny_policy):
     found = [row for one in run(policy.model, batches, ProbesSpec(rho=0.1)) for row in one.estimates]
     loss = {row.functional: row.value for row in found if row.quantity == "loss"}
     assert loss["expected_failure"] == pytest.approx(0.5)
-    total, count = 0.0, 0
+    logp = []
     for row in rows.itertuples():
         prompt = policy.tokenizer(row.prompt)["input_ids"]
         completion = [*policy.tokenizer(row.completion, add_special_tokens=False)["input_ids"], policy.eos_ids[0]]
-        logits = policy.model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0].detach().float()
-        logp = torch.log_softmax(logits, -1)
-        total -= sum(float(logp[len(prompt) - 1 + t, token]) for t, token in enumerate(completion))
-        count += len(completion)
-    assert loss["nll"] == pytest.approx(total / count, rel=1e-4)
+        logp.append(row_logp(policy.model, (prompt, completion)))
+    assert loss["nll"] == pytest.approx(float(-torch.cat(logp).mean()), rel=1e-4)
     with pytest.raises(UserError, match="have no reward"):
         text_batches(policy, frame(("a", "b", None)), ("expected_failure",))
     with pytest.raises(UserError, match="context is"):

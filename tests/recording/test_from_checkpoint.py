@@ -18,7 +18,7 @@ from sharpscope.policy import PolicySpec, load_policy
 from sharpscope.recording import from_checkpoint
 from sharpscope.recording.from_checkpoint import STATISTICS, probe_trace, step_rows
 from tests.integrations.trainers import small_model, tokenizer
-from tests.oracles.supervised import row_logp, tokens_of
+from tests.oracles.token_gradients import row_logp, tokens_of
 
 ROWS = [([2, 3], [4, 5, 6]), ([7], [8, 9]), ([2, 3, 4], [10])]
 

@@ -1,7 +1,7 @@
 """Score norms ‖∇_θ log π_t‖₂ of the tokens of a causal language model, by three methods of different cost and accuracy.
 
-Modules: `rows` (batches of tokens), `structure` (properties of a model, and uses of parameters in a forward pass), `attention` (its
-derivatives), `norms` (the methods), `forward_mode` (directional derivatives), `self_check`, `sharded` (FSDP2).
+Modules: `rows` (batches of tokens), `structure` (properties of a model, uses of parameters in a forward pass, attention),
+`norms` (the methods), `forward_mode` (directional derivatives), `self_check`, `sharded` (FSDP2).
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from transformers import DynamicCache
 
 from sharpscope.policy import Head
 from sharpscope.probes.guard import attention_implementation
-from sharpscope.probes.token_gradients import attention as attn
 from sharpscope.probes.token_gradients.rows import Place, Rows, safe_width, widen
 from sharpscope.probes.token_gradients.structure import (
+    CUT,
     Structure,
     Use,
     exact_squares,
@@ -91,9 +91,8 @@ class HeadGradients(NamedTuple):
     to_hidden: Tensor  # (M, d) ∂ log π/∂h
     bias_squared: Tensor  # (M,) ‖∂ log π/∂a‖², the squared norm for the layer's bias
     weight_squared: Tensor  # (M,) ‖∂ log π/∂W‖² = bias_squared·‖h‖², W in its use as output layer only
-    coupled: (
-        Tensor | None
-    )  # (M, L) ∂ log π/∂a at given words: couples a tied weight's gradient to the input embedding's
+    # (M, L) ∂ log π/∂a at given words: couples a tied weight's gradient to the input embedding's.
+    coupled: Tensor | None
 
     def add_to(self, sums: Squares, structure: Structure, place: Place) -> None:
         """Add the output layer's trainable parameters."""
@@ -107,13 +106,7 @@ class HeadGradients(NamedTuple):
 def head_chunks(
     hidden: Tensor, head: Head, targets: Tensor, temperature: float
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Walk over M tokens: hidden (M, d), targets (M,).
-
-    1 − p_y is summed over the other words, so it keeps its relative precision when p_y is near 1.
-
-    Yields:
-        Which of the M tokens; ∂ ln p_y/∂a (C, V); ∂ ln p_y/∂h (C, d) in the weight's type.
-    """
+    """Chunks of M tokens, hidden (M, d), targets (M,): which; ∂ ln p_y/∂a (C, V); ∂ ln p_y/∂h (C, d) in the weight's type."""
     budget = LOGIT_BYTES.get(hidden.device.type, LOGIT_BYTES["cuda"])
     size = max(1, budget // (head.weight.shape[0] * max(hidden.element_size(), 4)))
     for start in range(0, len(hidden), size):
@@ -121,7 +114,7 @@ def head_chunks(
         z, y = head.logits(hidden[rows]), targets[rows, None]  # (C, V), (C, 1)
         slope = None if head.soft_cap is None else 1 - (z / head.soft_cap).square_()
         p = torch.softmax(z if temperature == 1.0 else z.div_(temperature), 1).scatter_(1, y, 0.0)
-        rest = p.sum(1, keepdim=True)
+        rest = p.sum(1, keepdim=True)  # 1 − p_y with its relative precision when p_y is near 1
         pull = p.neg_().scatter_(1, y, rest).mul_(head.scale / temperature)
         if slope is not None:
             pull.mul_(slope)
@@ -148,10 +141,7 @@ def head_gradients(
 
 @torch.no_grad()
 def head_norms(model: nn.Module, structure: Structure, rows: Rows, temperature: float) -> ScoreNorms:
-    """‖∂ log π/∂(W, b)‖ of the output layer z = W h + b, also if W is frozen or tied to the embedding.
-
-    It equals ‖p − e_y‖·sqrt(‖h‖² + 1 if there is a bias)/T, with each logit's part multiplied by the slope of the soft cap.
-    """
+    """‖∂ log π/∂(W, b)‖ of the output layer z = W h + b, also if W is frozen or tied to the embedding."""
     sums = Squares(rows, structure.dtype)
     for chunk in rows.chunks():
         states = hidden_states(model, chunk.ids)[chunk.predicts]  # (M, d)
@@ -187,7 +177,7 @@ def add_local(
     ids = widen(rows.ids, safe_width(model, rows.ids.shape[1]))  # (B, L)
     b, j = rows.predicts.nonzero(as_tuple=True)  # (M,) row and position that predict a chosen token
     place = rows.place
-    with recording(model, structure, (ids.shape[0], ids.shape[1]), attn.CUT) as recorder:
+    with recording(model, structure, (ids.shape[0], ids.shape[1]), CUT) as recorder:
         hidden = hidden_states(model, ids, cache)
     states = hidden.detach()[b, j]
     words = ids[b, j][:, None] if structure.tied else None
@@ -209,10 +199,7 @@ def add_local(
 
 
 def _segments(model: nn.Module, structure: Structure, chunk: Rows) -> Iterator[tuple[Rows, DynamicCache | None]]:
-    """Parts of long rows, and the cache that each continues and adds to; activations are of one part.
-
-    What was read before a part is constant.
-    """
+    """Parts of long rows, so that activations are of one part, and the cache that each continues; what it holds is constant."""
     with torch.no_grad():
         cache = read_before(model, chunk.before, len(chunk.ids))
     end = int(chunk.chosen.any(0).nonzero().max()) + 1
@@ -227,7 +214,7 @@ def _segments(model: nn.Module, structure: Structure, chunk: Rows) -> Iterator[t
         if bool(part.chosen.any()):
             yield part, cache
         else:
-            with torch.no_grad(), attention_implementation(model, attn.FORWARD):
+            with torch.no_grad(), attention_implementation(model, CUT):
                 hidden_states(model, part.ids, cache)
         layers: Any = cache.layers
         for layer in layers:  # without the graph of the part
@@ -238,11 +225,7 @@ def _segments(model: nn.Module, structure: Structure, chunk: Rows) -> Iterator[t
 
 
 def exact_norms(model: nn.Module, structure: Structure, rows: Rows, temperature: float) -> ScoreNorms:
-    """Norms of all chosen tokens, exact up to rounding. The model must be in eval mode.
-
-    Raises:
-        UserError: a parameter is used in a way that the hooks do not know.
-    """
+    """Norms of all chosen tokens, exact up to rounding. The model must be in eval mode."""
     structure.require_uses("exact")
     sums = Squares(rows, structure.dtype)
     for index, positions in _batches(rows):

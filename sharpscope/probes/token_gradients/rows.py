@@ -90,6 +90,14 @@ class Rows:
             start += size
 
 
+def left_aligned(present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Real tokens first, in their order: columns (N, L) of `present` (N, S), lengths (N,), and whether a position has a token."""
+    lengths = present.sum(1)
+    width = max(int(lengths.max()) if lengths.numel() else 0, 1)
+    order = torch.argsort(~present, dim=1, stable=True)[:, :width]
+    return order, lengths, torch.arange(width, device=present.device) < lengths[:, None]
+
+
 def make_rows(
     model: nn.Module, input_ids: Tensor, mask: Tensor, attention_mask: Tensor | None, temperature: float
 ) -> Rows:
@@ -108,25 +116,19 @@ def make_rows(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: no parameter has requires_grad; unfreeze those whose gradient is meant")
     device = input_ids.device
-    present = (
-        torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.to(device).bool()
-    )
+    present = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(device)
     if present.shape != input_ids.shape:
         raise UserError(
             f"attention_mask, shape {tuple(present.shape)}: must be that of input_ids, {tuple(input_ids.shape)}"
         )
-    meant = mask.to(device)
+    meant, present = mask.to(device), present.bool()
     if not bool(((meant == 0) | (meant == 1)).all()):
         raise UserError("mask: must be 0 or 1 everywhere; give weights as `coef`")
     meant = meant.bool()
     if bool((meant & ~present).any()):
         raise UserError("mask: marks a token that attention_mask calls padding; clear it there")
-    order = torch.argsort(~present, dim=1, stable=True)  # real tokens first, in their order
-    lengths = present.sum(1)
-    width = max(int(lengths.max()) if lengths.numel() else 0, 1)
-    _check_length(model, width)
-    order = order[:, :width]
-    keep = torch.arange(width, device=device) < lengths[:, None]
+    order, lengths, keep = left_aligned(present)
+    _check_length(model, keep.shape[1])
     chosen = meant.gather(1, order) & keep
     if bool(chosen[:, 0].any()):
         raise UserError("mask: marks the first token of a row, which has no prefix; clear it there")
@@ -164,8 +166,7 @@ def _check_length(model: nn.Module, width: int) -> None:
 def safe_width(model: nn.Module, width: int) -> int:
     """The least length of at least `width` that no count of attention heads equals.
 
-    Activations are (rows, positions, heads, d) or (rows, heads, positions, d); telling them apart by their sizes must
-    not be a matter of luck.
+    Activations are (rows, positions, heads, d) or (rows, heads, positions, d), which their sizes must tell apart.
     """
     config = bare(model).config
     counts = {

@@ -1,9 +1,8 @@
-"""Self-check: compare the token probes with autograd on the model at hand.
+"""Self-check: compare the token probes with autograd on the model at hand, each once per model.
 
 Two consecutive tokens are compared: the beginning of the first row of the call, continued twice by the model's second most probable
 word, whose log-probability has a gradient far above rounding. The reference is `torch.autograd.grad` through the model's own forward
-pass with its own attention. Results are cached with the model's structure (see `fingerprint`), so each probe is checked once per
-model.
+pass with its own attention.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from sharpscope.errors import CheckError, UserError
 from sharpscope.policy import bare
 from sharpscope.policy.cache import cache_keyword
 from sharpscope.probes.directions import inner
+from sharpscope.probes.guard import tolerance
 from sharpscope.probes.token_gradients.forward_mode import logp_derivative
 from sharpscope.probes.token_gradients.norms import NormMethod, exact_norms, head_norms, local_norms
 from sharpscope.probes.token_gradients.rows import Rows, make_rows
@@ -31,14 +31,8 @@ NORMS = {"head": head_norms, "local": local_norms, "exact": exact_norms}
 def check_norms(
     model: nn.Module, structure: Structure, rows: Rows, temperature: float, method: NormMethod, check: Check
 ) -> float | None:
-    """The largest relative error of a method of score norms on two tokens; None if not checked, NaN if not finite.
-
-    `head`, a closed form of the logits, is not checked.
-
-    Raises:
-        CheckError: the error exceeds what the model's precision allows.
-    """
-    if method == "head":
+    """The largest relative error of a method of score norms on two tokens; None if not checked, NaN if not finite."""
+    if method == "head":  # a closed form of the logits
         return None
 
     def run(sample: _Sample) -> float:
@@ -74,18 +68,6 @@ def check_shares(model: nn.Module, shares: Tensor, check: Check) -> None:
         _judge(model, "shares", error, f"shares of the gradient sum to {total:.4g} instead of 1")
 
 
-def tolerance(model: nn.Module) -> float:
-    """The relative error that rounding may explain, from ε of the coarsest type among the model's weights.
-
-    Two ways to one gradient differ by rounding in another order, a small multiple of √layers·ε, while a wrong derivative is
-    seldom right to 10⁻³. 2√ε lies between: 7e-4 in float32, 0.06 in float16 and 0.18 in bfloat16, where plain autograd is no
-    better itself (seen on tiny models: at most 3e-6, 8e-3 and 8e-2). Models in float64 count as float32: transformers takes
-    softmax, norms and routers in float32 within them.
-    """
-    types = {torch.float32, *(p.dtype for p in bare(model).parameters() if p.is_floating_point())}
-    return float(2 * max(torch.finfo(dtype).eps for dtype in types) ** 0.5)
-
-
 def _once(
     model: nn.Module,
     structure: Structure,
@@ -110,16 +92,14 @@ def _once(
 
 
 def _judge(model: nn.Module, probe: str, error: float, what: str) -> None:
-    limit = tolerance(model)
+    limit = tolerance(bare(model).parameters())
     if error > limit:
         instead = "use method='exact'" if probe == "local" else "use torch.autograd.grad"
-        raise CheckError(
+        text = (
             f"{type(bare(model)).__name__}, {probe}: {what}: relative error {error:.2g}, where the precision of the model "
-            f"allows {limit:.2g}; {instead}, or take the numbers unchecked with check='off'",
-            probe,
-            error,
-            limit,
+            f"allows {limit:.2g}; {instead}, or take the numbers unchecked with check='off'"
         )
+        raise CheckError(text, probe, error, limit)
 
 
 class _Sample:
@@ -160,13 +140,11 @@ class _Sample:
                 given = {"attention_mask": ones, keyword: cache, "use_cache": True}
                 return self._pulled(self.model(input_ids=read[:, -1:], **given).logits, word)
         except (UserError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError) as problem:
-            raise CheckError(
+            text = (
                 f"{type(bare(self.model)).__name__}, local: cannot be compared with a step from the model's key-value cache "
-                f"({problem}); use method='exact', or take the numbers unchecked with check='off'",
-                "local",
-                math.nan,
-                math.nan,
-            ) from problem
+                f"({problem}); use method='exact', or take the numbers unchecked with check='off'"
+            )
+            raise CheckError(text, "local", math.nan, math.nan) from problem
 
     def _pulled(self, logits: Tensor, word: Tensor) -> list[Tensor]:
         wide = logits[0, -1].to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature

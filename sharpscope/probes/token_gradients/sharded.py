@@ -49,14 +49,7 @@ class ShardedProbes:
     def local(
         self, input_ids: Tensor, mask: Tensor, attention_mask: Tensor, temperature: float, check: bool = True
     ) -> ScoreNorms:
-        """Local norms of this process's tokens.
-
-        Args are those of `score_norms`; `check`: whether the first call compares a norm with that of the model's own gradient.
-
-        Raises:
-            UserError: a part of the model that the method does not support.
-            CheckError: a norm differs from that of the model's own gradient.
-        """
+        """Local norms of this process's tokens; arguments and errors are those of `score_norms`."""
         with self._unchanged():
             rows, structure = self._prepared(input_ids, mask, attention_mask, temperature)
             structure.require_local()
@@ -86,11 +79,7 @@ class ShardedProbes:
     ) -> Tensor:
         """Derivatives (N, S) of log π of this process's tokens along a direction, 0 where the mask is 0.
 
-        Args are those of `local`; `direction`: tensors like the trainable parameters in the model's order; None counts 0.
-
-        Raises:
-            UserError: a part of the model without a forward-mode derivative.
-            CheckError: a derivative differs from that by the model's own gradient.
+        Arguments and errors are those of `attribute`; a part of the direction that is None counts 0.
         """
         with self._unchanged():
             rows, structure = self._prepared(input_ids, mask, attention_mask, temperature)
@@ -111,10 +100,7 @@ class ShardedProbes:
             return out
 
     def exact(self, input_ids: Tensor, mask: Tensor, attention_mask: Tensor, temperature: float) -> Tensor:
-        """Norms (N, S) of the whole gradients of a few tokens, a forward and a backward pass for each.
-
-        All processes give the same rows, and compute each token together. Arguments and errors are those of `local`.
-        """
+        """Norms (N, S) of a few tokens, a forward and a backward pass for each; all processes give the same rows."""
         with self._unchanged():
             rows = distributed.together(lambda: make_rows(self.model, input_ids, mask, attention_mask, temperature))
             values = torch.zeros(rows.shape, dtype=torch.float64, device=rows.ids.device)
@@ -177,13 +163,9 @@ class ShardedProbes:
         error, limit = abs(found - expected) / scale if scale else 0.0, TOLERANCE.get(self._dtype, 5e-2)
         self.checked[name] = max(distributed.gather(error))
         if not self.checked[name] <= limit:
-            raise CheckError(
-                f"{'score norms' if name == 'local' else 'shares'} of the sharded model differ from its own gradient's by "
-                f"{self.checked[name]:.1e} (allowed {limit:.0e})",
-                name,
-                self.checked[name],
-                limit,
-            )
+            what = "score norms" if name == "local" else "shares"
+            text = f"{what} of the sharded model differ from its own gradient's by {self.checked[name]:.1e} (allowed {limit:.0e})"
+            raise CheckError(text, name, self.checked[name], limit)
 
 
 def _first(rows: Rows) -> Rows | None:

@@ -16,15 +16,24 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from sharpscope.errors import UserError
 from sharpscope.policy import Head, backbone, bare, check_head, output_head
 from sharpscope.policy.cache import cache_keyword, check_cacheable
 from sharpscope.policy.sharding import is_sharded
-from sharpscope.probes.guard import attention_implementation, group_names, remembered
-from sharpscope.probes.token_gradients import attention as attn
+from sharpscope.probes.guard import attention_implementation, group_names, remembered, tolerance
 from sharpscope.probes.token_gradients.rows import safe_width
+
+CUT = "sharpscope_cut"
+"""Name of `attend` in transformers' `AttentionInterface`."""
+QUERY_BLOCK = 128  # rows of probabilities made at once: small enough for a cache, large enough for efficient products
+
+
+class AttentionError(UserError):
+    """An attention call that `attend` cannot replace."""
 
 
 @dataclass
@@ -65,11 +74,7 @@ class Structure:
 
 
 def structure_of(model: nn.Module) -> Structure:
-    """The structure of a model, cached until something other than the values of its weights changes.
-
-    Raises:
-        UserError: it is no causal language model with one linear output layer, or not causal.
-    """
+    """The structure of a model, cached until something other than the values of its weights changes."""
     known = remembered(model)
     if "structure" not in known:
         known["structure"] = examine(model)
@@ -104,11 +109,12 @@ def examine(model: nn.Module) -> Structure:
     outside = (structure.head_weight, structure.head_bias)
     unhandled = recorder.unhandled({name: p for name, p in named.items() if name not in outside}, hidden)
     try:
-        with attn.counting() as calls, recording(model, structure, size, attn.CUT):
+        _callers.clear()
+        with recording(model, structure, size, CUT):
             hidden_states(model, ids)
-        if not calls:
-            raise attn.AttentionError("its attention does not go through transformers' AttentionInterface")
-    except attn.AttentionError as problem:
+        if not _callers:
+            raise AttentionError("its attention does not go through transformers' AttentionInterface")
+    except AttentionError as problem:
         structure.own_attention = str(problem)
     structure.unhandled = unhandled
     structure.modules = _holders(causal, {name: p for name, p in named.items() if name not in unhandled})
@@ -134,24 +140,20 @@ def _can_share(model: nn.Module, structure: Structure, ids: Tensor) -> bool:
         cache_keyword(backbone(model))
     except UserError:
         return False
-    with torch.no_grad(), attention_implementation(model, attn.FORWARD):
+    with torch.no_grad(), attention_implementation(model, CUT):
         whole = hidden_states(model, ids[:1])[:, -3:]
         part = hidden_states(model, ids[:1, -3:], read_before(model, ids[0, :-3], 1))
-    eps = max(torch.finfo(p.dtype).eps for p in (structure.head.weight, *structure.named.values()))
-    if eps < 1e-6 and whole.is_cuda:  # products of matrices may be rounded to TF32 or bfloat16
-        eps = max(eps, {"highest": 0.0, "high": 2**-10}.get(torch.get_float32_matmul_precision(), 2**-7))
-    limit = max(eps, torch.finfo(torch.float32).eps) ** 0.5 * float(whole.abs().amax())
-    return torch.allclose(whole, part, rtol=0, atol=limit)
+    limit = tolerance((structure.head.weight, *structure.named.values()))
+    if whole.is_cuda:  # products of matrices may be rounded to TF32
+        limit = max(limit, 2**-5)
+    return torch.allclose(whole, part, rtol=0, atol=limit * float(whole.abs().amax()))
 
 
 # -- Passes
 
 
 def hidden_states(model: nn.Module, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
-    """Hidden states (B, L, d) after the final norm, for rows (B, L) without left padding.
-
-    With a `cache` of B rows they continue it, and it gets their keys and values.
-    """
+    """Hidden states (B, L, d) after the final norm, for rows (B, L) without left padding, which continue a `cache` of B rows."""
     body = backbone(model)
     start = 0 if cache is None else cache.get_seq_length()
     # Learned positions are looked up once per row, so that each row has a gradient of its own.
@@ -213,7 +215,7 @@ class Use:
     @property
     def gram(self) -> Tensor:
         """Inner products of the inputs of positions of a row, (B, L, L)."""
-        if self.kind == "embedding":  # one-hot inputs
+        if self.kind == "embedding":
             same = self.x[:, :, None] == self.x[:, None, :]
             return (same if self.ignored is None else same & (self.x != self.ignored)[:, None]).float()
         x = wide(self.x)
@@ -279,8 +281,7 @@ class UseRecorder:
     """
 
     def __init__(self, modules: Mapping[nn.Module, Mapping[str, str]], size: tuple[int, int]) -> None:
-        self.used: dict[str, int] = {}  # how often each parameter was used, in the order of their first uses
-        # Module -> attribute -> name of its trainable parameters; (B, L) of the rows.
+        self.used: dict[str, int] = {}  # how often each parameter was used
         self._modules, self._size = modules, size
         self._anchor: Tensor | None = None
         self._measure: Measure | None = None
@@ -371,3 +372,71 @@ class UseRecorder:
                 self._measure(use, g * factor)
 
         out.register_hook(hook)
+
+
+# -- Causal attention whose gradient reaches a position only through itself
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float | None) -> Tensor:
+    """softmax(cap·tanh(scale·q·kᵀ/cap) + mask)·v, (B, H, L, d), where a position's cotangent reaches only its own q, k and v.
+
+    No attention of PyTorch treats other positions' keys and values as constants. Probabilities are made in blocks of query rows, so
+    that masked parts are not computed.
+
+    q is (B, H, L, d), k and v (B, Hkv, before + L, d) with H a multiple of Hkv, of which the last L keys are those of the queries'
+    positions; mask (B or 1, H or 1, L, keys), None for a causal one.
+    """
+    (B, H, L, _), (kv, keys) = q.shape, k.shape[1:3]
+    before, groups = keys - L, H // kv
+    q, k, v = q.reshape(B * kv, groups, L, -1) * scale, k.reshape(B * kv, keys, -1), v.reshape(B * kv, keys, -1)
+    own_k, own_v = (x[:, None, before:] - x[:, None, before:].detach() for x in (k, v))  # 0, with the own gradient
+    k, v = k.detach(), v.detach()
+    parts = []
+    for start in range(0, L, QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, L)
+        rows, end, at = q[:, :, start:stop], before + stop, before + start  # `end`: of the keys that the block sees
+        S = torch.bmm(rows.flatten(1, 2), k[:, :end].mT).unflatten(1, (groups, -1))  # (B·kv, groups, b, end)
+        diagonal = S.diagonal(at, -2, -1) + torch.linalg.vecdot(rows.detach(), own_k[:, :, start:stop])
+        S = torch.diagonal_scatter(S, diagonal, at, -2, -1)
+        if cap is not None:
+            S = cap * torch.tanh(S / cap)
+        if mask is None:
+            hidden = torch.ones(stop - start, end, dtype=torch.bool, device=q.device).triu_(at + 1)
+            S = S.masked_fill(hidden, torch.finfo(S.dtype).min)
+        else:
+            part = mask[:, :, start:stop, :end]
+            part = part[:, :, None] if part.shape[1] == 1 else part.unflatten(1, (kv, -1))  # (B, kv, groups, b, end)
+            S = (S.unflatten(0, (B, kv)) + part).flatten(0, 1)
+        P = torch.softmax(S, -1)
+        out = torch.bmm(P.flatten(1, 2), v[:, :end]).unflatten(1, (groups, -1))  # (B·kv, groups, b, d)
+        parts.append(out + P.diagonal(at, -2, -1).detach()[..., None] * own_v[:, :, start:stop])
+    return torch.cat(parts, 2).view(B, H, L, -1)
+
+
+_callers: set[str] = set()  # classes that have called `attend` since `examine` looked last
+
+
+def _cut_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """`attend` for the interface of transformers."""
+    unknown = [name for name in ("s_aux", "position_bias", "indices") if rest.get(name) is not None]
+    if unknown:
+        raise AttentionError(f"{type(module).__name__} has attention with `{unknown[0]}`")
+    if attention_mask is not None and attention_mask.requires_grad:
+        raise AttentionError(f"{type(module).__name__} has a trainable attention mask")
+    _callers.add(type(module).__name__)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    out = attend(query, key, value, attention_mask, scale, softcap)
+    return out.transpose(1, 2).contiguous(), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(CUT, _cut_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(CUT, eager_mask)

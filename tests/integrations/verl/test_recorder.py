@@ -33,8 +33,7 @@ from tests.integrations.trainers import (
     tokenizer,
 )
 from tests.models import keep_double_precision
-from tests.oracles.supervised import row_logp, tokens_of
-from tests.oracles.token_gradients import local_token_gradients, squared_norms
+from tests.oracles.token_gradients import local_token_gradients, row_logp, squared_norms, tokens_of
 
 if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed (nox -s verl_recorder)", allow_module_level=True)

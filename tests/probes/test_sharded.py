@@ -12,8 +12,16 @@ from torch.distributed.tensor import distribute_tensor
 
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy.head import layers_of
-from sharpscope.probes import attribute, logp_gradient, score_norms
-from sharpscope.probes.token_gradients import attention, norms, sharded
+from sharpscope.probes import (
+    CriticalSharpness,
+    attribute,
+    critical_sharpness,
+    logp_gradient,
+    score_norms,
+    update_direction,
+    update_slope,
+)
+from sharpscope.probes.token_gradients import norms, sharded, structure
 from tests.models import random_batch, tiny_model
 
 
@@ -65,7 +73,7 @@ def test_after_a_pass_that_failed_in_its_middle_the_model_trains_on(probe: str, 
     """A part without a forward mode; attention that cannot be replaced."""
 
     def refuse(*_):
-        raise attention.AttentionError("no attention")
+        raise structure.AttentionError("no attention")
 
     class Doubled(torch.autograd.Function):
         @staticmethod
@@ -86,25 +94,13 @@ def test_after_a_pass_that_failed_in_its_middle_the_model_trains_on(probe: str, 
         with pytest.raises(UserError, match="no forward-mode derivative"):
             probes.along(*given, direction, 1.0, check=False)
     else:
-        monkeypatch.setattr(attention, "attend", refuse)
+        monkeypatch.setattr(structure, "attend", refuse)
         with pytest.raises(UserError, match="no attention"):
             probes.local(*given, 1.0, check=False)
     for model in models:
         model(input_ids=batch["input_ids"]).logits.square().sum().backward()
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(one.grad.full_tensor(), other.grad.full_tensor())
-
-
-def test_frozen_parameters_do_not_count():
-    whole, batch = tiny_model(tie=False), random_batch()
-    model = tiny_model(tie=False)
-    for one in (whole, model):
-        for name, parameter in one.named_parameters():
-            parameter.requires_grad_("mlp" in name)
-    given = (batch["input_ids"], batch["mask"])
-    expected = score_norms(whole, *given, method="local", attention_mask=batch["attention_mask"]).values
-    found = sharded.ShardedProbes(shard(model)).local(*given, batch["attention_mask"], 1.0).values
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_norms_that_are_wrong_are_refused(monkeypatch: pytest.MonkeyPatch):
@@ -128,3 +124,31 @@ def test_what_the_method_does_not_know_is_refused():
     model.model.norm.register_forward_hook(lambda module, _, out: out * module.extra.sin())
     with pytest.raises(UserError, match=r"model\.norm"):
         sharded.ShardedProbes(shard(model)).local(batch["input_ids"], batch["mask"], batch["attention_mask"], 1.0)
+
+
+def test_critical_sharpness_is_that_of_the_whole_model():
+    ids = torch.arange(12).view(2, 6)
+
+    def measured(model: torch.nn.Module) -> tuple[CriticalSharpness, float]:
+        def loss() -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(
+                model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+            )
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        loss().backward()
+        with torch.no_grad():
+            loss()  # leaves the weights gathered
+        direction = update_direction(optimizer, model)
+        slope = update_slope(model, direction)
+        return critical_sharpness(loss, model, direction, guess=0.01, slope=slope), slope
+
+    expected = measured(tiny_model())
+    model = shard(tiny_model())
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    found = measured(model)
+    assert found[0].outcome == "found" and found[0].value == pytest.approx(expected[0].value, rel=1e-5)
+    assert found[1] == pytest.approx(expected[1], rel=1e-5)
+    assert all(torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True))
+    with pytest.raises(UserError, match="pass the model"):
+        critical_sharpness(lambda: 1.0, list(model.parameters()), [None] * len(before), guess=0.1)

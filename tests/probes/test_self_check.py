@@ -1,9 +1,11 @@
-"""Each probe compares itself with plain autograd: planted faults are refused by name, clean models pass."""
+"""Each probe compares itself with plain autograd, and leaves a model bit for bit as it was, also when it raises."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -54,7 +56,6 @@ def test_clean_models_pass(architecture, dtype):
     for probe in (*NORMS, "derivative"):
         assert 0 <= call(model, probe) < (2e-5 if dtype == torch.float32 else 0.1), probe
         assert call(model, probe, check="off") is None
-    attribute(model, **given(random_batch()), coef=random_batch()["mask"].float())
 
 
 def without_value_projections(squares):
@@ -137,12 +138,8 @@ def test_always_sees_what_first_has_already_passed(monkeypatch):
 # -- what is known of a model is known of that model only --------------------------------------------------------------
 
 
-def replace_head(model):
-    model.lm_head = torch.nn.Linear(16, 37, bias=False).requires_grad_(False)
-
-
 CHANGES = {
-    "frozen output layer": replace_head,
+    "output layer": lambda m: setattr(m, "lm_head", copy.deepcopy(m.lm_head)),
     "soft cap": lambda m: setattr(m.config, "final_logit_softcapping", 2.0),
     "freezing": lambda m: m.model.layers[0].mlp.requires_grad_(False),
     "dtype": lambda m: m.to(torch.bfloat16),
@@ -155,7 +152,6 @@ CHANGES = {
 @pytest.mark.parametrize("change", sorted(CHANGES))
 def test_a_changed_model_is_looked_at_again(change):
     model = tiny_model("gemma2", dtype=torch.float32, tie=False)
-    model.lm_head.requires_grad_(False)
     before = remembered(model)
     assert remembered(model) is before
     CHANGES[change](model)
@@ -164,17 +160,12 @@ def test_a_changed_model_is_looked_at_again(change):
 
 def test_changed_adapters_are_looked_at_again():
     peft = pytest.importorskip("peft")
-
-    def scale(model):
-        for module in model.modules():
-            if hasattr(module, "scaling") and isinstance(module.scaling, dict):
-                module.scaling["default"] *= 2
-
-    for change in (scale, lambda model: model.merge_adapter(), lambda model: model.disable_adapter_layers()):
-        config = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
-        model = peft.get_peft_model(tiny_model("gemma2", dtype=torch.float32), config)
+    config = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
+    model = peft.get_peft_model(tiny_model("gemma2", dtype=torch.float32), config)
+    module = next(module for module in model.modules() if isinstance(getattr(module, "scaling", None), dict))
+    for change in (lambda: module.scaling.update(default=4.0), model.merge_adapter, model.disable_adapter_layers):
         before = remembered(model)
-        change(model)
+        change()
         assert remembered(model) is not before
 
 
@@ -187,3 +178,124 @@ def test_training_leaves_what_is_known():
     torch.optim.AdamW(model.parameters()).step()
     model.eval()
     assert structure_of(model) is before and set(before.checked) == {"local"}
+
+
+# -- the model is left as it was -----------------------------------------------------------------------------------------
+
+
+def snapshot(model):
+    """What must be equal, and tensors that must be equal bit for bit."""
+    parameters, modules = list(model.parameters()), list(model.modules())
+    equal = {
+        "parameters": [(id(p), p.data_ptr(), id(p.grad), p.requires_grad) for p in parameters],
+        "modes": [module.training for module in modules],
+        "attention": model.config._attn_implementation,
+        "experts": getattr(model.config, "_experts_implementation", None),
+        "hooks": sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in modules),
+    }
+    tensors = [*parameters, *model.buffers(), *(p.grad for p in parameters if p.grad is not None)]
+    return equal, [torch.get_rng_state(), *(tensor.detach().clone() for tensor in tensors)]
+
+
+def assert_same(before, after):
+    assert before[0] == after[0]
+    assert all(torch.equal(x, y) for x, y in zip(before[1], after[1], strict=True))
+
+
+def disturbed(architecture):
+    """A model in a state of its own: training mode in part, some gradients, one parameter frozen."""
+    model = without_experts(tiny_model(architecture))
+    model.train()
+    next(iter(model.children())).eval()
+    parameters = list(model.parameters())
+    parameters[1].grad = torch.ones_like(parameters[1])
+    parameters[2].requires_grad_(False)
+    torch.manual_seed(5)
+    return model
+
+
+CALLS = {
+    "local": lambda m, b: score_norms(m, **given(b)),
+    "exact": lambda m, b: score_norms(m, method="exact", **given(b)),
+    "forward": lambda m, b: attribute(m, coef=b["mask"].double(), **given(b)),
+}
+
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 12,
+        "factor": 4.0,
+        "short_factor": [1.0, 1.1],
+        "long_factor": [3.0, 4.0],
+    },
+}
+
+
+@pytest.mark.parametrize("rope", sorted(ROPES))
+def test_rotary_frequencies_that_follow_the_length_are_put_back_and_limit_rows(rope):
+    """A long text has set them; the probe's shorter rows set them anew."""
+    model, batch = tiny_model("llama", max_position_embeddings=12, rope_parameters=ROPES[rope]), random_batch()
+    rotary, long = model.model.rotary_emb, torch.arange(20)[None]
+    with torch.no_grad():
+        logits = model(input_ids=long).logits
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in rotary.named_buffers()}
+    attributes = dict(rotary.__dict__)
+    CALLS["exact"](model, batch)
+    assert rotary.__dict__ == attributes
+    for name, buffer in rotary.named_buffers():
+        assert buffer is buffers[name][0] and torch.equal(buffer, buffers[name][1])
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=long).logits, logits)
+    batch = random_batch(prompt=6, completion=7)
+    batch["attention_mask"][:] = 1
+    with pytest.raises(UserError, match=f"13 tokens: beyond 12 .*'{rope}'"):  # longer rows would change them
+        CALLS["exact"](model, batch)
+
+
+@pytest.mark.parametrize("call", sorted(CALLS))
+def test_nothing_is_kept(call):
+    """No graph holds the weights: they can be resized, trained and let go."""
+    model, batch = tiny_model("llama"), random_batch()
+    CALLS[call](model, batch)
+    model.resize_token_embeddings(45, mean_resizing=False)
+    model(input_ids=batch["input_ids"]).logits.sum().backward()
+    assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())
+    CALLS[call](model, batch)
+    parts = [weakref.ref(part) for part in (*model.parameters(), *model.modules())]
+    del model
+    gc.collect()
+    assert not any(part() is not None for part in parts)
+
+
+@pytest.mark.parametrize("call", ["exact", "forward"])
+def test_experts_that_are_computed_together(call):
+    """transformers' default has no forward-mode derivative, and no batched backward: probes take the experts in turn."""
+    model = without_experts(tiny_model("qwen2_moe", dtype=torch.float32, experts_implementation="grouped_mm"))
+    batch = random_batch()
+    assert model.config._experts_implementation == "grouped_mm"
+    found = CALLS[call](model, batch)
+    assert model.config._experts_implementation == "grouped_mm"
+    expected = CALLS[call](without_experts(tiny_model("qwen2_moe", dtype=torch.float32)), batch)
+    values = [x if isinstance(x, torch.Tensor) else x.squared for x in (found, expected)]
+    assert torch.equal(*values)
+
+
+@pytest.mark.parametrize("call", sorted(CALLS))
+def test_left_as_it_was_also_after_an_exception(call):
+    """At first the call ends; then a norm raises within the method itself."""
+    model, batch = disturbed("qwen2_moe"), random_batch()
+    before = snapshot(model)
+    CALLS[call](model, batch)
+    assert_same(before, snapshot(model))
+
+    def forward(x):
+        raise FloatingPointError
+
+    model.model.layers[1].post_attention_layernorm.forward = forward
+    before = snapshot(model)
+    with pytest.raises(FloatingPointError):
+        CALLS[call](model, batch)
+    assert_same(before, snapshot(model))

@@ -1,4 +1,4 @@
-"""Score norms against a loop of autograd in float64, for every architecture."""
+"""Score norms and attribution against a loop of autograd in float64, for every architecture."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.gemma2 import modeling_gemma2
-from transformers.models.qwen2 import modeling_qwen2
 
-from sharpscope.errors import CheckError, UserError
+from sharpscope.errors import UserError
 from sharpscope.policy import Head
-from sharpscope.probes import attribute, score_norms
-from sharpscope.probes.token_gradients import norms, rows
+from sharpscope.probes import attribute, failure_coefficients, logp_gradient, score_norms
+from sharpscope.probes.token_gradients import norms, rows, structure
 from tests.models import ARCHITECTURES, COMMON, random_batch, tiny_model, without_experts
-from tests.oracles.token_gradients import gradient_shares, local_token_gradients, squared_norms, token_gradients
+from tests.oracles.token_gradients import (
+    aligned,
+    along,
+    gradient_shares,
+    local_token_gradients,
+    log_probabilities,
+    squared_norms,
+    token_gradients,
+    weighted_sum,
+)
 
 
 def count_calls(monkeypatch, module, name):
@@ -142,14 +150,6 @@ def test_lengths_that_equal_the_number_of_heads(length):
     compare(model, {"input_ids": ids, "mask": mask, "attention_mask": torch.ones_like(ids)})
 
 
-def test_sequences_longer_than_a_block_of_queries():
-    model = tiny_model("qwen2", num_hidden_layers=2, max_position_embeddings=256)
-    ids = torch.randint(2, 37, (1, 150), generator=torch.Generator().manual_seed(3))
-    mask = torch.zeros_like(ids)
-    mask[0, [5, 127, 128, 129, 149]] = 1
-    compare(model, {"input_ids": ids, "mask": mask, "attention_mask": torch.ones_like(ids)})
-
-
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
 def test_head_norm_is_the_output_layers_gradient(architecture, exact_eager):
     model, batch = tiny_model(architecture, tie=False), random_batch()
@@ -222,6 +222,10 @@ def test_mistakes_are_told():
         score_norms(model, ids, torch.ones_like(mask), attention_mask=attention)
     with pytest.raises(UserError, match="vocabulary"):
         score_norms(model, ids + 30, mask)
+    with pytest.raises(UserError, match="coef"):
+        attributed(model, batch, mask[:, 1:])
+    with pytest.raises(UserError, match="direction"):
+        attributed(model, batch, mask, [torch.zeros(3) for _ in model.parameters()])
 
 
 def test_exact_norms_do_not_depend_on_batches(monkeypatch):
@@ -241,11 +245,9 @@ def test_exact_norms_do_not_depend_on_batches(monkeypatch):
 # -- Architectures with parts of their own
 
 LIKE_LLAMA = dict(COMMON, vocab_size=37, num_key_value_heads=2, pad_token_id=0, eos_token_id=1, bos_token_id=1)
-EXPERTS = dict(LIKE_LLAMA, num_local_experts=4, num_experts_per_tok=2)
 CONFIGS: dict[str, dict] = {
     "bloom": dict(vocab_size=37, hidden_size=16, n_layer=2, n_head=4, hidden_dropout=0.0, attention_dropout=0.0),
-    "gpt_oss": dict(EXPERTS, head_dim=8, sliding_window=4),
-    "mixtral": EXPERTS,
+    "gpt_oss": dict(LIKE_LLAMA, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=4),
 }
 
 
@@ -259,18 +261,6 @@ def model_of(architecture):
             noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
             parameter.copy_(1 + 0.1 * noise if parameter.ndim == 1 and "norm" in name else 0.3 * noise)
     return without_experts(model.eval())
-
-
-def test_a_mixture_of_experts_with_frozen_experts_matches_a_loop():
-    model, batch = model_of("mixtral"), random_batch(rows=2, prompt=3, completion=5)
-    given = (model, batch["input_ids"], batch["mask"])
-    gradients = token_gradients(*given, batch["attention_mask"])
-    for method, own in (("exact", gradients), ("local", local_token_gradients(*given, batch["attention_mask"]))):
-        found = score_norms(*given, method, batch["attention_mask"]).squared
-        torch.testing.assert_close(found, squared_norms(own, found.shape), rtol=3e-6, atol=0)
-    coef = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * batch["mask"]
-    shares = attribute(*given, coef, None, batch["attention_mask"])
-    torch.testing.assert_close(shares, gradient_shares(gradients, coef), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("architecture", "says"), [("bloom", "AttentionInterface"), ("gpt_oss", "another way")])
@@ -289,7 +279,6 @@ def test_what_does_not_work_says_why(architecture, says):
 # x (B, L, d), w (d, d), v (d,) -> (B, L, d).
 WAYS = {
     "matmul": lambda x, w, v: x @ w + v,
-    "a scaled weight": lambda x, w, v: F.linear(x, w * 0.5) + v,
     "itself": lambda x, w, v: F.linear(F.linear(x, w), w) * v,
 }
 
@@ -317,7 +306,7 @@ class Positions(nn.Embedding):
 
 def using(way):
     """A model with an unknown use of a parameter, and the module that the refusal names."""
-    model = tiny_model("qwen2_moe" if way == "experts" else "qwen2", tie=False)
+    model = tiny_model("qwen2", tie=False)
     layers = model.model.layers
     if way == "a weight of two layers":
         layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
@@ -333,31 +322,12 @@ def using(way):
     )
 
 
-@pytest.mark.parametrize(
-    "way", [*WAYS, "experts", "a weight of two layers", "positions", "an adapter on the embedding"]
-)
+@pytest.mark.parametrize("way", [*WAYS, "a weight of two layers", "positions", "an adapter on the embedding"])
 def test_an_unknown_use_is_named(way):
     (model, named), batch = using(way), random_batch()
     for method in ("exact", "local"):
         with pytest.raises(UserError, match=rf"{named}.*another way"):
             run(model, batch, method=method)
-
-
-def test_a_parameter_inside_the_models_own_attention(monkeypatch):
-    model, batch = tiny_model("qwen2"), random_batch()
-    model.config._attn_implementation = "eager"
-    layer = model.model.layers[1].self_attn
-    layer.factor = nn.Parameter(torch.tensor(1.2, dtype=torch.float64))
-    plain = modeling_qwen2.eager_attention_forward
-
-    def attention(module, query, *rest, **others):
-        return plain(module, query * getattr(module, "factor", 1.0), *rest, **others)
-
-    monkeypatch.setattr(modeling_qwen2, "eager_attention_forward", attention)
-    with pytest.raises(UserError, match=r"layers\.1\.self_attn.*another way"):
-        run(model, batch)
-    with pytest.raises(CheckError, match="derivative: differs from plain autograd"):
-        attribute(model, batch["input_ids"], batch["mask"], batch["mask"].double(), None, batch["attention_mask"])
 
 
 def test_squares_do_not_overflow_float16():
@@ -376,3 +346,170 @@ def test_squares_do_not_overflow_float16():
     for method, expected in (("exact", full), ("local", cut), ("head", run(wide, batch, method="head").squared)):
         found = run(model, batch, method=method).squared.double()
         torch.testing.assert_close(found, expected.double(), rtol=3e-2, atol=1.0)
+
+
+# -- Attention against autograd, with every mask and soft caps
+
+B, HEADS, KEY_HEADS, L, D, BEFORE = 2, 4, 2, 11, 6, 3
+SCALE = 0.4
+
+
+def masked(name):
+    """A mask or None; what is None or hidden by all of them is a later key."""
+    draw = torch.Generator().manual_seed(5)
+    causal = torch.ones(L, BEFORE + L, dtype=torch.bool).tril(BEFORE)
+    heads = torch.randn(B, HEADS, L, BEFORE + L, generator=draw, dtype=torch.float64)
+    shared = torch.zeros(1, 1, L, BEFORE + L, dtype=torch.float64)
+    return {
+        "causal": None,
+        "shared": shared.masked_fill(~causal, torch.finfo(torch.float64).min),
+        "heads": heads.masked_fill(~causal, -torch.inf),
+    }[name]
+
+
+def plain(q, k, v, mask, cap):
+    """The same by ordinary operations."""
+    scores = q @ k.repeat_interleave(HEADS // KEY_HEADS, 1).mT * SCALE
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    scores = scores + (torch.full((L, BEFORE + L), -torch.inf).triu(BEFORE + 1) if mask is None else mask)
+    return torch.softmax(scores, -1) @ v.repeat_interleave(HEADS // KEY_HEADS, 1)
+
+
+@pytest.mark.parametrize(("mask", "cap"), [("causal", None), ("causal", 3.0), ("shared", None), ("heads", 3.0)])
+def test_attention_leaves_out_other_positions_keys_and_values(mask, cap, monkeypatch):
+    """Position by position, with all keys and values constant but the position's own."""
+    monkeypatch.setattr(structure, "QUERY_BLOCK", 4)
+    mask, draw = masked(mask), torch.Generator().manual_seed(1)
+    shapes = ((B, HEADS, L, D), (B, KEY_HEADS, BEFORE + L, D), (B, KEY_HEADS, BEFORE + L, D))
+    q, k, v = (torch.randn(*shape, generator=draw, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    out = structure.attend(q, k, v, mask, SCALE, cap)
+    torch.testing.assert_close(out, plain(q, k, v, mask, cap), rtol=1e-9, atol=1e-11)
+    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    found = torch.autograd.grad(out, (q, k, v), g)
+    expected = [torch.zeros_like(x) for x in (q, k, v)]
+    for t in range(L):
+        k_own, v_own = k.detach().clone(), v.detach().clone()
+        k_own[:, :, BEFORE + t], v_own[:, :, BEFORE + t] = k[:, :, BEFORE + t], v[:, :, BEFORE + t]
+        own = (plain(q, k_own, v_own, mask, cap)[:, :, t] * g[:, :, t]).sum()
+        for total, part in zip(expected, torch.autograd.grad(own, (q, k, v)), strict=True):
+            total += part
+    torch.testing.assert_close(list(found), expected, rtol=1e-9, atol=1e-11)
+
+
+# -- Completions of one prompt: reading the prompt once changes nothing
+
+PROMPTS = (19, 25)
+
+
+def completions():
+    """Three completions of each of two prompts, one row that shares with none; prompts padded on the left."""
+    draw = torch.Generator().manual_seed(4)
+    width, longest = max(PROMPTS), 4
+    prompts = [torch.randint(2, 37, (n,), generator=draw) for n in PROMPTS]
+    prompts = [prompts[0]] * 3 + [prompts[1]] * 3 + [torch.randint(2, 37, (20,), generator=draw)]
+    ids = torch.zeros(7, width + longest, dtype=torch.long)
+    attention, mask = torch.zeros_like(ids), torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        n = longest - row % 3
+        ids[row, width - len(prompt) : width] = prompt
+        ids[row, width : width + n] = torch.randint(2, 37, (n,), generator=draw)
+        attention[row, width - len(prompt) : width + n] = 1
+        mask[row, width : width + n] = 1
+    mask[1, width : width + 2] = 0  # its beginning is two tokens longer
+    coef = torch.randn(mask.shape, generator=draw, dtype=torch.float64) * mask
+    coef[2] = 0
+    return {"input_ids": ids, "mask": mask, "attention_mask": attention}, coef
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [("qwen2", {}), ("gpt2", {}), ("gpt_neox", {}), ("gemma2", {"attn_logit_softcapping": 3.0})],
+)
+def test_shared_prompts_match_the_loop(architecture, options, exact_eager, monkeypatch):
+    monkeypatch.setattr(rows, "WORTH", 16)
+    model, (given, coef) = tiny_model(architecture, **options), completions()
+    assert structure.structure_of(model).shares
+    gradients = token_gradients(model, **given)
+    local = squared_norms(local_token_gradients(model, **given), given["mask"].shape)
+    torch.testing.assert_close(score_norms(model, **given).squared, local, rtol=1e-9, atol=0)
+    found, shares = logp_gradient(model, coef=coef, **given), attribute(model, coef=coef, **given)
+    torch.testing.assert_close(found, weighted_sum(gradients, coef), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(shares, gradient_shares(gradients, coef), rtol=0, atol=1e-9)
+
+
+# -- Attribution against a loop of autograd
+
+
+def coefficients(batch, dtype=torch.float64, seed=1):
+    return torch.randn(batch["mask"].shape, generator=torch.Generator().manual_seed(seed), dtype=dtype) * batch["mask"]
+
+
+def shares(model, batch, coef):
+    return gradient_shares(expect(token_gradients, model, batch)[0], coef)
+
+
+def attributed(model, batch, coef, direction=None):
+    return attribute(model, batch["input_ids"], batch["mask"], coef, direction, batch["attention_mask"], T)
+
+
+def off(found, expected):
+    """Largest error relative to Σ|share|."""
+    return float((found.double() - expected).abs().max() / expected.abs().sum())
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_shares_match_a_loop(architecture, tie):
+    model, batch = tiny_model(architecture, tie=tie), random_batch()
+    coef = coefficients(batch)
+    expected = shares(model, batch, coef)
+    found = attributed(model, batch, coef)
+    assert off(found, expected) < 1e-6
+    assert float(found.sum()) == pytest.approx(1.0, abs=1e-6)
+    assert not found[batch["mask"] == 0].any()
+    single = tiny_model(architecture, tie=tie, dtype=torch.float32)
+    assert off(attributed(single, batch, coef.float()), expected) < 1e-5
+
+
+def test_along_any_direction_without_normalising():
+    model, batch = tiny_model("qwen2"), random_batch()
+    coef = coefficients(batch)
+    generator = torch.Generator().manual_seed(2)
+    direction = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in model.parameters()]
+    expected = along(expect(token_gradients, model, batch)[0], coef, direction)
+    torch.testing.assert_close(attributed(model, batch, coef, direction), expected, rtol=1e-9, atol=1e-10)
+
+
+def test_only_the_adapters_count():
+    model, batch = tiny_model("qwen2"), random_batch()
+    lora = peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(model, lora).eval().double()
+    coef = coefficients(batch)
+    assert off(attributed(model, batch, coef), shares(model, batch, coef)) < 1e-7
+
+
+def test_no_gradient_no_shares():
+    model, batch = tiny_model("qwen2"), random_batch()
+    found = attributed(model, batch, torch.zeros(batch["mask"].shape))
+    assert torch.equal(found.isnan(), batch["mask"].bool())
+
+
+def test_failure_and_nll_coefficients_give_their_gradients():
+    model, batch = tiny_model("qwen2"), random_batch()
+    success = torch.tensor([1.0, 0.25, 0.5], dtype=torch.float64)
+    parameters = list(model.parameters())
+    parts = []
+    for row in range(3):
+        ids, columns = aligned(batch["input_ids"], batch["attention_mask"], row)
+        parts.append(log_probabilities(model, ids, T)[batch["mask"][row, columns].bool()])
+    failure = torch.stack(
+        [1 - r * (logp - logp.detach()).sum().exp() for r, logp in zip(success, parts, strict=True)]
+    ).mean()
+    nll = -torch.cat(parts).mean()
+    for scalar, coef in (
+        (failure, failure_coefficients(batch["mask"], success)),
+        (nll, -batch["mask"].double() / batch["mask"].sum()),
+    ):
+        expected = list(torch.autograd.grad(scalar, parameters, retain_graph=True))
+        found = logp_gradient(model, batch["input_ids"], batch["mask"], coef, batch["attention_mask"], T)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
