@@ -154,7 +154,7 @@ def test_texts_are_probed(tiny_policy):
         prompt = policy.tokenizer(row.prompt)["input_ids"]
         completion = [*policy.tokenizer(row.completion, add_special_tokens=False)["input_ids"], policy.eos_ids[0]]
         logp.append(row_logp(policy.model, (prompt, completion)))
-    assert loss["nll"] == pytest.approx(float(-torch.cat(logp).mean()), rel=1e-4)
+    assert loss["nll"] == pytest.approx(-torch.cat(logp).mean().item(), rel=1e-4)
     with pytest.raises(UserError, match="have no reward"):
         text_batches(policy, frame(("a", "b", None)), ("expected_failure",))
     with pytest.raises(UserError, match="context is"):
