@@ -25,7 +25,6 @@ from sharpscope.config import (
     Spec,
     make_config,
     merge,
-    method_label,
     parse_methods,
     read_yaml,
     recorded_settings,
@@ -145,16 +144,11 @@ def read_sweep(source: Path | Mapping[str, Any]) -> SweepSpec:
     return spec
 
 
-def plan_sweep(
-    spec: SweepSpec,
-    only: Sequence[str] = (),
-    changes: Mapping[str, Any] | None = None,
-    token_weights: str | None = None,
-) -> list[PlannedRun]:
+def plan_sweep(spec: SweepSpec, only: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> list[PlannedRun]:
     """Plan every run of a sweep, in the order parts, seeds, settings, methods, so that early runs can be compared.
 
     `only` names the parts to return, without names all; all are validated. `changes` are nested fields that override those of
-    the file, `token_weights` those of all methods that have some (`parse_methods`).
+    the file.
 
     Raises:
         UserError: a combination is not a valid configuration, two runs have the same folder, a part does not exist, or the
@@ -164,7 +158,7 @@ def plan_sweep(
         if name not in spec.parts:
             raise UserError(f"part {name!r}: the sweep has no such part{nearest(name, spec.parts)}")
     parts = spec.parts or {"": spec}
-    planned = {name: list(_plan_part(spec, part, changes or {}, token_weights)) for name, part in parts.items()}
+    planned = {name: list(_plan_part(spec, part, changes or {})) for name, part in parts.items()}
     folders: set[Path] = set()
     for run in itertools.chain.from_iterable(planned.values()):
         if run.run_dir in folders:
@@ -176,20 +170,23 @@ def plan_sweep(
     return selected
 
 
-def _plan_part(
-    spec: SweepSpec, part: SweepPart, changes: Mapping[str, Any], token_weights: str | None
-) -> Iterator[PlannedRun]:
+def _plan_part(spec: SweepSpec, part: SweepPart, changes: Mapping[str, Any]) -> Iterator[PlannedRun]:
     base = merge(spec.base, part.base) if part is not spec else dict(spec.base)
     # Validated here, so that a wrong method is one error and not one for each run.
-    methods = list(zip(part.methods, parse_methods(part.methods, token_weights).values(), strict=True))
+    methods = list(zip(part.methods, parse_methods(part.methods).values(), strict=True))
     points = [dict(zip(part.grid, values, strict=True)) for values in itertools.product(*part.grid.values())]
     for seed, setting, point in itertools.product(part.seeds, part.settings, points):
         settings = {**setting, **point}
         for text, method in methods:
-            chosen = {"method": text if token_weights is None else method.model_dump(mode="json")}
-            name = run_name(method.label or (text if token_weights is None else method_label(method)), settings, seed)
+            name = run_name(method.label or text, settings, seed)
             places = {"seed": seed, "out": str(Path(spec.out) / name)}
-            layers = [base, chosen, *(nested(path, value) for path, value in settings.items()), changes, places]
+            layers = [
+                base,
+                {"method": text},
+                *(nested(path, value) for path, value in settings.items()),
+                changes,
+                places,
+            ]
             yield PlannedRun(make_config(merge_all(layers)))
 
 

@@ -50,6 +50,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_curvature():
+    """Few Hessian products in probes; tests of their values call `curvature`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"TOP": 1, "MAX_PRODUCTS": 12, "TRACE_PROBES": 2}.items():
+            patch.setattr(f"sharpscope.probes.runner.{name}", value)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a randomly initialised two-layer Qwen2 policy with a byte-level tokenizer."""

@@ -80,7 +80,7 @@ ADDED = {  # what a command gets in addition
     "run": ["--steps", "1", "--quiet", *sets(**FEW)],
     "rotate": sets(**{"rollout.prompts_per_step": 6, "rollout.max_new_tokens": 64}),
     "fork": sets(**{"fork.prompts": 2, "fork.warm_up": 1}, **{name: FEW[name] for name in list(FEW)[:3]}),
-    "probe": sets(curvature_prompts=1, max_products=4, trace_probes=0, check="off", prompts=2),
+    "probe": sets(curvature_prompts=1, check="off", prompts=2),
     "eval": ["--prompts", "2", *sets(**{"rollout.max_new_tokens": 4})],
     "demo": ["--steps", "2"],
 }

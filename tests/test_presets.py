@@ -46,18 +46,12 @@ def test_a_preset_is_a_valid_configuration_that_says_what_is_ours(path):
     assert given["method"]["name"] == "grpo-sg" and given["policy"]["model"] == config.policy.model
 
 
-def test_the_logic_preset_has_the_published_setting():
+def test_the_presets_have_the_published_settings():
     config = preset("knights_knaves")
-    assert config.policy.model == "Qwen/Qwen2.5-3B"
     assert (config.task.sizes, config.task.train_size, config.task.heldout_size) == ((3, 4, 5, 6, 7), 900, 100)
     assert (config.rollout.prompts_per_step, config.rollout.group_size, config.rollout.temperature) == (64, 8, 0.7)
-    assert config.rollout.prompts_per_step * config.rollout.group_size // config.update.mini_batches == 256
     assert (config.optimizer.lr, config.steps, config.method.kl.coef) == (1e-6, 350, 0.001)
     assert (config.method.clip.low, config.method.clip.high) == (0.2, 0.24)
-
-
-def test_the_other_presets_have_search_r1s_protocol_and_avg_at_16():
     task, config = preset("search_r1").task, preset("deepscaler")
     assert (task.style, task.turns, task.top) == ("search_r1", 4, 3)
     assert config.evaluation.samples == 16 and config.task.scorer == "math"
-    assert "{prompt}" in config.task.template and "\\boxed{}" in config.task.template

@@ -79,7 +79,6 @@ Runs = Annotated[list[Path], Argument(help="Run folders, or folders of runs.")]
 Model = Annotated[str | None, Option(help="embedded:NAME, a model folder, or a Hugging Face Hub id.")]
 Task = Annotated[str | None, Option(help="Kind of a task: `sharpscope config tasks`.")]
 Methods = Annotated[str | None, Option(help=METHODS)]
-TokenWeights = Annotated[str | None, Option(help="module:function, or paper | calibrated (presets of the sigmoid).")]
 Set = Annotated[
     list[str] | None, Option("--set", help="Field, such as rollout.group_size=16 (`sharpscope config`). Repeatable.")
 ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import METHODS, Model, Set, Task, Threads, TokenWeights, print_sections, split
+from sharpscope.cli.console import METHODS, Model, Set, Task, Threads, print_sections, split
 
 if TYPE_CHECKING:
     from sharpscope.analysis.sections import Section
@@ -27,7 +27,6 @@ def fork(
     step: Annotated[int | None, Option(min=1, help="Step that --without-tokens makes again.")] = None,
     without_tokens: Annotated[str | None, Option(help="top:K: --step with and without its K leading tokens.")] = None,
     methods: Annotated[str | None, Option(help=f"{METHODS} The first is the reference.")] = None,
-    token_weights: TokenWeights = None,
     batches: Annotated[int | None, Option(min=1, help="Batches of rollouts per state. Default: 30.")] = None,
     outcomes: Annotated[str | None, Option(help="failure,entropy (the default), greedy, sharpness.")] = None,
     set_: Annotated[
@@ -59,7 +58,7 @@ def fork(
         "outcomes": outcomes and split(outcomes),
         "batches": batches,
     }
-    arms |= {"checkpoint": checkpoint, "token_weights": token_weights, "out": out}
+    arms |= {"checkpoint": checkpoint, "out": out}
     arms = {name: value for name, value in arms.items() if value not in (None, [])}
     try:
         if without_tokens is None and step is None:
@@ -113,7 +112,6 @@ def rotate(
     seed: Annotated[int | None, Option(help="Seed of the batch, with --model. Default: 0.")] = None,
     set_: Set = None,
     threads: Threads = None,
-    token_weights: TokenWeights = None,
     warm_up: Annotated[int, Option(min=0, help="With --model: batches that fill the optimizer's moments.")] = 0,
     measure: Annotated[bool, Option("--measure", help="Make each update, measure, take it back.")] = False,
     plot: Annotated[bool, Option("--plot", help="Also plot token weights over logit and probability.")] = False,
@@ -129,7 +127,7 @@ def rotate(
 
       sharpscope rotate --methods grpo-sg,strong=grpo-sg+weight.U=4,grpo+tokens.kind=high_entropy --seed 3
 
-      sharpscope rotate runs/first --checkpoint 50 --token-weights mine:flat_top --plot
+      sharpscope rotate runs/first --checkpoint 50 --methods mine:flat_top --plot
     """
     from sharpscope.forks import rotate as compare
 
@@ -142,7 +140,6 @@ def rotate(
         model=model,
         task=task,
         seed=seed,
-        token_weights=token_weights,
         overrides=set_ or (),
         warm_up=warm_up,
         measure=measure,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import METHODS, Model, Set, Task, TokenWeights, print_sections, progress
+from sharpscope.cli.console import METHODS, Model, Set, Task, print_sections, progress
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -77,7 +77,6 @@ def run(
     seeds: Annotated[str | None, Option(help="Seeds, separated by commas. Makes a sweep.")] = None,
     task: Task = None,
     model: Model = None,
-    token_weights: TokenWeights = None,
     label: Annotated[str | None, Option(help="Name of the method in tables and legends.")] = None,
     steps: Annotated[int | None, Option(help="Number of steps.")] = None,
     seed: Annotated[int | None, Option(help="Seed of training.")] = None,
@@ -111,7 +110,7 @@ def run(
 
     options = {"method": method, "task": task, "model": model, "steps": steps, "seed": seed, "lr": lr, "label": label}
     if resume is not None:
-        others = [config, methods, seeds, token_weights, out, set_, *options.values()]
+        others = [config, methods, seeds, out, set_, *options.values()]
         if any(value is not None for value in others):
             raise UserError("--resume uses the settings of the run; remove the other options")
         _train(read_recorded(resume), quiet, resume=True)
@@ -126,7 +125,7 @@ def run(
         if wrong is not None:
             raise UserError(f"{wrong}: goes with a sweep; give --methods or --seeds, or a file with methods or parts")
         values = command_values(**options) | ({} if out is None else {"out": str(out)})
-        _train(make_config(config_data(content, set_ or (), values), token_weights), quiet)
+        _train(make_config(config_data(content, set_ or (), values)), quiet)
         return
     if label is not None:
         raise UserError("--label: goes with one method; in --methods write label=name")
@@ -139,7 +138,7 @@ def run(
     changes = config_data(None, set_ or (), command_values(task=task, model=model, steps=steps, lr=lr))
     from sharpscope.sweeps import plan_sweep, read_sweep
 
-    runs = plan_sweep(read_sweep(content), part or (), changes, token_weights)
+    runs = plan_sweep(read_sweep(content), part or (), changes)
     _sweep(runs, workers, retry, dry_run)
 
 

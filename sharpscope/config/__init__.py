@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from sharpscope.config.base import Schedule, SettingInfo, Spec, known_settings, settings_of, validate
-from sharpscope.config.forks import ClaimsSpec, ForkSpec
 from sharpscope.config.method import Method
 from sharpscope.config.methods import (
     constants,
@@ -19,10 +18,11 @@ from sharpscope.config.methods import (
     reference_method,
     rotation_bound,
     same_at_one_update,
-    weight_rotation_bound,
 )
 from sharpscope.config.reading import merge, parse_overrides, read_yaml, to_yaml
 from sharpscope.config.run import (
+    ClaimsSpec,
+    ForkSpec,
     RolloutSpec,
     RunConfig,
     build_config,

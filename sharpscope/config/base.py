@@ -5,19 +5,15 @@ Mistakes raise `UserError` in this package: one line with the field, the value a
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import reprlib
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sharpscope.errors import UserError, nearest
 
@@ -26,48 +22,19 @@ class Spec(BaseModel):
     """Base of every configuration model: frozen, rejects unknown keys and non-finite numbers, validates defaults."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
     similar_fields: ClassVar[Mapping[str, type[BaseModel]]] = {}
     """Further fields by name, which are described once in lists of settings."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _yaml_words(cls, data: Any) -> Any:
-        """YAML reads a bare `off` as false, and `yes` as true, which pydantic would accept as the number 1."""
-        if not isinstance(data, Mapping):
-            return data
-        given = dict(data)
-        for name, info in cls.model_fields.items():
-            if given.get(name) is False and "off" in typing.get_args(info.annotation):
-                given[name] = "off"
-            elif isinstance(given.get(name), bool) and _takes_numbers_only(info.annotation):
-                raise ValueError(f"{name} = {given[name]}: must be a number, not true or false")
-        return given
 
-
-NONE_KINDS = ("none", "all", "behavior", "single", "local")
-"""Kinds by which version 0.2 said what is null today."""
-CONSTANTS: dict[str, Any] = {
-    "L": 0.0,
-    "U": 1.0,
-    "attention": "auto",
-    "beta1": 0.9,
-    "coef": 1.0,
-    "input": "logit",
-    "kind": "linear",
-    "probability": 0.002,
-    "probe_set": None,
-    "quantile": 0.75,
-    "radius": 0.05,
-    "share": 0.1,
-    "sign": "positive",
-    "target_modules": "all-linear",
-    "threshold": 0.5,
-    "top_k": 0,
-    "truncated": "keep",
-}
-"""Settings of earlier versions that are constants now, with these values."""
+CONSTANTS = {"beta2": 0.999, "eps": 1e-8, "exclude": [], "penalty": 0.04}
+"""Settings of earlier versions that change a training and are constants now, with these values."""
 
 
 class Schedule(Spec):
@@ -102,26 +69,10 @@ class Part(Spec):
         return type(self).model_validate({name: getattr(self, name) for name in type(self).model_fields} | changes)
 
 
-class Band(Part):
-    """A part with `low` below `high`."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        low, high = getattr(self, "low"), getattr(self, "high")  # noqa: B009 - fields of every subclass
-        if low >= high:
-            raise ValueError(f"low = {low} must be below high = {high}")
-        return self
-
-
 Positive = Annotated[float, Field(gt=0)] | Schedule
 NonNegative = Annotated[float, Field(ge=0)] | Schedule
 Real = float | Schedule
 Share = Annotated[float, Field(ge=0, le=1)] | Schedule
-
-
-def _takes_numbers_only(annotation: Any) -> bool:
-    parts = set(plain_types(annotation))
-    return bool(parts & {int, float}) and not parts & {bool, Any}
 
 
 def plain_types(annotation: Any) -> typing.Iterator[Any]:
@@ -153,7 +104,7 @@ def part_model(annotation: Any, value: Mapping[str, Any]) -> type[BaseModel] | N
     kind = value.get("kind")
     if isinstance(kind, str) and kind in kinds:
         return kinds[kind]
-    return members[0] if len(members) == 1 else None
+    return members[0] if len(members) == 1 and len(kinds) < 2 else None
 
 
 def annotations_of(model: type[BaseModel]) -> dict[str, Any]:
@@ -162,73 +113,53 @@ def annotations_of(model: type[BaseModel]) -> dict[str, Any]:
     return {name: info.annotation for name, info in model.model_fields.items()} | dict(similar)
 
 
-def check_keys(model: type[BaseModel], data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Check that `model` and its parts have all keys of `data`, and add the default `kind` to parts without one."""
-    fields, checked = annotations_of(model), {}
-    for key, given in data.items():
-        path, value = f"{prefix}.{key}" if prefix else str(key), given
+def check_keys(model: type[BaseModel], data: Mapping[str, Any], prefix: str = "") -> None:
+    """Check that `model` and its parts have all keys and kinds of `data`."""
+    fields = annotations_of(model)
+    for key, value in data.items():
+        path = f"{prefix}.{key}" if prefix else str(key)
         if key not in fields:
             raise UserError(f"{path}: unknown field{nearest(str(key), fields)}")
-        if isinstance(value, Mapping):
-            kinds, default = kinds_of(fields[key]), _default(model, key)
-            if "kind" not in value and hasattr(default, "kind"):
-                value = {"kind": default.kind, **value}
-            part = part_model(fields[key], value)
-            if part is None and kinds:
-                named = f" = {short(value['kind'])}: unknown" if "kind" in value else ": missing"
-                null = f", or set {path} to null" if type(None) in plain_types(fields[key]) else ""
-                raise UserError(f"{path}.kind{named}{nearest(str(value.get('kind', '')), kinds)}{null}")
-            value = value if part is None else check_keys(part, value, path)
-        checked[key] = value
-    return checked
-
-
-def _default(model: type[BaseModel], name: str) -> Any:
-    info = model.model_fields.get(name)
-    return None if info is None else info.get_default(call_default_factory=True)
+        if not isinstance(value, Mapping):
+            continue
+        part, kinds = part_model(fields[key], value), kinds_of(fields[key])
+        if part is not None:
+            check_keys(part, value, path)
+        elif kinds:
+            named = f" = {short(value['kind'])}: unknown" if "kind" in value else ": missing"
+            null = f", or set {path} to null" if type(None) in plain_types(fields[key]) else ""
+            raise UserError(f"{path}.kind{named}{nearest(str(value.get('kind', '')), kinds)}{null}")
 
 
 def known_settings(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Recorded settings without those that `model` and its parts no longer have.
-
-    A part whose kind says that it does nothing, as in version 0.2, becomes null; one of which only a number is left becomes that number.
-    """
-    fields = annotations_of(model)
-
-    def known(annotation: Any, value: Any) -> Any:
-        """The value of one field."""
-        if not isinstance(value, Mapping):
-            return value
-        if value.get("kind") in NONE_KINDS and type(None) in plain_types(annotation):
-            return None
-        if float in plain_types(annotation) and "start" not in value:
-            return known(annotation, next(number for name, number in value.items() if name != "kind"))
-        part = part_model(annotation, value)
-        return value if part is None else known_settings(part, value)
-
-    for name in data.keys() & CONSTANTS.keys() - fields.keys():
-        if data[name] != CONSTANTS[name]:
-            why = f"this version has {short(CONSTANTS[name])} always"
-            raise UserError(f"{name} = {short(data[name])}: recorded by an earlier version; {why}")
-    return {name: known(fields[name], value) for name, value in data.items() if name in fields}
+    """Recorded settings without those that `model` and its parts no longer have."""
+    fields, known = annotations_of(model), {}
+    for name, value in data.items():
+        part = part_model(fields.get(name), value) if isinstance(value, Mapping) else None
+        if name in fields:
+            known[name] = value if part is None else known_settings(part, value)
+        elif value != CONSTANTS.get(name, value):
+            raise UserError(
+                f"{name} = {short(value)}: recorded by an earlier version; now it is {CONSTANTS[name]} always"
+            )
+    return known
 
 
-def validate(model: type[typing.Any], data: Mapping[str, Any]) -> typing.Any:
-    """The model of `data`."""
-    data = check_keys(model, data)
+def validate(model: type[typing.Any], data: Mapping[str, Any], prefix: str = "") -> typing.Any:
+    """The model of `data`, whose place in a configuration is `prefix`."""
+    check_keys(model, data, prefix)
     try:
         return model.model_validate(data)
     except ValidationError as error:
         lines: dict[str, str] = {}
         for details in error.errors():
-            path = ".".join(str(part) for part in _field_path(details["loc"], data)) or "config"
+            path = ".".join(map(str, [*filter(None, [prefix]), *_field_path(details["loc"], data)])) or "config"
             value = "" if isinstance(details["input"], Mapping) else f" = {short(details['input'])}"
             message = details["msg"].removeprefix("Value error, ")
             if message[1:2].islower():  # a sentence; not a symbol such as L
                 message = message[0].lower() + message[1:]
             lines.setdefault(path, f"{path}{value}: {message}")
-        more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
-        raise UserError("; ".join(list(lines.values())[:3]) + more) from None
+        raise UserError("; ".join(list(lines.values())[:3])) from None
 
 
 def _field_path(location: tuple[int | str, ...], data: Any) -> list[int | str]:
@@ -259,18 +190,6 @@ class SettingInfo:
     description: str
 
 
-@cache
-def field_docs(model: type[BaseModel]) -> dict[str, str]:
-    """Descriptions of a model's fields: of `Field`, or the docstring below the field."""
-    docs: dict[str, str] = {}
-    for base in reversed([base for base in model.__mro__ if issubclass(base, Spec)]):
-        (body,) = ast.parse(inspect.getsource(base)).body
-        for field, text in pairwise(body.body):  # type: ignore[attr-defined]  # of a class
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                docs[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
-    return docs | {name: info.description for name, info in model.model_fields.items() if info.description}
-
-
 def settings_of(
     model: type[BaseModel], prefix: str = "", kind: str = "", parents: tuple[type[BaseModel], ...] = ()
 ) -> typing.Iterator[SettingInfo]:
@@ -287,7 +206,7 @@ def settings_of(
         else:
             shown = "required" if info.is_required() else json.dumps(default, ensure_ascii=False)  # also valid YAML
         values = " | ".join([*kinds, *(["null"] if type(None) in types_ else [])]) if parts else ""
-        text = field_docs(model).get(name, "")
+        text = " ".join((info.description or "").split())
         if values or not parts:  # else a section, which has no value of its own
             yield SettingInfo(path, kind, shown, values if parts else type_text(info.annotation, info.metadata), text)
         for each, part in parts:

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from sharpscope.config.base import Band, NonNegative, Part, Real, Schedule, Share
+from sharpscope.config.base import NonNegative, Part, Real, Schedule, Share
 from sharpscope.config.token_weights import TokenWeight, UniformWeight
 
 
@@ -19,39 +19,32 @@ class GroupAdvantage(Part):
     none: no division (Dr. GRPO, arXiv 2503.20783)."""
 
 
-class LeaveOneOutAdvantage(Part):
-    """A_i = R_i − mean of the other rewards of the group = G/(G − 1)·(R_i − mean R) (RLOO, arXiv 2402.14740)."""
+class BaselineAdvantage(Part):
+    """The reward minus a baseline of its group, not divided by a std; 0 if the group's rewards are all equal."""
 
-    kind: Literal["leave_one_out"] = "leave_one_out"
+    kind: Literal["leave_one_out", "length_baseline", "token_baseline", "mean_scaled"]
+    """leave_one_out: A_i = R_i − mean of the other rewards of the group = G/(G − 1)·(R_i − mean R) (RLOO, arXiv 2402.14740).
+
+    length_baseline: A_i = R_i − Σ_j n_j·R_j / Σ_j n_j over the group, n_j the number of loss tokens (OPO, arXiv 2505.23585).
+
+    token_baseline: A_t = R_i − Σ_j R_j·V_jt / (Σ_j V_jt + 1e-8) over the group's completions with a t-th loss token; where one
+    is left, A_t = R_i as in verl. V_jt = Σ_{s ≤ t} ‖p_s − e_y‖² = Σ_{s ≤ t} (1 − 2·π_s + Σ_v π_v²), under the policy at the
+    start of the step (optimal token baseline, arXiv 2602.07078).
+
+    mean_scaled: A_i = (R_i − mean R)/mean R, R = 1 for a correct answer, else 0; 0 if none is. It estimates the gradient of the
+    log of the success rate, truncated at order G (MaxRL, arXiv 2602.02710)."""
 
 
 class WhitenedAdvantage(Part):
     """Returns minus their mean, divided by their std over all loss tokens of the step (REINFORCE++, arXiv 2501.03262).
 
-    A_t = (G_t − mean G)/√(var G + 1e-8), G_t = R_i for every token. Long completions count
+    A_t = (G_t − mean G)/√(var G + 1e-8), G_t = R_i for every token; with `baseline=group`, R_i − mean R. Long completions count
     more often in mean and var (divided by n − 1, as in verl).
-    With `baseline=group`, R_i − mean R replaces R_i.
     """
 
     kind: Literal["whitened"] = "whitened"
     baseline: Literal["none", "group"] = "none"
     """none: REINFORCE++; group: subtract the group's mean reward first (its baseline form)."""
-
-
-class LengthBaselineAdvantage(Part):
-    """A_i = R_i − Σ_j n_j·R_j / Σ_j n_j over the group, n_j the number of loss tokens (OPO, arXiv 2505.23585)."""
-
-    kind: Literal["length_baseline"] = "length_baseline"
-
-
-class TokenBaselineAdvantage(Part):
-    """Optimal token baseline: A_t = R_i − Σ_j R_j·V_jt / (Σ_j V_jt + 1e-8) over the group (arXiv 2602.07078).
-
-    V_jt = Σ_{s ≤ t} ‖p_s − e_y‖² = Σ_{s ≤ t} (1 − 2·π_s + Σ_v π_v²), under the policy at the start of the step. The sum over
-    j has the completions with a t-th loss token; where one is left, A_t = R_i as in verl.
-    """
-
-    kind: Literal["token_baseline"] = "token_baseline"
 
 
 class DecoupledAdvantage(Part):
@@ -73,24 +66,8 @@ class DecoupledAdvantage(Part):
         return self
 
 
-class MeanScaledAdvantage(Part):
-    """A_i = (R_i − mean R)/mean R within the group, R = 1 for a correct answer, else 0; 0 if none is (MaxRL, arXiv 2602.02710).
-
-    It estimates the gradient of the log of the success rate, truncated at order G.
-    """
-
-    kind: Literal["mean_scaled"] = "mean_scaled"
-
-
 Advantage = Annotated[
-    GroupAdvantage
-    | LeaveOneOutAdvantage
-    | WhitenedAdvantage
-    | LengthBaselineAdvantage
-    | TokenBaselineAdvantage
-    | DecoupledAdvantage
-    | MeanScaledAdvantage,
-    Field(discriminator="kind"),
+    GroupAdvantage | BaselineAdvantage | WhitenedAdvantage | DecoupledAdvantage, Field(discriminator="kind")
 ]
 
 
@@ -211,6 +188,17 @@ class TruncatedCorrection(Part):
     high: float = Field(2.0, gt=0, description="Largest factor; 2 as in verl and slime.")
 
 
+class Band(Part):
+    """A part with `low` below `high`."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        low, high = getattr(self, "low"), getattr(self, "high")  # noqa: B009 - fields of every subclass
+        if low >= high:
+            raise ValueError(f"low = {low} must be below high = {high}")
+        return self
+
+
 class MaskedCorrection(Band):
     """Multiply the surrogate by ρ = π_old/μ where low ≤ ρ ≤ high, else by 0: IcePop; with low 0, MIS."""
 
@@ -262,26 +250,18 @@ class LpRegPenalty(Part):
 Penalty = Annotated[KlCovPenalty | LpRegPenalty, Field(discriminator="kind")]
 
 
-class Sam(Part):
-    """The gradient at θ + rho·g/‖g‖₂, g = ∇L(θ) (SAM, arXiv 2010.01412); applied at θ."""
+class Sharpness(Part):
+    """The gradient at θ + rho·g/‖g‖₂ in place of g = ∇L(θ), applied at θ (SAM, arXiv 2010.01412), or a part of it.
 
-    kind: Literal["sam"] = "sam"
-    rho: float = Field(0.05, gt=0)
-    """Length of the ascent step [parameters' L2 norm]; 0.05 as in SAM, tune it."""
-
-
-class GradientNormPenalty(Part):
-    """The gradient of L + penalty·‖∇L‖₂ by a finite difference over `rho` (arXiv 2202.03599).
-
-    (1 − κ)·∇L(θ) + κ·∇L(θ + rho·g/‖g‖₂), κ = penalty/rho; κ = 1 is SAM.
+    gradient_norm_penalty: 0.8·∇L(θ + rho·g/‖g‖₂) + 0.2·g, the gradient of L + λ·‖∇L‖₂ by a finite difference, λ = 0.8·rho (arXiv
+    2202.03599). 0.8 is ours; with 1 it is SAM.
     """
 
-    kind: Literal["gradient_norm_penalty"] = "gradient_norm_penalty"
-    penalty: float = Field(0.04, ge=0, description="λ [loss per gradient norm]; tune it (κ = 0.8 by default, ours).")
-    rho: float = Field(0.05, gt=0, description="Length of the finite difference [parameters' L2 norm].")
-
-
-Sharpness = Annotated[Sam | GradientNormPenalty, Field(discriminator="kind")]
+    kind: Literal["sam", "gradient_norm_penalty"]
+    share: ClassVar[float] = 0.8
+    rho: float = Field(
+        0.05, gt=0, description="Length of the ascent step [parameters' L2 norm]; 0.05 as in SAM, tune it."
+    )
 
 
 class Sampling(Part):
@@ -315,25 +295,16 @@ class SuffixTokens(Part):
     context: Share = Field(0.5, description="Share that is left out; the authors' schedule goes from 0.99 to 0.")
 
 
-Bin = Literal["pos_peak", "pos_valley", "neg_peak", "neg_valley"]
-
-
 class BinTokens(Part):
     """Only some of four bins of tokens are in the surrogate: A > 0 or A < 0, and π ≥ Σ_v π_v² (peak) or below (valley).
 
     To first order, raising a peak's logit lowers the collision entropy −ln Σ_v π_v² and raising a valley's raises it
-    (arXiv 2606.16154). Give `include` or `exclude`. Tokens with A = 0 are in no bin.
+    (arXiv 2606.16154). Tokens with A = 0 are in no bin.
     """
 
     kind: Literal["bins"] = "bins"
-    include: tuple[Bin, ...] = Field((), description="Bins that are kept.")
-    exclude: tuple[Bin, ...] = Field((), description="Bins that are left out.")
-
-    @model_validator(mode="after")
-    def _one_list(self) -> Self:
-        if bool(self.include) == bool(self.exclude):
-            raise ValueError("bins needs include or exclude, one of them, such as include=[pos_peak, pos_valley]")
-        return self
+    include: tuple[Literal["pos_peak", "pos_valley", "neg_peak", "neg_valley"], ...] = Field(min_length=1)
+    """Bins that are kept."""
 
 
 class RelativeSurpriseTokens(Band):
@@ -490,11 +461,6 @@ class Method(Part):
     def needs_proxy(self) -> bool:
         """Whether the loss compares with π_old without its least likely tokens."""
         return isinstance(self.penalty, LpRegPenalty)
-
-    @property
-    def needs_statistics(self) -> bool:
-        """Whether the advantages depend on token statistics of the policy at the start of the step."""
-        return isinstance(self.advantage, TokenBaselineAdvantage)
 
     @property
     def pass_count(self) -> int:

@@ -9,22 +9,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from pydantic import ValidationError
-
-from sharpscope.config import method as parts
-from sharpscope.config.base import Part, check_keys, short, validate
+from sharpscope.config.base import Part, short, validate
 from sharpscope.config.method import Method
 from sharpscope.config.reading import merge, method_layer, method_parts
 from sharpscope.config.token_weights import (
     ConstantWeight,
-    Control,
     CustomWeight,
     EntropyWeight,
     MeanOneWeight,
-    PolarityWeight,
     ReverseWeight,
     ShuffledWeight,
-    SigmoidWeight,
     UniformWeight,
     Weighting,
 )
@@ -42,6 +36,7 @@ class MethodNote:
     loss: str
     differs: str
     choices: str = ""
+    at_one_update: str | None = None
 
 
 def method_note(name: str, settings: Mapping[str, Any] | None = None, **texts: str) -> MethodNote:
@@ -167,59 +162,24 @@ def expand_method(given: Any) -> dict[str, Any]:
 
 def parse_method(text: str) -> Method:
     """The method written as `[label=]name[+field=value…]`, such as `flat=mine:flat_top` or `grpo-sg+weight.U=4` (`named_method`)."""
-    method: Method = validate(Method, check_keys(Method, expand_method(text), "method"))
+    method: Method = validate(Method, expand_method(text), "method")
     return method
 
 
-def parse_methods(texts: Sequence[str], token_weights: str | None = None) -> dict[str, Method]:
-    """Several methods (`parse_method`) by label (`arm_name`); `token_weights` go to the only method, or to those that have some."""
+def parse_methods(texts: Sequence[str]) -> dict[str, Method]:
+    """Several methods (`parse_method`) by label, without one by their text."""
     found: dict[str, Method] = {}
     for text in texts:
+        label = method_parts(text)[0] or text.strip()
+        if label in found:
+            raise UserError(f"--methods {label}: given twice; give one a label: label=method")
         try:
-            method = parse_method(text)
+            found[label] = parse_method(text)
         except UserError as error:
             raise UserError(f"--methods {text}: {error}") from None
-        if token_weights is not None and (len(texts) == 1 or method.weighted):
-            method = with_token_weights(method, token_weights)
-        if arm_name(text) in found:
-            raise UserError(f"--methods {arm_name(text)}: given twice; give one a label: label=method")
-        found[arm_name(text)] = method
     if not found:
         raise UserError("--methods: names nothing; `sharpscope methods` lists the methods")
-    if token_weights is not None and not any(method.weighted for method in found.values()):
-        raise UserError(f"--token-weights {token_weights}: no method has token weights; add grpo-sg to --methods")
     return found
-
-
-def arm_name(text: str) -> str:
-    """The label in `[label=]name[+field=value…]`, else the whole text."""
-    return method_parts(text)[0] or text.strip()
-
-
-def with_token_weights(method: Method, text: str) -> Method:
-    """The method with other token weights (`--token-weights`); inside a control, the innermost weight changes.
-
-    `text` is `paper` or `calibrated` (presets of the sigmoid), or `module:function`.
-    """
-    option = f"--token-weights {text}"
-
-    def change(weight: Any) -> Weighting:
-        """The new weights in place of one weighting."""
-        if isinstance(weight, EntropyWeight):
-            raise UserError(f"{option}: not for method {method.name}, whose weights depend on the entropy; remove it")
-        if ":" in text:
-            return CustomWeight(function=text)
-        if text not in ("paper", "calibrated"):
-            raise UserError(f"{option}: must be paper, calibrated, or module:function")
-        if not isinstance(weight, SigmoidWeight):
-            of = f"those of method {method.name} are {weight.kind}"
-            raise UserError(f"{option}: applies to sigmoid weights, and {of}; choose a method such as grpo-sg")
-        return weight.replace(preset=text)
-
-    try:
-        return method.model_copy(update={"weight": method.weight.changed(change)})
-    except ValidationError as error:
-        raise UserError(f"{option}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
 
 
 # -- labels ------------------------------------------------------------------------------------------------------------
@@ -299,82 +259,34 @@ def is_reference(method: Method) -> bool:
 
 
 def same_at_one_update(method: Method) -> str | None:
-    """Name of a simpler method that has the same gradient where a step makes a single update; None if there is none.
+    """Name of a simpler method that has the same gradient where a step makes a single update (methods.yaml); None without one.
 
     There π is π_old, so every ratio is 1: no clip acts, a sequence's ratio has the gradient of its tokens' mean ln π, and
-    KL-Cov's divergence has none. What is left of the method is compared with the named methods, with its own KL term.
+    KL-Cov's divergence has none.
     """
-    method = method.unlabeled
-    plain = _at_ratio_one(method)
-    if plain == method or method.passes is not None:
-        return None
-    for name, note in methods().items():
-        other = note.method
-        if _at_ratio_one(other) == other and other.model_copy(update={"name": method.name, "kl": method.kl}) == plain:
-            return name
-    return None
-
-
-def _at_ratio_one(method: Method) -> Method:
-    """The method with GRPO's ratio, clip and penalty where its own have the same gradient at ratio 1."""
-    in_ratio = method.weight_on == "ratio" and method.weighted  # weights move the clipped ratio away from 1
-    corrected = isinstance(method.clip, parts.VespoGate) and method.correction is not None
-    gated = isinstance(method.clip, parts.DelightGate) or getattr(method.ratio, "to", "old") == "sampler"
-    # A sequence's ratio gives each of its tokens the mean of all their terms, which differ by weight, mask and advantage.
-    by_token = isinstance(method.advantage, parts.TokenBaselineAdvantage | parts.WhitenedAdvantage)
-    differ = method.weighted or method.tokens is not None or by_token
-    if in_ratio or corrected or gated or (differ and not isinstance(method.ratio, parts.TokenRatio)):
-        return method
-    changed: dict[str, Any] = {"ratio": parts.TokenRatio(), "clip": parts.PpoClip(), "weight_on": "surrogate"}
-    if not isinstance(method.penalty, parts.LpRegPenalty):  # its divergence is from another policy than π_old
-        changed["penalty"] = None
-    return method.model_copy(update=changed)
+    note = methods().get(method.name)
+    known = note is not None and note.method == method.unlabeled.model_copy(update={"kl": note.method.kl})
+    return note.at_one_update if note is not None and known else None
 
 
 def rotation_bound(low: float, high: float) -> float:
-    """Largest rotation of a gradient by token weights in [low, high], if token gradients are orthogonal [degrees].
+    """Largest rotation of a gradient by token weights in [low, high], low > 0, if token gradients are orthogonal [degrees].
 
     The angle between Σ g_t and Σ w_t·g_t is at most arctan((U − L)/(2·√(L·U))), since its cosine is at least
     2·√(L·U)/(L + U) (Cassels' inequality). It is reached where all weights are L or U and the tokens at L carry U/(L + U)
-    of Σ ‖g_t‖². Gradients of correlated tokens can turn further. It is 90 if L = 0 < U or U is infinite, 0 if L = U.
+    of Σ ‖g_t‖². Gradients of correlated tokens can turn further.
     """
-    if not 0 <= low <= high or math.isinf(low):
-        raise ValueError(f"weights in [{low}, {high}]: needs 0 ≤ L ≤ U, L finite")
-    if low == high:
-        return 0.0
-    if math.isinf(high) or low == 0:
-        return 90.0
     return math.degrees(math.atan((high - low) / (2 * math.sqrt(low * high))))
 
 
 def method_rotation_bound(method: Method) -> float | None:
     """`rotation_bound` of a method whose weights alone turn the gradient from its reference's [degrees].
 
-    None for methods without weights, with masks, passes or other terms, with weights inside the clip, and where the weights have
-    no bound. Schedules must be resolved (`at`).
+    None for methods with masks, passes or other terms, with weights inside the clip, and where the weights have no bounds
+    or a lower bound of 0. Schedules must be resolved (`at`).
     """
     unweighted = method.model_copy(update={"weight": UniformWeight(), "label": None})
-    if not method.weighted or reference_method(method) != unweighted:
+    low, high = method.weight.bounds or (0.0, math.inf)
+    if low <= 0 or math.isinf(high) or reference_method(method) != unweighted:
         return None
-    return weight_rotation_bound(method.weight)
-
-
-def weight_rotation_bound(weight: Weighting) -> float | None:
-    """`rotation_bound` of a weighting's range [degrees]; None if its weights have no positive lower or no upper bound.
-
-    Schedules must be resolved (`at`).
-    """
-    match weight:
-        case UniformWeight() | ConstantWeight():
-            return 0.0
-        case MeanOneWeight():
-            return weight_rotation_bound(weight.of)  # the common factor cancels
-        case PolarityWeight():
-            alpha = float(weight.alpha)  # type: ignore[arg-type]  # schedules are resolved
-            return rotation_bound(1 - alpha, 1 + alpha)
-        case Control() if not weight.bounded:
-            return weight_rotation_bound(weight.of)
-    bounds = weight.bounds
-    if bounds is None or bounds[0] <= 0 or math.isinf(bounds[1]):
-        return None
-    return rotation_bound(*bounds)
+    return rotation_bound(low, high)

@@ -12,38 +12,31 @@ from sharpscope.config.base import Spec
 ObjectiveName = Literal["nll", "expected_failure"]
 SharpnessKind = Literal["sam", "asam"]
 Backend = Literal["lanczos", "pyhessian"]
-Preset = Literal["off", "light", "standard", "full"]
 Split = Literal["train", "heldout"]
 Check = Literal["off", "first", "always"]
 """When probes are compared with autograd on the model: never, at first use, or at every call."""
 
-_STANDARD: dict[str, Any] = {
-    "every": 25,
-    "kinds": ("sam", "asam"),
-    "functionals": ("nll", "expected_failure"),
-    "prompts": 128,
-    "heldout_prompts": 128,
-    "splits": ("train", "heldout"),
-    "curvature_prompts": 12,
+PRESETS: dict[str, dict[str, Any]] = {
+    "off": {"every": 0},
+    "standard": {
+        "every": 25,
+        "kinds": ("sam", "asam"),
+        "functionals": ("nll", "expected_failure"),
+        "prompts": 128,
+        "heldout_prompts": 128,
+        "splits": ("train", "heldout"),
+        "curvature_prompts": 12,
+    },
 }
-_FULL = {
-    "prompts": 64,
-    "heldout_prompts": 64,
-    "curvature_prompts": 64,
-    "top": 5,
-    "max_products": 300,
-    "trace_probes": 32,
-}
-# What each preset changes of the defaults below, which are those of `light`; fields set by the user take precedence.
-PRESETS: dict[str, dict[str, Any]] = {"off": {"every": 0}, "standard": _STANDARD, "full": _STANDARD | _FULL}
+"""What a preset changes of the defaults, which are those of `light`; fields set by the user take precedence."""
 
 
 class ProbesSpec(Spec):
     """Sharpness and curvature on fixed prompts, shared by all methods of a study."""
 
-    preset: Preset = "light"
+    preset: Literal["off", "light", "standard"] = "light"
     """Defaults of the fields below: off; light: sharpness by perturbation and critical sharpness; standard: also
-    curvature and the expected failure, on more prompts; full."""
+    curvature and the expected failure, on more prompts."""
     check: Check = "first"
     """When to compare score norms, attribution and curvature with autograd on the policy: at first use (first), at
     every use (always), never (off). Numbers that differ are not recorded, with an event."""
@@ -63,37 +56,20 @@ class ProbesSpec(Spec):
     """Radius of perturbations [parameters' L2 norm]; auto: chosen at the first probe of a run such that SAM sharpness
     of the expected failure is between 5 and 30 % of the largest possible rise. Give the same number to all runs of a
     study."""
-    kinds: tuple[SharpnessKind, ...] = Field(("sam",), description="Sharpness measures; standard and full: also asam.")
+    kinds: tuple[SharpnessKind, ...] = Field(("sam",), description="Sharpness measures; standard: also asam.")
     critical_sharpness: bool = True
     """Whether to compute the critical sharpness of the first update of a probed step, by a few forward passes over
     the update's completions."""
     curvature_prompts: int = Field(0, ge=0)
     """Prompts of each split on which eigenvalues and trace of the Hessian are computed, the first ones; 0: no
     curvature."""
-    top: int = Field(2, ge=1, le=100, description="Number of largest Hessian eigenvalues.")
-    max_products: int = Field(60, ge=4)
-    """Maximum number of Hessian-vector products for the eigenpairs; if reached, converged = false."""
-    trace_probes: Literal[0] | Annotated[int, Field(ge=2)] = 4
-    """Random vectors for the trace, at least 2 for a standard error; 0: no trace."""
-    microbatch_tokens: int = Field(4096, ge=64)
-    """Maximum size of a probe's forward pass, including padding [tokens]."""
     memory_mb: float = Field(2048.0, gt=0)
     """Maximum memory for graphs of Hessian products, and for Lanczos vectors [MiB]."""
 
     @model_validator(mode="before")
     @classmethod
     def _preset(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        preset = "off" if data.get("preset") is False else str(data.get("preset", "light"))  # YAML reads `off` as false
-        return PRESETS.get(preset, {}) | dict(data)
-
-    @model_validator(mode="after")
-    def _off_has_no_interval(self) -> ProbesSpec:
-        """`preset: off` in a sweep must not be combined with `every: 75` of its base."""
-        if self.preset == "off" and self.every != 0:
-            raise ValueError(f"every = {self.every}: preset off probes nothing; set another preset, or every to 0")
-        return self
+        return PRESETS.get(str(data.get("preset")), {}) | dict(data) if isinstance(data, Mapping) else data
 
     def interval(self, steps: int) -> int:
         """Interval between probes in a run of `steps` steps [steps]; 0: never."""

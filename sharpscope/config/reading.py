@@ -1,4 +1,4 @@
-"""Read configurations: YAML files (untrusted, so bounded), `--set path=value`, how layers are merged, and the user's functions."""
+"""Read configurations: YAML files, `--set path=value`, how layers are merged, and the user's functions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,15 +15,12 @@ from pydantic import BaseModel
 
 from sharpscope.errors import UserError, nearest
 
-YAML_LIMIT = 4_000_000
-"""Maximum size of a configuration file [bytes]."""
 YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError, OverflowError, TypeError, AttributeError, KeyError)
 """Exceptions that invalid YAML can raise; PyYAML's constructors also raise Python's built-in ones."""
-_NODES = 200_000
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which also rejects duplicate keys instead of using the last value."""
+    """PyYAML's safe loader, which rejects duplicate keys, and reads 1e-4 as a number and off as text, as YAML 1.2 does."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """As in PyYAML; a key given twice raises."""
@@ -36,44 +34,24 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [one for one in known if one[0] != "tag:yaml.org,2002:bool" or first in "tTfF"]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$"), list("+-0123456789")
+)
+
+
 def load_yaml(text: str) -> Any:
-    """Parse YAML text into plain values.
-
-    Raises:
-        yaml.YAMLError: Invalid YAML, a tag of another type, a duplicate key, or more than 200,000 values with aliases
-            expanded. Values that Python cannot represent and aliases that contain themselves raise other YAML_ERRORS.
-    """
-    loader = _Loader(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _expanded_size(node, {})
-        return loader.construct_document(node)
-    finally:
-        loader.dispose()
-
-
-def _expanded_size(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Number of values in a node, with aliases counted at each use; one that contains itself is a RecursionError."""
-    if id(node) not in sizes:
-        children = node.value if isinstance(node, yaml.CollectionNode) else []
-        if isinstance(node, yaml.MappingNode):
-            children = [part for pair in node.value for part in pair]
-        sizes[id(node)] = 1 + sum(_expanded_size(child, sizes) for child in children)
-        if sizes[id(node)] > _NODES:
-            raise yaml.constructor.ConstructorError(None, None, f"more than {_NODES:,} values", node.start_mark)
-    return sizes[id(node)]
+    """Parse YAML text into plain values; what is not valid raises one of `YAML_ERRORS`."""
+    return yaml.load(text, _Loader)
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
     """Read a YAML mapping with a safe loader."""
     try:
-        with file.open("rb") as stream:
-            content = stream.read(YAML_LIMIT + 1)
-        if len(content) > YAML_LIMIT:
-            raise UserError(f"config file '{file}': is larger than {YAML_LIMIT:,} bytes; give a configuration file")
-        data = load_yaml(content.decode("utf-8"))
+        data = load_yaml(file.read_text("utf-8"))
     except FileNotFoundError:
         raise UserError(f"config file '{file}' does not exist; give the path of a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -110,22 +88,17 @@ def parse_override(text: str) -> dict[str, Any]:
         value = load_yaml(raw)
     except YAML_ERRORS:
         raise UserError(f"--set {text}: the value is not valid YAML; put text in quotes") from None
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
-        value = float(value)  # YAML 1.1 reads 1e-4 as a string
     return nested(path.strip(), value)
 
 
 def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
     """Parse several overrides (see `parse_override`) and merge them in order."""
-    return merge_all(parse_override(text) for text in texts)
+    return merge_all(map(parse_override, texts))
 
 
 def merge_all(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge layers in order (see `merge`)."""
-    data: dict[str, Any] = {}
-    for layer in layers:
-        data = merge(data, layer)
-    return data
+    return reduce(merge, layers, {})
 
 
 def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The configuration of a run: its fields, and how it is built from YAML, options and `--set a.b=c`."""
+"""The configuration of a run, of a fork and of a study's claims, and how a run's is built from YAML, options and `--set a.b=c`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from sharpscope.config.base import Spec, known_settings, validate
 from sharpscope.config.method import Method
-from sharpscope.config.methods import expand_method, method_label, named_method, with_token_weights
+from sharpscope.config.methods import expand_method, method_label, named_method
 from sharpscope.config.probes import ProbesSpec
 from sharpscope.config.reading import merge, merge_all, nested, parse_override, read_yaml
 from sharpscope.config.tasks import KnightsKnavesSpec, TaskSpec
@@ -66,12 +66,10 @@ class RolloutSpec(SamplingSpec):
 
 
 class OptimizerSpec(Spec):
-    """AdamW (decoupled weight decay, beta1 0.9; arXiv 1711.05101) with warm-up, a schedule and global-norm clipping."""
+    """AdamW (decoupled weight decay, betas 0.9 and 0.999, epsilon 1e-8; arXiv 1711.05101) with warm-up, a schedule and global-norm clipping."""
 
     lr: float = Field(1e-4, gt=0, le=1)
     """Peak learning rate [per update]; not given: 1e-4 for embedded policies, else 1e-6."""
-    beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second-moment average.")
-    eps: float = Field(1e-8, gt=0, description="Added to the square root of the second moment.")
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of matrices (not of norm gains and biases)."""
     warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up, from lr/warmup_steps; fewer than steps.")
@@ -178,13 +176,8 @@ class HealthSpec(Spec):
     @classmethod
     def _complete(cls, data: Any) -> Any:
         """Add the rules and thresholds that are not given."""
-        if not isinstance(data, Mapping):
-            return data
-        limits: dict[str, Any] = {name: data.get(name, {}) for name in JUDGED}
-        for name, limit in limits.items():
-            if isinstance(limit, Mapping | Limit):
-                limits[name] = {"threshold": JUDGED[name].threshold} | dict(limit)
-        return dict(data) | limits
+        defaults = {name: {"threshold": rule.threshold} for name, rule in JUDGED.items()}
+        return merge(defaults, data) if isinstance(data, Mapping) else data
 
     @model_validator(mode="after")
     def _skips_in_time(self) -> HealthSpec:
@@ -227,18 +220,6 @@ class RunConfig(Spec):
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec, description="When checkpoints are saved.")
     health: HealthSpec = Field(default_factory=HealthSpec, description="Rules that detect failing runs.")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _learning_rate(cls, data: Any) -> Any:
-        """The learning rate, where it is not given, depends on the policy."""
-        optimizer = data.get("optimizer", {}) if isinstance(data, Mapping) else None
-        if not isinstance(optimizer, Mapping) or optimizer.get("lr") is not None:
-            return data
-        policy = data.get("policy")
-        model = policy.get("model") if isinstance(policy, Mapping) else getattr(policy, "model", None)
-        lr = default_lr(EMBEDDED_PREFIX if model is None else str(model))
-        return {**data, "optimizer": {**optimizer, "lr": lr}}
-
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         batches, prompts = self.update.mini_batches, self.rollout.prompts_per_step
@@ -250,7 +231,7 @@ class RunConfig(Spec):
             raise ValueError(f"optimizer.warmup_steps = {warmup} must be less than steps = {self.steps}")
         if self.policy.lora is not None and getattr(self.method.tokens, "kind", "") == "curvature":
             raise ValueError(
-                "method.tokens.kind = curvature: needs the output layer's gradient; set policy.lora to null"
+                "method.tokens.kind = curvature: needs gradients of the output layer; set policy.lora to null"
             )
         return self
 
@@ -273,30 +254,63 @@ class RunConfig(Spec):
         return self.method.with_preset("auto", self.default_preset)
 
 
+class ForkSpec(Spec):
+    """Counterfactual updates: what each arm does from one state, and what is measured."""
+
+    methods: tuple[str, ...] = Field(("grpo", "grpo-sg", "grpo-sg-reverse", "grpo-sg-shuffled"), min_length=1)
+    """Arms: [name=]method[+field=value…], such as grpo or strong=grpo-sg+weight.U=4. The first is the reference."""
+    batches: int = Field(30, ge=1, le=100_000, description="Batches of rollouts per state; every arm learns from each.")
+    outcomes: tuple[Literal["failure", "entropy", "greedy", "sharpness"], ...] = Field(
+        ("failure", "entropy"), min_length=1
+    )
+    """failure: expected failure on held-out and training prompts; entropy: on the held-out tokens; greedy: accuracy
+    of new greedy answers to the held-out prompts; sharpness: SAM sharpness on training prompts."""
+    prompts: int = Field(64, ge=2, le=100_000, description="Held-out prompts per batch for the outcomes.")
+    samples: int = Field(2, ge=1, le=10_000)
+    """Completions per held-out prompt; the training prompts get as many in total."""
+    rho: float | None = Field(None, gt=0)
+    """Radius of SAM sharpness [parameters' L2 norm]; null: that of the run's probes, else one whose saturation on the
+    first batch is moderate."""
+    warm_up: int = Field(4, ge=0)
+    """Where no optimizer state is stored: steps of the reference method, at a learning rate of 0, whose gradients
+    fill AdamW's moments; 0: start from an empty state, whose first step is the gradient's sign."""
+
+
+class ClaimsSpec(Spec):
+    """What a study claims, and by which rules; `sharpscope study declare` freezes it."""
+
+    baseline: str = Field("grpo", description="Baseline method.")
+    treatment: str = Field("grpo-sg", description="Method that the claims are tested for.")
+    order: tuple[str, ...] = ("C7", "C4", "C10")
+    """Primary claims, in the order in which they are tested."""
+    level: float = Field(0.05, gt=0, lt=0.5, description="Error rate of each test.")
+    margins: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Claim to the smallest effect that matters, in the unit of its rule: 0.02 is two points."""
+    least_rotation: float = Field(5.0, ge=0)
+    """Mean rotation of the update that a method must cause to be compared [degrees]; by default half of what weights in
+    [1, 1.4] can do to orthogonal token gradients, arctan(0.4/(2·√1.4)) = 9.6°."""
+
+
 def default_lr(model: str) -> float:
     """The learning rate where none is given: 1e-4 for embedded policies, 1e-6 (as in TRL and verl) for other models."""
     return 1e-4 if model.startswith(EMBEDDED_PREFIX) else 1e-6
 
 
 def build_config(
-    file: Path | None = None,
-    overrides: Sequence[str] = (),
-    values: Mapping[str, Any] | None = None,
-    token_weights: str | None = None,
+    file: Path | None = None, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None
 ) -> RunConfig:
     """Build and validate a configuration from the defaults, a YAML file, values and overrides, in this order.
 
-    Values are by field path, such as `{"optimizer.lr": 1e-4}`, overrides of the form `field.subfield=value`. `token_weights`
-    are those of the method (`with_token_weights`).
+    Values are by field path, such as `{"optimizer.lr": 1e-4}`, overrides of the form `field.subfield=value`.
 
     Raises:
         UserError: A field is unknown or invalid; the message names the field, the value and the fix.
     """
-    return make_config(config_data(file, overrides, values), token_weights)
+    return make_config(config_data(file, overrides, values))
 
 
 def read_recorded(folder: Path, values: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of a recorded run, also of version 0.2, with `out` set to its folder."""
+    """The configuration of a recorded run, with `out` set to its folder."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         if (folder / "run.json").is_file():
@@ -307,9 +321,9 @@ def read_recorded(folder: Path, values: Mapping[str, Any] | None = None, overrid
 
 
 def recorded_settings(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a recorded run that this version has; one with a `name` is of 0.2, which measured in another way."""
+    """The settings of a recorded run that this version has."""
     if "name" in data:
-        data = {part: value for part, value in data.items() if part not in ("recording", "probes", "health")}
+        raise UserError("a run of version 0.2 can only be shown and analyzed; use that version, or --model CHECKPOINT")
     return known_settings(RunConfig, data)
 
 
@@ -322,14 +336,14 @@ def config_data(
     return merge_all([*layers, *map(parse_override, overrides)])
 
 
-def make_config(data: Mapping[str, Any], token_weights: str | None = None) -> RunConfig:
+def make_config(data: Mapping[str, Any]) -> RunConfig:
     """Validate nested values as a configuration."""
     if data.get("method") is not None:
         data = {**data, "method": expand_method(data["method"])}
-    task = data.get("task")
-    if isinstance(task, Mapping) and task.get("kind") in EMBEDDED_NAMES:
-        data = merge({"policy": {"model": f"{EMBEDDED_PREFIX}{task['kind']}"}}, data)
-    config: RunConfig = validate(RunConfig, data)
-    method = config.method if token_weights is None else with_token_weights(config.method, token_weights)
+    task, policy = (value if isinstance(value, Mapping) else {} for value in map(data.get, ("task", "policy")))
+    model = f"{EMBEDDED_PREFIX}{task['kind']}" if task.get("kind") in EMBEDDED_NAMES else PolicySpec().model
+    model = policy.get("model", model)
+    defaults = {"task": {"kind": "knights_knaves"}, "policy": {"model": model}}
+    config: RunConfig = validate(RunConfig, merge(defaults | {"optimizer": {"lr": default_lr(str(model))}}, data))
     # A preset equal to the default becomes `auto`, so that equal methods have the same label.
-    return config.model_copy(update={"method": method.with_preset(config.default_preset, "auto")})
+    return config.model_copy(update={"method": config.method.with_preset(config.default_preset, "auto")})

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
 from sharpscope.config.base import Spec
-
-T = TypeVar("T")
-
-
-def _distinct(values: tuple[T, ...]) -> tuple[T, ...]:
-    if len(set(values)) != len(values):
-        raise ValueError("must not contain duplicates")
-    return values
 
 
 def _check_apart(name: str, seen: tuple[int, ...], unseen: tuple[int, ...]) -> None:
@@ -32,19 +24,18 @@ def _with_prompt(template: str) -> str:
 People = Annotated[int, Field(ge=2, le=7)]
 Level = Annotated[int, Field(ge=1, le=4)]
 Template = Annotated[str, AfterValidator(_with_prompt)]
-Sizes = Annotated[tuple[People, ...], AfterValidator(_distinct)]
 
 
 class KnightsKnavesSpec(Spec):
     """Generated Knights-and-Knaves puzzles with exactly one solution."""
 
     kind: Literal["knights_knaves"] = "knights_knaves"
-    people: People | Annotated[Sizes, Field(min_length=1)] = 3
+    people: People | Annotated[tuple[People, ...], Field(min_length=1)] = 3
     """people per puzzle in train and heldout: one number or a list, 2 to 7"""
     train_size: int = Field(900, ge=1, le=1_000_000, description="training puzzles for each number of people")
     heldout_size: int = Field(500, ge=0, le=1_000_000)
     """held-out puzzles for each number of people; 0: no such split"""
-    unseen_people: Sizes = ()
+    unseen_people: tuple[People, ...] = ()
     """numbers of people in the split `unseen`, not used in training, 2 to 7"""
     unseen_size: int = Field(200, ge=0, le=1_000_000, description="puzzles for each unseen number of people")
     style: Literal["compact", "logic_rl"] = "compact"
@@ -66,13 +57,11 @@ class MathSpec(Spec):
     """Generated mathematics questions, each with a number as its answer."""
 
     kind: Literal["math"] = "math"
-    families: Annotated[tuple[Literal["arithmetic", "linear", "modular"], ...], AfterValidator(_distinct)] = Field(
-        ("arithmetic",), min_length=1
-    )
+    families: tuple[Literal["arithmetic", "linear", "modular"], ...] = Field(("arithmetic",), min_length=1)
     """families of questions"""
-    levels: Annotated[tuple[Level, ...], AfterValidator(_distinct)] = Field((1, 2, 3), min_length=1)
+    levels: tuple[Level, ...] = Field((1, 2, 3), min_length=1)
     """levels of difficulty in train and heldout, 1 to 4"""
-    unseen_levels: Annotated[tuple[Level, ...], AfterValidator(_distinct)] = ()
+    unseen_levels: tuple[Level, ...] = ()
     """levels of difficulty in the split `unseen`, not used in training, 1 to 4"""
     train_size: int = Field(300, ge=1, le=1_000_000, description="training questions for each family and level")
     heldout_size: int = Field(100, ge=0, le=1_000_000)
@@ -98,16 +87,13 @@ class ColumnsSpec(Spec):
     ground_truth and label"""
 
 
-ScorerName = Literal["auto", "logic_rl", "exact", "exact_match", "numeric", "math"]
-
-
 class DatasetSpec(Spec):
     """Questions and answers from a file or a folder."""
 
     kind: Literal["dataset"] = "dataset"
     path: str = Field("", description=".parquet or .jsonl (JSON Lines) file, or a folder of such files")
     columns: ColumnsSpec = Field(ColumnsSpec(), description="column mapping")
-    scorer: ScorerName = "auto"
+    scorer: Literal["auto", "logic_rl", "exact", "exact_match", "numeric", "math"] = "auto"
     """auto: selected by the row's data_source; without one: math for LaTeX, numeric for numbers, exact_match for
     other answers"""
     template: Template = ""
@@ -126,14 +112,11 @@ class CustomSpec(Spec):
     options: dict[str, Any] = Field({}, description="keyword arguments of the factory")
 
 
-Hops = Annotated[int, Field(ge=1, le=3)]
-
-
 class ToolQaSpec(Spec):
     """Questions that require search, in Search-R1's protocol: generated, or a data set with a retrieval server."""
 
     kind: Literal["tool_qa"] = "tool_qa"
-    hops: Annotated[tuple[Hops, ...], AfterValidator(_distinct)] = Field((1,), min_length=1)
+    hops: tuple[Annotated[int, Field(ge=1, le=3)], ...] = Field((1,), min_length=1)
     """facts to chain in train and heldout, 1 to 3"""
     train_size: int = Field(300, ge=1, le=1_000_000, description="training questions for each number of hops")
     heldout_size: int = Field(100, ge=0, le=1_000_000)

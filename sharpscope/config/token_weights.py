@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from sharpscope.config.base import NonNegative, Part, Positive, Real, Schedule, Share
+from sharpscope.config.base import NonNegative, Part, Positive, Schedule, Share
 from sharpscope.config.reading import import_function
 from sharpscope.errors import NonFiniteError, UserError
 
@@ -73,14 +73,19 @@ class Weighting(Part):
         return self.at(0.0).bounds is not None
 
     @property
+    def inner(self) -> Weighting:
+        """Itself; of a control, the weighting that it changes."""
+        return self
+
+    @property
     def needs_calibration(self) -> bool:
         """Whether a constant is empty that a preset or the first step fills in."""
-        return False
+        return self.inner is not self and self.inner.needs_calibration
 
     @property
     def needs_gradient(self) -> bool:
         """Whether the calibration needs a step in which some token carries a gradient."""
-        return False
+        return self.inner is not self and self.inner.needs_gradient
 
     def changed(self, change: Callable[[Any], Any]) -> Any:
         """What `change` makes of this weighting, in a control of the innermost one; itself if it stays the same."""
@@ -152,7 +157,6 @@ def top_tokens(value: Tensor, mask: Tensor, *, count: int) -> Tensor:
     return mask & (value >= inside.topk(count).values.min())
 
 
-Offset = Annotated[float, Field(le=1)] | Schedule
 Counted = Literal["tokens", "gradient"]
 COUNTED = "tokens: every loss token counts once; gradient: by the gradient it carries, |A|·(its coefficient in the mean)·‖p − e_y‖"
 
@@ -370,12 +374,7 @@ class CustomWeight(Weighting):
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
         """What the function returns."""
-        try:
-            weight = self._imported()(step, **self.arguments)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"method.weight: {self.title} raised {type(error).__name__}: {error}") from error
+        weight = self._imported()(step, **self.arguments)
         shape, given = tuple(step.mask.shape), tuple(getattr(weight, "shape", ()))
         if not isinstance(weight, xp.Tensor) or given != shape or not weight.is_floating_point():
             found = f"{type(weight).__name__} of shape {given} and type {getattr(weight, 'dtype', '?')}"
@@ -419,28 +418,26 @@ class SigmoidWeight(Weighting):
     preset: Literal["auto", "paper", "calibrated"] = "auto"
     """auto: calibrated on an embedded policy, else paper."""
     percentiles: Counted = Field("tokens", description=f"What the calibration's percentiles count. {COUNTED}.")
-    alpha: Positive | None = Field(None, description="Gain; published 2.0. Empty: (U − L)/0.2, unless mu is given.")
-    tau: Positive | None = Field(None, description="Width of the sigmoid, unit of u; published 9.0.")
-    mu: Offset | None = None
+    alpha: float | None = Field(None, gt=0, description="Gain; published 2.0. Empty: (U − L)/0.2, unless mu is given.")
+    tau: float | None = Field(None, gt=0, description="Width of the sigmoid, unit of u; published 9.0.")
+    mu: float | None = Field(None, le=1)
     """Subtracted from the sigmoid; published 0.25. Empty: 0.75 − L/alpha, unless alpha is given."""
-    L: NonNegative | None = Field(None, description="Smallest weight; published 1.0.")
-    U: Positive | None = Field(None, description="Largest weight, > L; published 1.4.")
-    u0: Real | None = Field(None, description="Location of the sigmoid, unit of u; published 0.")
+    L: float | None = Field(None, ge=0, description="Smallest weight; published 1.0.")
+    U: float | None = Field(None, gt=0, description="Largest weight, > L; published 1.4.")
+    u0: float | None = Field(None, description="Location of the sigmoid, unit of u; published 0.")
 
     @model_validator(mode="after")
-    def _bounds_are_ordered_and_have_a_gain(self) -> Self:
-        if self.alpha is None and self.mu is None and (isinstance(self.L, Schedule) or isinstance(self.U, Schedule)):
-            raise ValueError("a schedule of L or U needs alpha or mu, which follow fixed bounds only; set alpha")
-        known = PAPER_SIGMOID | {name: value for name in ("L", "U") if (value := getattr(self, name)) is not None}
-        if not any(isinstance(known[name], Schedule) for name in ("L", "U")) and known["L"] >= known["U"]:
-            raise ValueError(f"L = {known['L']} must be below U = {known['U']}")
+    def _ordered(self) -> Self:
+        low, high = self.bounds
+        if low >= high:
+            raise ValueError(f"L = {low} must be below U = {high}")
         return self
 
     @property
     def bounds(self) -> tuple[float, float]:
         """[L, U]."""
-        known = self.constants()
-        return number(known["L"]), number(known["U"])
+        known = PAPER_SIGMOID | self.model_dump(include={"L", "U"}, exclude_none=True)
+        return known["L"], known["U"]
 
     @property
     def needs_calibration(self) -> bool:
@@ -452,15 +449,14 @@ class SigmoidWeight(Weighting):
         """Whether tau or u0 come from percentiles over the gradient."""
         return self.percentiles == "gradient" and not {"tau", "u0"} <= set(self.constants())
 
-    def constants(self) -> dict[str, float | Schedule]:
+    def constants(self) -> dict[str, float]:
         """The given constants, else the preset's; calibrated tau and u0 are missing."""
-        known: dict[str, float | Schedule] = dict(PAPER_SIGMOID)
+        known = dict(PAPER_SIGMOID)
         if self.preset != "paper":
             del known["tau"], known["u0"]
-        known |= {name: value for name in PAPER_SIGMOID if (value := getattr(self, name)) is not None}
         if self.alpha is None and self.mu is None:
-            known["alpha"], known["mu"] = fitted_gain(number(known["L"]), number(known["U"]))
-        return known
+            known["alpha"], known["mu"] = fitted_gain(*self.bounds)
+        return known | {name: value for name in PAPER_SIGMOID if (value := getattr(self, name)) is not None}
 
     def statistic(self, step: Any) -> Any:
         """u (N, T), the logit."""  # noqa: D403 - a symbol
@@ -481,23 +477,16 @@ class SigmoidWeight(Weighting):
         weight = self.with_preset("auto", "calibrated")
         if {"tau", "u0"} <= set(known):
             return weight.replace(**known)
-        if not bool(mask.any()):
-            raise UserError("method.weight: the first step has no loss tokens to calibrate on; set tau and u0")
         mass = step.mass if self.percentiles == "gradient" else None
-        if mass is not None and not bool((mass[mask] > 0).any()):
-            why = "no token of the first step carries a gradient"
-            raise UserError(f"method.weight.percentiles = gradient: {why}; set tau and u0, or percentiles to tokens")
+        if not bool(mask.any() if mass is None else (mass[mask] > 0).any()):
+            why = "no token of the first step counts"
+            raise UserError(f"method.weight.percentiles = {self.percentiles}: {why}; set tau and u0")
         u10, u90 = percentile(u, mask, 10, mass), percentile(u, mask, 90, mass)
-        now: dict[str, Any] = {
-            name: value.value(step.progress) if isinstance(value, Schedule) else value for name, value in known.items()
-        }
-        a, b = (_logit(now[name] / now["alpha"] + now["mu"], name, now[name]) for name in ("L", "U"))
-        tau = now.get("tau")
-        if tau is None:
-            if not (math.isfinite(u90 - u10) and u90 > u10):
-                both = f"the first step's 10th and 90th percentile are {u10:.6g} and {u90:.6g}, nothing to calibrate on"
-                raise UserError(f"method.weight: {both}; set tau and u0, or raise rollout.prompts_per_step")
-            tau = (u90 - u10) / (b - a)
+        a, b = (_logit(known[name] / known["alpha"] + known["mu"], name, known[name]) for name in ("L", "U"))
+        if "tau" not in known and not (math.isfinite(u90 - u10) and u90 > u10):
+            both = f"the first step's 10th and 90th percentile are {u10:.6g} and {u90:.6g}, nothing to calibrate on"
+            raise UserError(f"method.weight: {both}; set tau and u0, or raise rollout.prompts_per_step")
+        tau = known.get("tau", (u90 - u10) / (b - a))
         return weight.replace(**{"tau": tau, "u0": u10 - a * tau} | known)
 
 
@@ -509,10 +498,10 @@ class EntropyWeight(SigmoidWeight):
 
     kind: Literal["entropy"] = "entropy"  # type: ignore[assignment]
     preset: ClassVar[str] = "calibrated"  # type: ignore[misc]
-    alpha: Positive | None = Field(2.0, description="Gain.")
-    mu: Offset | None = Field(0.25, description="Subtracted from the sigmoid.")
-    L: NonNegative | None = Field(1.0, description="Smallest weight.")
-    U: Positive | None = Field(1.4, description="Largest weight, > L.")
+    alpha: float | None = Field(2.0, gt=0, description="Gain.")
+    mu: float | None = Field(0.25, le=1, description="Subtracted from the sigmoid.")
+    L: float | None = Field(1.0, ge=0, description="Smallest weight.")
+    U: float | None = Field(1.4, gt=0, description="Largest weight, > L.")
 
     def statistic(self, step: Any) -> Any:
         """−H: low entropy has the largest weight."""
@@ -528,14 +517,9 @@ class Control(Weighting):
     of: TokenWeight = Field(description="The weighting that is changed.")
 
     @property
-    def needs_calibration(self) -> bool:
-        """See `Weighting`."""
-        return self.of.needs_calibration
-
-    @property
-    def needs_gradient(self) -> bool:
-        """See `Weighting`."""
-        return self.of.needs_gradient
+    def inner(self) -> Weighting:
+        """The innermost weighting."""
+        return self.of.inner
 
     def changed(self, change: Callable[[Any], Any]) -> Any:
         """The control around the changed weighting."""

@@ -63,7 +63,6 @@ def fork(
     task: str | None = None,
     checkpoint: Sequence[str | int] = (),
     methods: Sequence[str] | None = None,
-    token_weights: str | None = None,
     overrides: Sequence[str] = (),
     out: Path | str | None = None,
     threads: int | None = None,
@@ -83,7 +82,6 @@ def fork(
         task: task of `model`; None: that of an embedded policy, else knights_knaves.
         checkpoint: `step-000050` or 50; 0 is the initial policy. None given: the run's last checkpoint.
         methods: arms, see `ForkSpec.methods`; the first is the reference.
-        token_weights: in place of those of the arms that have some: `module:function`, or a preset, paper or calibrated.
         overrides: changes of the run's configuration, `field.subfield=value`.
         out: folder of a run for the rows; None: `run` itself, or `forks/<model>`.
         threads: CPU threads; None: as configured.
@@ -113,7 +111,7 @@ def fork(
     if (run is None) == (model is None):
         raise UserError("fork: give a run's folder, or --model with --task")
     config = resolve("fork", run, model, task, None, overrides)
-    arms = arms_of(spec.methods, token_weights, config)
+    arms = arms_of(spec.methods, config)
     states = saved_states(run, checkpoint)
     source = str(model).removeprefix(EMBEDDED_PREFIX) if run is None else str(Path(run).resolve())
     folder = Path(out or run or Path("forks") / (Path(source).name or "model"))

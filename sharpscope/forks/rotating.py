@@ -113,7 +113,6 @@ def rotate(
     model: str | None = None,
     task: str | None = None,
     seed: int | None = None,
-    token_weights: str | None = None,
     overrides: Sequence[str] = (),
     warm_up: int = 0,
     measure: bool = False,
@@ -134,8 +133,6 @@ def rotate(
         model: in place of `run`: `embedded:NAME`, a model folder or a hub id, with new optimizer state. None: as in `run`.
         task: kind of a task, with `model`.
         seed: of the batch, with `model`; None: 0.
-        token_weights: in place of those of the methods that have some (None given: grpo-sg and two controls): `module:function`, or
-            a preset of the sigmoid, paper or calibrated.
         overrides: changes of the configuration, `field.subfield=value`, such as `rollout.prompts_per_step=64`.
         warm_up: with `model`: batches of the first method's reference whose gradients fill AdamW's moments first; the weights stay.
         measure: whether to make every update, measure what it does to entropy and policy on the batch, and take it back.
@@ -159,10 +156,7 @@ def rotate(
     tell = on_progress or (lambda text: None)
     config = resolve("rotate", run, model, task, seed, overrides)
     (state,) = saved_states(run, () if checkpoint is None else (checkpoint,))
-    texts = methods
-    if texts is None:
-        texts = ("grpo-sg", *CONTROLS) if token_weights is not None else (*method_names(), *CONTROLS)
-    chosen = arms_of(texts, token_weights, config)
+    chosen = arms_of((*method_names(), *CONTROLS) if methods is None else methods, config)
     set_threads(config.threads if threads is None else threads, config.policy.model)
     if warm_up:
         tell("warming up the optimizer")

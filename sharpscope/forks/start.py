@@ -105,10 +105,9 @@ def saved_states(run: Path | str | None, wanted: Sequence[str | int]) -> list[Pa
     return list(found.values())
 
 
-def arms_of(texts: Sequence[str], token_weights: str | None, config: RunConfig) -> dict[str, Method]:
+def arms_of(texts: Sequence[str], config: RunConfig) -> dict[str, Method]:
     """Methods by label, see `parse_methods`; a preset equal to the run's default is `auto`."""
-    found = parse_methods(texts, token_weights)
-    return {name: method.with_preset(config.default_preset, "auto") for name, method in found.items()}
+    return {name: method.with_preset(config.default_preset, "auto") for name, method in parse_methods(texts).items()}
 
 
 def as_recorded(run: Path | str, step: int, texts: Sequence[str]) -> bool | None:
@@ -249,7 +248,7 @@ class Start:
     def learner(self, method: Method) -> Learner:
         """A learner with what this method needs."""
         reference = self._learner.reference if method.needs_reference else None
-        return replace(self._learner, reference=reference, state=MethodState.stored(copy.deepcopy(self._state)))
+        return replace(self._learner, reference=reference, state=MethodState(**copy.deepcopy(self._state)))
 
     # -- rollouts, computed once for all methods that draw the same -------------------------------------------------------
 

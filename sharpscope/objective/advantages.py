@@ -55,24 +55,24 @@ def estimate_advantages(
     match spec:
         case settings.GroupAdvantage():
             found = _group(groups, spec)
-        case settings.LeaveOneOutAdvantage():
+        case settings.BaselineAdvantage(kind="leave_one_out"):
             found = groups.informative(groups.centered * (groups.count / (groups.count - 1).clamp(min=1)))
         case settings.WhitenedAdvantage():
             found = _whitened(
                 groups.informative(groups.centered) if spec.baseline == "group" else groups.value, mask.bool()
             )
-        case settings.LengthBaselineAdvantage():
+        case settings.BaselineAdvantage(kind="length_baseline"):
             length = mask.bool().sum(1).double()
             total = groups.sum(length)
             baseline = groups.sum(length * groups.value) / total.clamp(min=1)
             found = torch.where(groups.differ & (total > 0), groups.value - baseline, 0.0)
-        case settings.TokenBaselineAdvantage():
+        case settings.BaselineAdvantage(kind="token_baseline"):
             if logp is None or collision is None:
                 raise ValueError("advantage.kind=token_baseline needs logp and collision")
             found = _token_baseline(groups, mask.bool(), logp, collision)
         case settings.DecoupledAdvantage():
             found = _decoupled(spec, group, parts or {})
-        case settings.MeanScaledAdvantage():
+        case settings.BaselineAdvantage():
             if correct is None:
                 raise ValueError("advantage.kind=mean_scaled needs correct")
             right = _grouped(correct.double(), group)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -93,15 +92,8 @@ def policy_loss(
 class MethodState:
     """What a method keeps between updates."""
 
-    weight: dict[str, Any] = field(
-        default_factory=dict
-    )  # settings of a weight that moves from step to step, as of the last
+    weight: dict[str, Any] = field(default_factory=dict)  # settings of a weight that moves, as of the last step
     norms: dict[str, float] = field(default_factory=dict)  # moving averages of norms by module type (`module_clip`)
-
-    @classmethod
-    def stored(cls, values: Mapping[str, Any]) -> MethodState:
-        """The state in a checkpoint, also in one of an earlier version, which kept more."""
-        return cls(**{known.name: values[known.name] for known in fields(cls) if known.name in values})
 
     def moved(self, weight: TokenWeight, entropy: Tensor) -> TokenWeight:
         """The token weight of a step whose loss tokens have this entropy (M,) [nats]; remembered if it moves."""

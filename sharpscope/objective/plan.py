@@ -32,9 +32,7 @@ class StepTensors:
     mask: Tensor  # (N, T) bool or 0/1, true where the policy chose the token and it counts in the loss
     group: Tensor  # (N,) integer, the prompt that a completion answers
     advantage: Tensor  # from `estimate_advantages`: (N,) one for each completion, or (N, T) one for each token
-    behavior_logp: (
-        Tensor  # (N, T) [nats] denominator of the ratio: under π_old, or as sampled where nothing else is known
-    )
+    behavior_logp: Tensor  # (N, T) [nats] denominator of the ratio: under π_old, or as sampled if nothing else is known
     logp: Tensor  # (N, T) [nats] under π_old
     logit: Tensor  # (N, T) undivided logit of the sampled token under π_old
     entropy: Tensor  # (N, T) [nats]
@@ -42,12 +40,8 @@ class StepTensors:
     polarity: Tensor  # (N, T) the bracket of the entropy-change formula, ΔH = −η·A·polarity
     progress: float = 0.0  # share of the training done, in [0, 1], for schedules
     sampler_logp: Tensor | None = None  # (N, T) [nats] as the sampler drew the tokens, before top-p; None: not known
-    gradient_mass: Tensor | None = (
-        None  # (N, T) from `gradient_mass`, the size of each token's gradient; None: not known
-    )
-    proxy_logp: Tensor | None = (
-        None  # (N, T) [nats] under the policy that Lp-Reg filters; −inf for a token that is left out
-    )
+    gradient_mass: Tensor | None = None  # (N, T) from `gradient_mass`, the size of each token's gradient
+    proxy_logp: Tensor | None = None  # (N, T) [nats] under the policy that Lp-Reg filters; −inf: left out
     curvature: Tensor | None = None  # (N, T, 2) m_H and m_F of `CurvatureTokens`
 
     def __post_init__(self) -> None:
@@ -96,9 +90,6 @@ class StepTensors:
 
         A column that is missing is NaN, so that a weighting that needs it raises; a missing advantage is 1.
         """
-        unknown = set(columns) - set(TOKEN_COLUMNS)
-        if unknown or not columns:
-            raise ValueError(f"columns must be some of {', '.join(TOKEN_COLUMNS)}; unknown: {sorted(unknown)}")
         like = next(iter(columns.values()))
         missing = torch.full_like(like, torch.nan)
         n = like.shape[0]
@@ -118,9 +109,7 @@ class Plan:
     mask: Tensor  # bool, loss tokens
     advantage: Tensor  # of each token, before weights; 0 outside the mask
     weight: Tensor  # token weight w ≥ 0; 0 outside the mask
-    keep: (
-        Tensor  # bool, tokens that take part in the surrogate (all loss tokens, or those that a token selection leaves)
-    )
+    keep: Tensor  # bool, tokens that take part in the surrogate: loss tokens that the token selection leaves
     pass_index: Tensor  # int8, the optimizer pass a token belongs to; −1 outside the mask
     penalty: Tensor  # 1 where a token has an extra divergence (KL-Cov, Lp-Reg), else 0
     proxy_logp: Tensor  # under the filtered policy that Lp-Reg compares with [nats]; 0 where it has no penalty
@@ -145,9 +134,7 @@ class LossOutput:
 
     loss: Tensor  # scalar with gradient; the loss of an update is the sum over its microbatches
     ratio: Tensor  # (n, T) the ratio that is clipped, before any weight; 1 outside the mask
-    clipped: (
-        Tensor  # (n, T) int8: −1 where the lower bound acts, 1 where the upper bound does, else 0 (`clipped_objective`)
-    )
+    clipped: Tensor  # (n, T) int8: −1 where the lower bound acts, 1 where the upper bound does, else 0
     kl: Tensor  # (n, T) [nats] k3 against the reference policy, unweighted; 0 without a reference and outside the mask
     divergence: Tensor | None = None  # scalar with gradient, the KL term of `loss`; None without one
 
@@ -201,13 +188,14 @@ def prepare(method: Method, step: StepTensors, generator: torch.Generator | None
     if step.sampler_logp is None and method.correction is not None:
         raise ValueError("method.correction needs the sampler's log-probabilities")
     sampler = step.behavior_logp if step.sampler_logp is None else step.sampler_logp
+    second = step.logp.exp() >= (math.inf if method.passes is None else method.passes)
     old = sampler if getattr(method.ratio, "to", "old") == "sampler" else step.behavior_logp
     return Plan(
         mask=mask,
         advantage=torch.where(mask, step.token_advantage.to(dtype), 0.0),
         weight=token_weights(method.weight, step, generator),
         keep=_kept(method, step, mask, generator, warnings),
-        pass_index=_passes(method, step, mask),
+        pass_index=torch.where(mask, second.to(torch.int8), -1),
         penalty=penalty,
         proxy_logp=proxy,
         behavior_logp=torch.where(mask, old, 0.0).to(dtype),
@@ -265,8 +253,7 @@ def _kept(
             return mask & (mask.cumsum(1) > left_out)
         case parts.BinTokens():
             bins = token_bins(step)
-            binned = torch.stack([bins[name] for name in tokens.include or tokens.exclude]).any(0)
-            return binned if tokens.include else mask & ~binned
+            return torch.stack([bins[name] for name in tokens.include]).any(0)
         case parts.RelativeSurpriseTokens():
             ratio = -step.logp / (step.entropy + 1e-8)
             return mask & (ratio >= tokens.low) & (ratio <= tokens.high)
@@ -279,9 +266,8 @@ def _kept(
             if generator is None:
                 raise ValueError("Clip-Cov's draw needs a generator")
             size = _share_count("clip_cov", tokens.share, mask, warnings)
-            places = (
-                mask & (step.covariance > tokens.low) & (step.covariance < tokens.high)
-            ).nonzero()  # (candidates, 2)
+            inside = mask & (step.covariance > tokens.low) & (step.covariance < tokens.high)
+            places = inside.nonzero()  # (candidates, 2)
             order = torch.randperm(len(places), generator=generator, device=generator.device)[:size].to(mask.device)
             keep = mask.clone()
             keep[tuple(places[order].T)] = False
@@ -302,21 +288,12 @@ def token_bins(step: StepTensors) -> dict[str, Tensor]:
     return {f"{sign}_{kind}": one & other for sign, one in signs.items() for kind, other in kinds.items()}
 
 
-def _passes(method: Method, step: StepTensors, mask: Tensor) -> Tensor:
-    """(N, T) int8: the pass of each loss token, −1 outside the mask."""
-    index = torch.zeros(mask.shape, dtype=torch.int8, device=mask.device)
-    if method.passes is not None:
-        index = (step.logp.exp() >= method.passes).to(torch.int8)
-    return torch.where(mask, index, -1)
-
-
 def _share_count(name: str, share: float, mask: Tensor, warnings: list[str]) -> int:
     """floor(share × loss tokens), at least 1, as the authors do; less than one token is worth a warning."""
     tokens = share * int(mask.sum())
     if tokens < 1:
-        warnings.append(
-            f"{name}: share {share:g} of a step's tokens is less than one token; one is taken; raise the share"
-        )
+        text = f"{name}: share {share:g} of a step's tokens is less than one token; one is taken; raise the share"
+        warnings.append(text)
     return max(int(tokens + 1e-9), 1)
 
 

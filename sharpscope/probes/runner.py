@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from sharpscope.policy import Policy
 
 TOLERANCE = 1e-2  # relative residual of eigenpairs
+TOP, MAX_PRODUCTS, TRACE_PROBES = 2, 60, 4
+"""Eigenvalues, Hessian-vector products for them, and random vectors for the trace."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def choose_radius(model: nn.Module, batch: ProbeBatch, spec: ProbesSpec) -> Radi
         with limited_surface(model, Objective("expected_failure", rows, objective.temperature), spec) as surface:
             return find_radius(surface)
     except torch.OutOfMemoryError as problem:
-        return Radius(math.nan, why=f"no radius: {first_line(problem)}; lower probes.microbatch_tokens")
+        return Radius(math.nan, why=f"no radius: {first_line(problem)}; set probes.rho")
 
 
 @dataclass(frozen=True)
@@ -155,10 +157,10 @@ def _curvatures(point: Point) -> Iterator[list[Estimate]]:
             surface,
             None,
             point.seed,
-            top=spec.top,
+            top=TOP,
             tolerance=TOLERANCE,
-            max_products=spec.max_products,
-            trace_probes=spec.trace_probes,
+            max_products=MAX_PRODUCTS,
+            trace_probes=TRACE_PROBES,
             backend=point.backend,
             memory_mb=spec.memory_mb,
             check=spec.check,
@@ -179,9 +181,7 @@ PROBES: dict[str, Callable[[Point], Iterator[list[Estimate]]]] = {
 
 def limited_surface(model: nn.Module, objective: Objective, spec: ProbesSpec) -> AbstractContextManager[LmSurface]:
     """`lm_surface` within the memory limits of a spec, with its self-check."""
-    return lm_surface(
-        model, objective, microbatch_tokens=spec.microbatch_tokens, memory_mb=spec.memory_mb, check=spec.check
-    )
+    return lm_surface(model, objective, memory_mb=spec.memory_mb, check=spec.check)
 
 
 def probe_set_batches(

@@ -44,8 +44,7 @@ def rotation_event(step: int, row: Mapping[str, Any], method: Method, progress: 
         return None
     text, bound = f"the gradient is turned by {turned:.2g}°", method_rotation_bound(method.at(progress))
     if bound:
-        bounds = method.weight.at(progress).bounds
-        span = "their range" if bounds is None else "[{:g}, {:g}]".format(*bounds)
+        span = "[{:g}, {:g}]".format(*method.weight.at(progress).bounds or ())
         text += f", {turned / bound:.0%} of the most that weights in {span} can do to orthogonal token gradients, {bound:.1f}°"
     if row["update_rotation"] is not None:
         text += f"; the optimizer's step by {row['update_rotation']:.2g}°"

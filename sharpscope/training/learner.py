@@ -48,6 +48,10 @@ KL_PART, KL_FEWEST = 16, 4
 """One in KL_PART completions of a step, at least about KL_FEWEST, are scored again after its last update."""
 
 
+EPSILON = 1e-8
+"""Added by AdamW to the square root of the second moment."""
+
+
 @dataclass(frozen=True)
 class Clipping:
     """What clipping does to a gradient."""
@@ -328,7 +332,7 @@ def build_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
         for matrices in (True, False)
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=spec.lr, betas=(0.9, spec.beta2), eps=spec.eps
+        [group for group in groups if group["params"]], lr=spec.lr, betas=(0.9, 0.999), eps=EPSILON
     )
 
 

@@ -22,7 +22,7 @@ from sharpscope.config import is_reference, known_settings
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
-from sharpscope.objective import Method, MethodState, calibrate, method_label
+from sharpscope.objective import Method, calibrate, method_label
 from sharpscope.policy import Policy, check_lengths, render_prompts
 from sharpscope.policy.sharding import shard
 from sharpscope.recording import run_folder
@@ -491,7 +491,7 @@ class _Run:
         self.shown = set(progress.said)
         self.method = type(self.method).model_validate(known_settings(Method, progress.method))
         self.observers.restore(progress.measuring)
-        vars(self.learner.state).update(vars(MethodState.stored(progress.entropy_control)))
+        vars(self.learner.state).update(progress.entropy_control)
         return step_of(checkpoint)
 
 

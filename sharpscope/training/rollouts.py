@@ -85,7 +85,7 @@ def draw_rollouts(
             for reward, part in zip(rewards, (penalty + 0.0).tolist(), strict=True)  # + 0.0: no part is −0
         ]
     stats = None
-    if method.needs_statistics:
+    if method.advantage.kind == "token_baseline":
         assert statistics is not None, f"{method.advantage.kind} needs the statistics of the tokens"
         stats = statistics(rollouts)
     advantage = step_advantages(method, rollouts, rewards, stats)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope import distributed
-from sharpscope.config.method import GradientNormPenalty, Sam
 from sharpscope.objective import (
     Method,
     Plan,
@@ -131,21 +130,17 @@ class Updates:
         )
 
     def reshape(self, gradient: _Gradient) -> Norms:
-        """Let the method's sharpness control replace the gradient in `.grad`; returns its norms.
-
-        SAM's is the gradient at θ + rho·g/‖g‖. The gradient-norm penalty λ‖∇L‖ has gradient λ·H·g/‖g‖, taken by a forward
-        difference of length r (arXiv 2202.03599): g + λ·(g(θ + r·g/‖g‖) − g)/r.
-        """
+        """Let the method's `Sharpness` replace the gradient in `.grad`; returns its norms."""
         spec, norm, parameters = self.method.sharpness, gradient.norm, self.learner.parameters
-        if not isinstance(spec, Sam | GradientNormPenalty) or not (math.isfinite(norm) and norm > 0):
+        if spec is None or not (math.isfinite(norm) and norm > 0):
             return gradient.norms
         first = [None if p.grad is None else p.grad.clone() for p in parameters]
         with _moved(parameters, first, spec.rho / norm):
             self._backward(gradient.rows, gradient.pass_index, None)
-        if isinstance(spec, GradientNormPenalty):
+        if spec.kind == "gradient_norm_penalty":
             for parameter, value in zip(parameters, first, strict=True):
                 if value is not None and parameter.grad is not None:
-                    parameter.grad.sub_(value).mul_(spec.penalty / spec.rho).add_(value)
+                    parameter.grad.sub_(value).mul_(spec.share).add_(value)
         return gradient_norms(parameters, self.learner.groups)
 
     def apply(self, gradient: _Gradient) -> UpdateResult:

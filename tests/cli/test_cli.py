@@ -90,7 +90,6 @@ def test_run_show_and_resume_from_an_empty_folder(tiny_policy: Path, tmp_path: P
         (["run", "--seeds", "0,one"], "must be whole numbers separated by commas"),
         (["run", "--task", "datset"], "did you mean 'dataset'"),
         (["run", "--model", "/no/such/model"], "no such folder"),
-        (["run", "--token-weights", "papr", "--method", "grpo-sg"], "--token-weights papr: must be paper, calibrated"),
         (["run", "--resume", "x", "--steps", "3"], "--resume uses the settings of the run"),
         (["run", "--methods", "grpo,gspo", "--label", "x"], "in --methods write label=name"),
         (["run", "--stepps", "3"], "No such option: --stepps"),

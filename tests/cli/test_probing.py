@@ -28,7 +28,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-SETTINGS = ("max_products=12", "rho=0.05", "kinds=[sam]", "trace_probes=2")
+SETTINGS = ("rho=0.05", "kinds=[sam]")
 QUICK = [part for value in SETTINGS for part in ("--set", value)]
 
 

@@ -21,7 +21,6 @@ from sharpscope.config import (
     parse_methods,
     reference_method,
     rotation_bound,
-    weight_rotation_bound,
 )
 from sharpscope.config.method import Kl, SequenceRatio
 from sharpscope.config.token_weights import (
@@ -137,40 +136,30 @@ def test_own_weights_are_a_method_wherever_methods_are_named():
     assert shuffled.weight == ShuffledWeight(of=own.weight, matched="gradient") and OWN in describe(OWN).source
 
 
-def test_token_weights_replace_those_of_a_method_and_of_its_controls():
-    plain = weights(named_method(OWN))[0]
-    for name in ("grpo-sg", "grpo"):
-        assert torch.equal(weights(parse_methods([name], OWN)[name])[0], plain)
-    controls = parse_methods(["grpo", *(f"grpo-sg-{name}" for name in ("reverse", "constant"))], OWN)
-    assert not controls["grpo"].weighted  # of several methods, those with weights get the new ones
-    reverse, mask, mass = weights(controls["grpo-sg-reverse"])
-    torch.testing.assert_close(reverse[mask], 2.0 - plain[mask])  # bounds 0.5 and 1.5
+def test_controls_of_own_weights():
+    plain, mask, mass = weights(named_method(OWN))
+    torch.testing.assert_close(
+        weights(named_method(f"{OWN}-reverse"))[0][mask], 2.0 - plain[mask]
+    )  # bounds 0.5 and 1.5
     mean = (mass * plain)[mask].sum() / mass[mask].sum()
-    torch.testing.assert_close(weights(controls["grpo-sg-constant"])[0][mask], mean.expand(int(mask.sum())))
-    paper = parse_methods(["grpo-sg-shuffled", "grpo-sg+weight.tau=4"], "paper")
-    assert paper["grpo-sg-shuffled"].weight.of.preset == paper["grpo-sg+weight.tau=4"].weight.preset == "paper"
-    assert build_config(None, ["method.weight.tau=4"], {"method": "grpo-sg"}, "paper").method.weight.tau == 4.0
-    assert build_config(None, ["method.name=grpo-sg-shuffled"], {}, OWN).method.weight.of.function == OWN
+    torch.testing.assert_close(weights(named_method(f"{OWN}-constant"))[0][mask], mean.expand(int(mask.sum())))
 
 
 MISTAKES = [
-    ("grpo-gs", None, "did you mean 'grpo-sg'"),
-    ("grpo-shuffled", None, "whose weights are all 1"),
-    ("cov-grpo-reverse", None, "whose weights have no bounds"),
-    ("", None, "must have the form [label=]name"),
-    ("math:no_such", None, "module 'math' has no function 'no_such'"),
-    ("grpo-sg+weight.taw=3", None, "method.weight.taw: unknown field; did you mean 'tau'"),
-    ("grpo+clip.kind=none", None, "or set method.clip to null"),
-    ("grpo-sg-entropy", OWN, "method grpo-sg-entropy, whose weights depend on the entropy"),
-    ("ar-shuffled", "paper", "those of method ar-shuffled are linear"),
-    ("grpo-sg-reverse", "math:sqrt", "reverse needs a weighting with bounds"),
+    ("grpo-gs", "did you mean 'grpo-sg'"),
+    ("grpo-shuffled", "whose weights are all 1"),
+    ("cov-grpo-reverse", "whose weights have no bounds"),
+    ("", "must have the form [label=]name"),
+    ("math:no_such", "module 'math' has no function 'no_such'"),
+    ("grpo-sg+weight.taw=3", "method.weight.taw: unknown field; did you mean 'tau'"),
+    ("grpo+clip.kind=none", "or set method.clip to null"),
 ]
 
 
-@pytest.mark.parametrize(("text", "token_weights", "says"), MISTAKES)
-def test_a_mistake_in_a_method_is_one_line(text: str, token_weights: str | None, says: str):
+@pytest.mark.parametrize(("text", "says"), MISTAKES)
+def test_a_mistake_in_a_method_is_one_line(text: str, says: str):
     with pytest.raises(UserError) as error:
-        parse_methods([text], token_weights)
+        parse_methods([text])
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
@@ -202,14 +191,8 @@ def test_no_weights_turn_orthogonal_gradients_beyond_the_bound_which_is_reached(
 
 
 def test_bounds_of_the_methods():
-    assert rotation_bound(0.0, 1.0) == rotation_bound(1.0, math.inf) == 90.0 and rotation_bound(2.0, 2.0) == 0.0
     sg, ar = math.degrees(math.atan(0.4 / (2 * math.sqrt(1.4)))), math.degrees(math.atan(0.2 / (2 * math.sqrt(0.8))))
-    same = ("grpo-sg", "grpo-sg-reverse", "grpo-sg-shuffled", "grpo-sg-mean-one")
-    bounds = dict.fromkeys(same, sg) | {"grpo": 0.0, "grpo-sg-constant": 0.0, "ar": ar, "papo": 30.0}
-    for name, degrees in (bounds | {"cov-grpo": None, "cov-grpo-shuffled": None}).items():
-        for found in (weight_rotation_bound(named_method(name).weight), method_rotation_bound(named_method(name))):
-            assert found == (None if degrees is None else pytest.approx(degrees)) or (name, found) == ("grpo", None)
-    assert method_rotation_bound(named_method("tr-grpo")) is method_rotation_bound(named_method("ar-lopti")) is None
-    for low, high in ((-0.1, 1.0), (2.0, 1.0), (math.inf, math.inf)):
-        with pytest.raises(ValueError, match="L ≤ U"):
-            rotation_bound(low, high)
+    for name, degrees in {"grpo-sg": sg, "grpo-sg-reverse": sg, "ar": ar}.items():
+        assert method_rotation_bound(named_method(name)) == pytest.approx(degrees)
+    for name in ("grpo", "cov-grpo", "grpo-sg-shuffled", "tr-grpo", "ar-lopti"):
+        assert method_rotation_bound(named_method(name)) is None

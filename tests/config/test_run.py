@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharpscope.config import RunConfig, build_config, read_recorded, settings_of, to_yaml
+from sharpscope.config import RunConfig, build_config, named_method, read_recorded, settings_of, to_yaml
 from sharpscope.errors import UserError
-from tests.pair import pair
 
 
 @pytest.mark.parametrize(
@@ -92,7 +90,7 @@ def test_ablations_get_names_of_their_own():
         (["method=[1]"], "method = [1]"),
         (["optimizer.warmup_steps=5", "steps=5"], "optimizer.warmup_steps = 5 must be less than steps = 5"),
         (["method=capo", "policy.lora={r: 4}"], "method.tokens.kind = curvature"),
-        (["method=grpo", "method.tokens.kind=bins"], "include or exclude"),
+        (["method=grpo", "method.tokens.kind=bins"], "method.tokens.include: field required"),
         (["method=wapo", "method.correction.kind=truncate"], "ratio.to=sampler needs correction=null"),
         (["health.memry.action=off"], "health.memry: unknown field; did you mean 'memory'"),
     ],
@@ -109,12 +107,7 @@ def test_a_mistake_is_one_line_with_its_place(overrides, says):
         ("steps: [", "line"),
         ("- a\n- b\n", "must be a mapping"),
         ("steps: !!python/object/apply:os.system ['true']\n", "not valid YAML"),
-        ("&a [*a]", "file"),
-        (
-            "a: &a [x]\n" + "".join(f"{y}: &{y} [{', '.join(['*' + x] * 10)}]\n" for x, y in pairwise("abcdefg")),
-            "values",
-        ),
-        ("#" * 4_000_001, "larger than"),
+        ("steps: 3\nsteps: 4\n", "duplicate key 'steps'"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, content, says):
@@ -134,7 +127,7 @@ values = st.recursive(
 fields = st.sampled_from([*RunConfig.model_fields, "nonsense", ""])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(fields, values, max_size=4))
 def test_any_mapping_is_a_config_or_a_user_error(tmp_path_factory: pytest.TempPathFactory, data):
     file = tmp_path_factory.mktemp("any") / "any.yaml"
@@ -155,17 +148,19 @@ def test_every_setting_is_listed_once_for_each_kind_and_described():
     found = {(row.path, row.kind): row for row in rows}
     assert found["task.people", "knights_knaves"].values == "int, >= 2, <= 7 | list of (int, >= 2, <= 7), length >= 1"
     assert found["method.weight.function", "custom"].default == "required"
-    assert len({row.path for row in rows}) <= 160
+    assert len({row.path for row in rows}) <= 150
     assert "a schedule {start, end, until}" in found["method.ratio.p", "holder"].values
     assert found["method.clip", ""].values.startswith("ppo | cispo") and found["method.clip", ""].values.endswith(
         "null"
     )
 
 
-def test_a_bare_off_is_no_truth_value():
-    """YAML reads `off` as false; who turns the probes off on the command line means the word."""
-    assert build_config(None, ["probes.preset=off"]).probes == build_config(None, ['probes.preset="off"']).probes
-    assert build_config(None, ["health.memory.action=off"]).health.memory.action == "off"
+def test_yaml_words_and_exponents_are_read_as_in_yaml_1_2(tmp_path: Path):
+    """YAML 1.1 reads `off` as false and 1e-4 as text."""
+    (tmp_path / "a.yaml").write_text("probes: {preset: off}\nhealth: {memory: {action: off}}\noptimizer: {lr: 1e-3}\n")
+    config = build_config(tmp_path / "a.yaml", ["update.gradient_checkpointing=yes", "method.kl.coef=1e-2"])
+    assert config.probes.preset == config.health.memory.action == "off" and config.update.gradient_checkpointing
+    assert (config.optimizer.lr, config.method.kl.coef) == (1e-3, 0.01)
     with pytest.raises(UserError, match=r"probes\.preset"):
         build_config(None, ["probes.preset=true"])
 
@@ -174,44 +169,23 @@ def test_the_learning_rate_depends_on_the_policy_unless_it_is_given():
     assert build_config().optimizer.lr == 1e-4
     assert build_config(values={"task": {"kind": "math"}}).optimizer.lr == 1e-4  # its embedded policy
     assert build_config(values={"policy.model": "Qwen/Qwen2.5-0.5B"}).optimizer.lr == 1e-6
-    assert build_config(values={"policy.model": "x", "optimizer.beta2": 0.8, "optimizer.lr": None}).optimizer.lr == 1e-6
     assert build_config(values={"policy.model": "x", "optimizer.lr": 0.01}).optimizer.lr == 0.01
 
 
-def test_the_configuration_of_a_run_of_version_0_2_is_read(tmp_path: Path):
-    """Parts that were called none or all are null, some are numbers now; settings that are gone must have their constant."""
-    old = {
-        "name": "x",
-        "out": "elsewhere",
-        "policy": {"trust_remote_code": False},
-        "rollout": {"backend": {"kind": "local"}, "top_k": 0},
-        "optimizer": {"beta1": 0.9, "beta2": 0.9},
-        "method": {
-            "name": "kl-cov",
-            "clip": {"kind": "none"},
-            "tokens": {"kind": "all"},
-            "passes": {"kind": "lopti", "eta": 0.4},
-            "module_clip": {"kind": "linear", "start": 2.0, "end": 3.0},
-            "entropy": {"kind": "fixed", "coef": {"kind": "linear", "start": 0.1, "end": 0.2}},
-            "advantage": {"kind": "group", "scale": "none", "ddof": 1, "epsilon": 1e-4},
-        },
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
+def test_the_configuration_of_a_recorded_run_is_read(tmp_path: Path):
+    """Settings that are gone are left out; those that changed the training must have their constant."""
+    old = {"out": "elsewhere", "policy": {"attention": "auto"}, "optimizer": {"eps": 1e-8, "beta2": 0.999}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old | {"method": {"name": "dapo", "gone": {"kind": "x"}}}))
     found = read_recorded(tmp_path, {"steps": 3}, ["seed=4"])
     assert found.run_dir == tmp_path and (found.steps, found.seed) == (3, 4)
-    assert found.method.clip is None and found.method.tokens is None and found.method.advantage.scale == "none"
-    assert (found.method.passes, found.method.module_clip.end, found.method.entropy.end) == (0.4, 3.0, 0.2)
-    assert found.optimizer.beta2 == 0.9
-    for run in pair().glob("*/config.yaml"):
-        recorded = read_recorded(run.parent)
-        assert recorded.method.tokens is None and recorded.rollout.prompts_per_step == 6
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old | {"rollout": {"top_k": 5}}))
-    with pytest.raises(UserError, match="top_k = 5: recorded by an earlier version; this version has 0 always"):
-        read_recorded(tmp_path)
-    weight = {"kind": "power", "gamma": 2.0, "L": 0.5, "U": 1.0}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old | {"method": {"name": "mine", "weight": weight}}))
-    with pytest.raises(UserError, match=r"L = 0\.5: recorded by an earlier version"):
-        read_recorded(tmp_path)
+    assert found.method == named_method("dapo")
+    for changes, says in (
+        ({"optimizer": {"eps": 1e-5}}, "eps = 1e-05: recorded by an earlier version; now it is 1e-08 always"),
+        ({"name": "x"}, "a run of version 0.2 can only be shown and analyzed"),
+    ):
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(old | changes))
+        with pytest.raises(UserError, match=says):
+            read_recorded(tmp_path)
     with pytest.raises(UserError, match="give the folder of a run"):
         read_recorded(tmp_path.parent)
     (tmp_path / "config.yaml").rename(tmp_path / "run.json")

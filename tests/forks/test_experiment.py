@@ -248,7 +248,7 @@ def test_the_command_keeps_what_a_stopped_fork_has_measured_and_the_report_has_a
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"methods": ["grpo", "grpo"]}, "two arms are called 'grpo'"),
+        ({"methods": ["grpo", "grpo"]}, "grpo: given twice"),
         ({"methods": ["nope"]}, "nope"),
         ({"checkpoint": [77]}, "choose from 0, 1"),
         ({"checkpoint": [6], "overrides": ["optimizer.schedule=linear"]}, "learning rate is 0"),

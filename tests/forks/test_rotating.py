@@ -169,11 +169,6 @@ def test_ones_own_token_weights_are_compared_and_plotted(folder):
     logit = curves[(curves["method"] == "grpo-sg") & (curves["axis"] == "logit")]
     curve = constants.alpha * (1 / (1 + np.exp(-(logit["x"] - constants.u0) / constants.tau)) - constants.mu)
     np.testing.assert_allclose(logit["weight"], curve.clip(constants.L, constants.U), rtol=1e-6)
-    replaced = rotate(run=folder, token_weights=given)
-    assert replaced.table["method"].tolist() == ["grpo-sg", "grpo-sg-reverse", "grpo-sg-shuffled"]
-    assert replaced.table["weight_mean"][0] == pytest.approx(mean)
-    with pytest.raises(UserError, match="module:function"):
-        rotate(run=folder, token_weights="sharp")
 
 
 def test_a_run_of_another_trainer_says_why_it_cannot_be_rotated(tmp_path):

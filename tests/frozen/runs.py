@@ -42,8 +42,6 @@ SMALL = {
     "probes.curvature_prompts": 4,
     "probes.prompts": 4,
     "probes.heldout_prompts": 4,
-    "probes.max_products": 12,
-    "probes.trace_probes": 2,
     "probes.samples": 2,
     "health.memory.action": "off",
 }

@@ -32,8 +32,8 @@ from sharpscope.policy import completions_of
 from sharpscope.policy.sharding import full_tensor
 from sharpscope.recording import observers
 from sharpscope.tasks import Reward
+from sharpscope.training import learner, train
 from sharpscope.training import rollouts as drawing
-from sharpscope.training import train
 from tests.models import tiny_model
 
 PROMPTS = ["w2 w3", "w4", "w5 w6 w7", "w8 w9"]
@@ -276,7 +276,6 @@ def our_run(folder: Path, case: Case) -> Any:
             "checkpoint.every": 0,
             "probes.preset": "off",
             "optimizer.lr": LR,
-            "optimizer.eps": EPS,
             "method.advantage.kind": "group",
             "method.advantage.scale": case.scale,
             "method.aggregate": case.aggregate,
@@ -296,6 +295,7 @@ def our_run(folder: Path, case: Case) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drawing, "draw_group", drawn)
+        patch.setattr(learner, "EPSILON", EPS)
         train(config)
     return sharpscope.load_run(config.run_dir)
 

@@ -148,15 +148,6 @@ def as_batch(case: Case, *, beta: float = 0.0, choose=None) -> Batch:
     )
 
 
-def tokens_step(entropy: list[float], logp: list[float], advantage: list[float]) -> StepTensors:
-    return StepTensors.from_columns(
-        entropy=torch.tensor(entropy),
-        logp=torch.tensor(logp),
-        behavior_logp=torch.tensor(logp),
-        advantage=torch.tensor(advantage),
-    )
-
-
 def step_of(progress: float = 0.0, **columns: list[float]) -> StepTensors:
     return StepTensors.from_columns(
         progress=progress, **{k: torch.tensor(v, dtype=torch.float64) for k, v in columns.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from unittest.mock import patch
 
 import pytest
@@ -14,12 +13,9 @@ from torch import Tensor
 
 from sharpscope.config.method import (
     Advantage,
+    BaselineAdvantage,
     DecoupledAdvantage,
     GroupAdvantage,
-    LeaveOneOutAdvantage,
-    LengthBaselineAdvantage,
-    MeanScaledAdvantage,
-    TokenBaselineAdvantage,
     WhitenedAdvantage,
 )
 from sharpscope.errors import UserError
@@ -80,20 +76,26 @@ class Outcomes:
         )
 
 
+LEAVE_ONE_OUT, LENGTH, TOKEN = (
+    BaselineAdvantage(kind=kind) for kind in ("leave_one_out", "length_baseline", "token_baseline")
+)
 ESTIMATORS = {
     "group": (GroupAdvantage(), oracle.advantages),
     "centered": (GroupAdvantage(scale="none"), lambda b: oracle.advantages(b, divide=False)),
     "batch": (GroupAdvantage(scale="batch"), oracle.batch_scaled),
-    "rloo": (LeaveOneOutAdvantage(), oracle.leave_one_out),
+    "rloo": (LEAVE_ONE_OUT, oracle.leave_one_out),
     "whitened": (WhitenedAdvantage(), lambda b: oracle.whitened(b, baseline=False)),
     "whitened, baseline": (WhitenedAdvantage(baseline="group"), lambda b: oracle.whitened(b, baseline=True)),
-    "length baseline": (LengthBaselineAdvantage(), oracle.length_baseline),
-    "token baseline": (TokenBaselineAdvantage(), oracle.token_baseline),
+    "length baseline": (LENGTH, oracle.length_baseline),
+    "token baseline": (TOKEN, oracle.token_baseline),
     "decoupled": (
         DecoupledAdvantage(weights={"answer": 2.0, "format": -0.5, "absent": 0.0}),
         lambda b: oracle.decoupled(b, {"answer": 2.0, "format": -0.5}),
     ),
-    "mean scaled": (MeanScaledAdvantage(), lambda b: oracle.mean_scaled(b, [float(r > 0) for r in b.reward])),
+    "mean scaled": (
+        BaselineAdvantage(kind="mean_scaled"),
+        lambda b: oracle.mean_scaled(b, [float(r > 0) for r in b.reward]),
+    ),
 }
 
 
@@ -148,7 +150,7 @@ def exact(case: Outcomes, spec: Advantage, reward: Tensor | None = None) -> Tens
     """The estimate without the small constants that avoid divisions by 0, and 0 for tokens without another to compare with."""
     with patch.object(advantages, "STD_EPSILON", 0.0), patch.object(advantages, "SQUARE_EPSILON", 0.0):
         found = case.estimate(spec, reward)
-    if isinstance(spec, TokenBaselineAdvantage):
+    if spec == TOKEN:
         places = torch.where(case.mask, case.mask.cumsum(1), 0)  # the t-th loss token
         same = (GROUP[:, None, None, None] == GROUP[:, None]) & (places[:, :, None, None] == places)
         found = torch.where(same.sum((2, 3)) > 1, found, 0.0)
@@ -161,9 +163,9 @@ def test_shifts_cancel_and_scales_cancel_or_carry_over(seed: int, shift: float, 
     case = Outcomes(seed)
     other = case.reward * scale + shift
     for spec, factor in (
-        (LeaveOneOutAdvantage(), scale),
-        (LengthBaselineAdvantage(), scale),
-        (TokenBaselineAdvantage(), scale),
+        (LEAVE_ONE_OUT, scale),
+        (LENGTH, scale),
+        (TOKEN, scale),
         (GroupAdvantage(scale="batch"), 1.0),
         (WhitenedAdvantage(), 1.0),
         (WhitenedAdvantage(baseline="group"), 1.0),
@@ -179,17 +181,15 @@ def test_mistakes():
     with pytest.raises(ValidationError, match="at least one part"):
         DecoupledAdvantage(weights={"answer": 0.0})
     with pytest.raises(ValueError, match="not finite"):
-        case.estimate(LeaveOneOutAdvantage(), torch.where(SINGLE, torch.nan, case.reward))
+        case.estimate(LEAVE_ONE_OUT, torch.where(SINGLE, torch.nan, case.reward))
 
 
-def test_groups_without_variance_give_exactly_zero():
-    """The float32 mean of three 0.1 is not 0.1; a group of one has no std."""
-    reward, group = torch.tensor([0.1, 0.1, 0.1, 5.0, 1e30, -1e30]), torch.tensor([7, 7, 7, 1, 2, 2])
-    got = estimate_advantages(GroupAdvantage(), reward, group, torch.ones(6, 1))
-    assert got[:4].tolist() == [0.0] * 4
-    assert got[4:].tolist() == pytest.approx([1 / math.sqrt(2), -1 / math.sqrt(2)])
-    assert got.dtype == torch.float32
-    assert informative_groups(reward, group).tolist() == [False] * 4 + [True] * 2
+def test_float32_groups_without_variance_give_exactly_zero():
+    """The float32 mean of three 0.1 is not 0.1."""
+    reward, group = torch.tensor([0.1, 0.1, 0.1, 1e30, -1e30]), torch.tensor([7, 7, 7, 2, 2])
+    got = estimate_advantages(GroupAdvantage(), reward, group, torch.ones(5, 1))
+    assert got[:3].tolist() == [0.0] * 3 and got[3:].tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
+    assert informative_groups(reward, group).tolist() == [False] * 3 + [True] * 2
 
 
 def test_overlong_penalty_is_dapos():

@@ -42,7 +42,7 @@ from sharpscope.objective import (
     token_normalizer,
 )
 from sharpscope.objective.loss import importance_ratio
-from tests.objective.data import LIMIT, Case, as_batch, make_case, tokens_step
+from tests.objective.data import LIMIT, Case, as_batch, make_case, step_of
 from tests.oracles import objective as oracle
 from tests.oracles.objective import clipped
 
@@ -309,18 +309,15 @@ def test_a_row_without_tokens_has_no_gradient_and_breaks_nothing(name: str):
 
 
 def test_missing_log_probabilities_and_wrong_shapes_are_refused():
-    case = make_case(named_method("grpo"), 0)
-    normalizer = token_normalizer(named_method("grpo"), case.mask, LIMIT)
     method = named_method("grpo")
-    given = method.model_copy(update={"kl": method.kl.model_copy(update={"coef": 0.1})})
+    case, given = make_case(method, 0), method.model_copy(update={"kl": Kl(coef=0.1)})
+    normalizer = token_normalizer(method, case.mask, LIMIT)
     with pytest.raises(ValueError, match="reference_logp"):
         policy_loss(given, prepare(given, case.step), case.now, normalizer)
     with pytest.raises(ValueError, match="must agree"):
         policy_loss(method, prepare(method, case.step), case.now[:, :-1], normalizer)
     with pytest.raises(ValueError, match="must be"):
-        type(case.step)(**(vars(case.step) | {"group": case.step.group[:-1]}))
-    with pytest.raises(ValueError, match="progress"):
-        type(case.step)(**(vars(case.step) | {"progress": 1.5}))
+        replace(case.step, group=case.step.group[:-1])
 
 
 def test_a_ratio_beyond_the_range_of_float32_does_not_poison_the_gradient():
@@ -376,29 +373,26 @@ def kept(method: Method, step: StepTensors, seed: int = 0) -> list[bool]:
     return prepare(method, step, torch.Generator().manual_seed(seed)).keep.flatten().tolist()
 
 
-def test_high_entropy_keeps_the_share_and_ties():
-    step = tokens_step([0.1, 0.5, 0.9, 0.5, 0.2], [-1.0] * 5, [1.0] * 5)
-    method = named_method("high-entropy")
-    for share, expected in ((0.2, "00100"), (0.4, "01110"), (0.6, "01110"), (0.61, "01111"), (1.0, "11111")):
-        chosen = method.model_copy(update={"tokens": HighEntropyTokens(share=share)})
-        assert kept(chosen, step) == [c == "1" for c in expected], share
-
-
-def test_probability_and_advantage_split_the_tokens_in_two():
-    step = tokens_step([0.0] * 5, [math.log(p) for p in (0.1, 0.49, 0.5, 0.9, 0.2)], [1.0, -1.0, 1.0, -1.0, 0.0])
-    method = named_method("grpo")
-    for tokens, expected in (
-        (ProbabilityTokens(), "11001"),
-        (ProbabilityTokens(side="high"), "00110"),
-        (AdvantageTokens(), "10100"),
+def test_selections_by_value():
+    """High entropy keeps ties; probability and advantage split the tokens in two."""
+    entropy = step_of(entropy=[0.1, 0.5, 0.9, 0.5, 0.2], logp=[-1.0] * 5)
+    logp = [math.log(p) for p in (0.1, 0.49, 0.5, 0.9, 0.2)]
+    split = step_of(logp=logp, advantage=[1.0, -1.0, 1.0, -1.0, 0.0])
+    for step, tokens, expected in (
+        (entropy, HighEntropyTokens(share=0.2), "00100"),
+        (entropy, HighEntropyTokens(share=0.4), "01110"),
+        (entropy, HighEntropyTokens(share=0.61), "01111"),
+        (entropy, HighEntropyTokens(share=1.0), "11111"),
+        (split, ProbabilityTokens(), "11001"),
+        (split, ProbabilityTokens(side="high"), "00110"),
+        (split, AdvantageTokens(), "10100"),
     ):
-        chosen = method.model_copy(update={"tokens": tokens})
-        assert kept(chosen, step) == [c == "1" for c in expected], tokens
+        assert kept(Method(name="x", tokens=tokens), step) == [c == "1" for c in expected], tokens
 
 
 def test_clip_cov_draws_the_share_inside_the_band_and_says_when_that_is_less_than_one_token():
     # c = (ln π + 2)·(A − 0) = ±2: tokens 0 and 3 have +2, the others −2
-    step = tokens_step([0.0] * 4, [0.0, 0.0, -4.0, -4.0], [1.0, -1.0, 1.0, -1.0])
+    step = step_of(logp=[0.0, 0.0, -4.0, -4.0], advantage=[1.0, -1.0, 1.0, -1.0])
     method = named_method("clip-cov")
     dropped = {tuple(kept(method, step, seed)).index(False) for seed in range(20)}
     assert dropped == {0, 3}

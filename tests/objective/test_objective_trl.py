@@ -11,11 +11,11 @@ from torch import Tensor
 
 from sharpscope.config.method import (
     Advantage,
+    BaselineAdvantage,
     DecoupledAdvantage,
     DualClip,
     GroupAdvantage,
     Kl,
-    LeaveOneOutAdvantage,
     MaskedCorrection,
     TruncatedCorrection,
 )
@@ -195,32 +195,31 @@ def agrees(
     assert max(float(g.abs().max()) for g in mine.values()) > 1e-2
 
 
-def given(folder: Path, rows: int, **arguments: Any) -> dict[str, Any]:
-    """Arguments of a trainer of `rows` completions in groups of 4."""
-    own = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 1, "num_generations": 4}
-    own |= {"max_completion_length": COMPLETION, "disable_dropout": True, "beta": 0.0}
-    return trainer_settings(folder, **own | arguments)
-
-
 def loss_trainer(model: torch.nn.Module, folder: Path, *, gmpo: bool = False, **arguments: Any) -> Any:
     """A GRPOTrainer (or GMPOTrainer) of the model, whose loss is computed on a batch that is given to it."""
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
-    config, kind = GRPOConfig, GRPOTrainer
+    kinds = trl.GRPOTrainer, trl.GRPOConfig
     if gmpo:
         from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
-        config, kind = GMPOConfig, GMPOTrainer
-    trainer = kind(
+        kinds = GMPOTrainer, GMPOConfig
+    made = made_trainer(*kinds, folder, model, [shortness], ROWS, **arguments)
+    made.current_gradient_accumulation_steps = 1
+    return made
+
+
+def made_trainer(kind: Any, config: Any, folder: Path, model: Any, rewards: list[Any], rows: int, **more: Any) -> Any:
+    """A trainer of `rows` completions in groups of 4."""
+    from datasets import Dataset
+
+    own = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 1, "num_generations": 4}
+    own |= {"max_completion_length": COMPLETION, "disable_dropout": True, "beta": 0.0}
+    return kind(
         model=model,
-        reward_funcs=shortness,
-        args=config(**given(folder, ROWS, **arguments)),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS * 2}),
+        reward_funcs=rewards,
+        args=config(**trainer_settings(folder, **own | more)),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
         processing_class=tokenizer(),
     )
-    trainer.current_gradient_accumulation_steps = 1
-    return trainer
 
 
 @pytest.mark.parametrize(
@@ -233,13 +232,16 @@ def loss_trainer(model: torch.nn.Module, folder: Path, *, gmpo: bool = False, **
             {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 3.0]},
             DecoupledAdvantage(weights={"evens": 1.0, "shortness": 3.0}),
         ),
-        (None, LeaveOneOutAdvantage()),
+        (None, BaselineAdvantage(kind="leave_one_out")),
     ],
     ids=["group", "batch", "none", "normalize_then_sum", "rloo"],
 )
 def test_advantages_equal_trl(arguments: dict[str, Any] | None, spec: Advantage, tmp_path: Path):
     """TRL's trainers draw and score 16 completions of 4 prompts; their rewards give our advantages."""
-    made = rloo_trainer(tmp_path) if arguments is None else grpo_trainer(tmp_path, **arguments)
+    if arguments is None:
+        made = made_trainer(trl.RLOOTrainer, trl.RLOOConfig, tmp_path, small_model(), [evens, shortness], 16)
+    else:
+        made = grpo_trainer(tmp_path, **arguments)
     seen: list[Tensor] = []
     score = made._calculate_rewards
 
@@ -257,16 +259,3 @@ def test_advantages_equal_trl(arguments: dict[str, Any] | None, spec: Advantage,
     ours = estimate_advantages(spec, reward, group, torch.ones(16, 1), parts=parts)
     torch.testing.assert_close(ours.float(), theirs, rtol=1e-5, atol=1e-5)
     assert theirs.abs().max() > 0.05
-
-
-def rloo_trainer(folder: Path) -> Any:
-    from datasets import Dataset
-    from trl import RLOOConfig, RLOOTrainer
-
-    return RLOOTrainer(
-        model=small_model(),
-        reward_funcs=[evens, shortness],
-        args=RLOOConfig(**given(folder, 16)),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
-        processing_class=tokenizer(),
-    )

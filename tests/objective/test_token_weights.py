@@ -104,24 +104,13 @@ def test_a_schedule_anneals_a_constant():
     ramp = LinearWeight(alpha=Schedule(start=0.0, end=1.0))
     half = [weights_of(ramp, step_of(progress=p, logp=[math.log(0.5)]))[0] for p in (0.0, 0.25, 1.0)]
     assert half == pytest.approx([1.0, 0.875, 0.5])
-    sharpening = SigmoidWeight(preset="paper", tau=Schedule(start=9.0, end=3.0))
-    assert weights_of(sharpening, step_of(progress=1.0, logit=[5.0])) == weights_of(
-        SigmoidWeight(preset="paper", tau=3.0), step_of(logit=[5.0])
-    )
+    assert named_method("grpo").at(0.5) is named_method("grpo")
+    assert Method(name="x", weight=ShuffledWeight(of=ramp)).at(0.5).weight.of.alpha == 0.5
+    with pytest.raises(ValidationError):
+        Method(name="x", weight=LinearWeight(alpha=Schedule(start=0.0, end=1.5)))
 
 
 # -- Constants of a weighting: published, or measured on the first step
-
-PAPER = SigmoidWeight(preset="paper")
-
-
-def test_published_constants_cover_their_range_for_logits_from_9_9_to_26_5():
-    assert weights_of(PAPER, step_of(logit=[-50.0, 9.88, 13.9, 26.5, 400.0])) == pytest.approx(
-        [1.0, 1.0, 2 * (1 / (1 + math.exp(-13.9 / 9)) - 0.25), 1.4, 1.4], abs=2e-3
-    )
-    assert weights_of(PAPER, step_of(logit=[9.87]))[0] == 1.0
-    assert weights_of(PAPER, step_of(logit=[9.9]))[0] > 1.0
-    assert weights_of(PAPER, step_of(logit=[26.4]))[0] < 1.4
 
 
 @pytest.mark.parametrize("percentiles", ["tokens", "gradient"])
@@ -157,7 +146,7 @@ def test_calibration_over_the_gradient_needs_one():
         calibrate(SigmoidWeight(percentiles="gradient"), step)
     weight = ReverseWeight(of=SigmoidWeight(percentiles="gradient"))
     assert weight.needs_gradient
-    with pytest.raises(UserError, match="no token of the first step carries a gradient"):
+    with pytest.raises(UserError, match="no token of the first step counts"):
         calibrate(weight, replace(step, gradient_mass=torch.zeros(2, 1)))
     assert not SigmoidWeight(percentiles="gradient", preset="paper").needs_gradient
     assert not ConstantWeight(of=SigmoidWeight(), matched="gradient").needs_gradient
@@ -166,17 +155,8 @@ def test_calibration_over_the_gradient_needs_one():
 def test_explicit_constants_override_the_preset_and_presets_fill_the_rest():
     case = make_case(named_method("grpo-sg"), 3)
     paper = calibrate(SigmoidWeight(preset="paper", tau=4.0), case.step)
-    assert paper.model_dump() == {
-        "kind": "sigmoid",
-        "preset": "paper",
-        "percentiles": "tokens",
-        "alpha": 2.0,
-        "tau": 4.0,
-        "mu": 0.25,
-        "L": 1.0,
-        "U": 1.4,
-        "u0": 0.0,
-    }
+    constants = {"alpha": 2.0, "tau": 4.0, "mu": 0.25, "L": 1.0, "U": 1.4, "u0": 0.0}
+    assert paper == SigmoidWeight(preset="paper", **constants)
     kept = calibrate(SigmoidWeight(tau=3.0), case.step)
     assert kept.tau == 3.0
     u10 = float(torch.quantile(case.step.logit[case.mask], 0.1))
@@ -196,7 +176,6 @@ def test_explicit_constants_override_the_preset_and_presets_fill_the_rest():
         (SigmoidWeight(), step_of(logit=[5.0, 5.0, 5.0]), "nothing to calibrate on"),
         (SigmoidWeight(alpha=1.0), step_of(logit=[1.0, 2.0]), "out of the sigmoid's reach"),
         (PolarityWeight(), step_of(entropy=[0.0, 0.0]), "set the target"),
-        (SigmoidWeight(), step_of(logp=[-1.0, -2.0]), "nothing to calibrate on"),
     ],
 )
 def test_calibration_says_what_is_wrong(shaping: TokenWeight, step: StepTensors, message: str):
@@ -251,7 +230,6 @@ BAD = {
     "nan": (lambda step: step.logp * torch.nan, "not finite"),
     "integer": (lambda step: torch.ones(2, 1, dtype=torch.long), "torch.int64; it must be a float tensor"),
     "type": (lambda step: 1.0, "returned float of shape"),
-    "raise": (lambda step: 1 / 0, "raised ZeroDivisionError"),
     "bounds": (lambda step: step.logp * 0 + 7.0, r"declares weights in \[0.0, 1.0\] but returned \[7, 7\]"),
 }
 
@@ -264,17 +242,3 @@ def test_a_function_that_is_wrong_is_named_with_the_reason(what: str, monkeypatc
     with pytest.raises(UserError, match=message) as error:
         token_weights(CustomWeight(function=f"{__name__}:bad"), step_of(logp=[-1.0, -2.0]))
     assert "\n" not in str(error.value) and f"{__name__}:bad" in str(error.value)
-
-
-def test_schedules_are_resolved_everywhere_and_checked_at_both_ends():
-    assert named_method("grpo").at(0.5) is named_method("grpo")
-    deep = Method(name="x", weight=ShuffledWeight(of=LinearWeight(alpha=Schedule(start=0.0, end=1.0))))
-    assert deep.at(0.5).weight.of.alpha == 0.5
-    for ends in ((0.0, 1.5), (-0.5, 1.0)):
-        with pytest.raises(ValidationError):
-            Method(name="x", weight=LinearWeight(alpha=Schedule(start=ends[0], end=ends[1])))
-    with pytest.raises(ValidationError, match="set alpha"):
-        SigmoidWeight(U=Schedule(start=1.4, end=4.0))
-    assert SigmoidWeight(U=Schedule(start=1.4, end=4.0), alpha=8.0).constants()["mu"] == 0.25
-    with pytest.raises(ValidationError, match="below"):
-        Method(name="x", weight=SigmoidWeight(alpha=2.0, L=Schedule(start=0.5, end=2.0)))

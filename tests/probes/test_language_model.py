@@ -11,7 +11,6 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
-from pydantic import ValidationError
 
 from sharpscope.errors import UserError
 from sharpscope.policy import completions_of
@@ -233,7 +232,7 @@ def test_a_file_comes_back_equal_and_a_changed_one_is_refused(tmp_path):
 
 def test_a_round_of_probes_fills_the_tables_columns_and_is_repeated_to_the_digit():
     model = tiny_model("qwen2", dtype=torch.float32, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
-    limits = {"curvature_prompts": 6, "trace_probes": 4, "max_products": 12, "samples": 2}
+    limits = {"curvature_prompts": 6, "samples": 2}
     spec = ProbesSpec(functionals=("nll", "expected_failure"), rho=0.2, kinds=("sam", "asam"), **limits)
     found = built()
 
@@ -253,9 +252,6 @@ def test_a_round_of_probes_fills_the_tables_columns_and_is_repeated_to_the_digit
 def test_presets_give_way_to_what_is_set():
     assert ProbesSpec(preset="off").every == 0 and ProbesSpec(preset="off").interval(200) == 0
     assert ProbesSpec().interval(100) == 100 and ProbesSpec(every=25).interval(100) == 25
-    spec = ProbesSpec(preset="full", top=2, every=10, rho=0.1)
-    assert (spec.top, spec.every, spec.rho) == (2, 10, 0.1)
+    spec = ProbesSpec(preset="standard", samples=2, every=10, rho=0.1)
+    assert (spec.samples, spec.every, spec.rho, spec.prompts) == (2, 10, 0.1, 128)
     assert ProbesSpec.model_validate(spec.model_dump()) == spec  # a resolved configuration says the same again
-    for off in ({"every": 25, "preset": "off"}, {"every": 25, "preset": False}):
-        with pytest.raises(ValidationError, match="preset off probes nothing"):
-            ProbesSpec(**off)

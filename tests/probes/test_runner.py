@@ -26,7 +26,7 @@ from tests.models import random_batch, tiny_model
 from tests.oracles.token_gradients import row_logp
 from tests.probes.test_self_check import assert_same, disturbed, snapshot
 
-SPEC = ProbesSpec(preset="standard", curvature_prompts=3, max_products=12, trace_probes=2, rho=0.05, top=1)
+SPEC = ProbesSpec(preset="standard", curvature_prompts=3, rho=0.05)
 
 
 def objective(batch, name: str = "expected_failure") -> Objective:

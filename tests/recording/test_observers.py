@@ -38,13 +38,10 @@ SURFACE = {
     "probes__preset": "standard",
     "probes__every": 2,
     "probes__functionals": ["expected_failure"],
-    "probes__max_products": 12,
-    "probes__trace_probes": 2,
     "probes__rho": 0.05,
     "probes__curvature_prompts": 4,
     "probes__kinds": ["sam"],
     "probes__samples": 2,
-    "probes__top": 1,
 }
 
 

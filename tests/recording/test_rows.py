@@ -111,8 +111,6 @@ SMALL = {
     "probes__prompts": 3,
     "probes__heldout_prompts": 2,
     "probes__curvature_prompts": 3,
-    "probes__max_products": 8,
-    "probes__trace_probes": 2,
     "evaluation__every": 0,
     "recording__token_gradients_every": 0,
     "recording__heldout_influence_every": 0,
@@ -150,10 +148,9 @@ def test_the_radius_of_a_run_is_found_once_and_kept(toy_config):
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_every_estimate_that_is_not_to_be_believed_has_its_event(toy_config, broken):
-    config = toy_config(
-        **SMALL | {"probes__max_products": 4}, probes__functionals=["expected_failure"], probes__rho=1e-4
-    )
+def test_every_estimate_that_is_not_to_be_believed_has_its_event(toy_config, broken, monkeypatch):
+    monkeypatch.setattr("sharpscope.probes.runner.MAX_PRODUCTS", 4)
+    config = toy_config(**SMALL, probes__functionals=["expected_failure"], probes__rho=1e-4)
     probes, probes.probe_set, model = probes_of(config)
     if broken:
         with torch.no_grad():
