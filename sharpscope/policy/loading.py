@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 import os
@@ -129,18 +128,9 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
         lacks = f"the checkpoint has no weights for {missing[0]} ({len(missing)} in all)"
         raise UserError(f"policy.model {spec.model!r}: {lacks}; save the full model with save_pretrained")
     if location.endswith(GGUF):
-        model = _dequantized(model)
+        del model.config.quantization_config  # the weights are dequantized, and can be saved
+        model.hf_quantizer = None
     return model.to(device).eval(), tokenizer, location
-
-
-def _dequantized(model: Any) -> nn.Module:
-    """Copy a model from a GGUF file, whose weights are dequantized, to one that can be saved."""
-    config = copy.deepcopy(model.config)
-    del config.quantization_config
-    plain = type(model)._from_config(config, attn_implementation=config._attn_implementation, dtype=model.dtype)
-    plain.load_state_dict(model.state_dict())
-    plain.tie_weights()
-    return cast(nn.Module, plain)
 
 
 def make_policy(

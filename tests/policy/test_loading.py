@@ -255,8 +255,8 @@ def test_a_shipped_policy_is_a_small_qwen2_in_safetensors(name):
 
 @given(st.text(max_size=300))
 @example("👩‍👩‍👧 naïve e\u0301 \u212b ﷽ 漢字 <search>x</search>\x00\r\n")
-@example("🙂é" * 20_000)
-@settings(max_examples=150, deadline=None)
+@example("🙂é" * 2_000)
+@settings(max_examples=50, deadline=None)
 def test_any_text_comes_back(text):
     ids = shipped()(text)["input_ids"]
     assert shipped().decode(ids) == text

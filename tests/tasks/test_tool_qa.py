@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import re
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from email.message import Message
+from http.client import IncompleteRead
+from io import BytesIO
+from urllib.error import HTTPError
 
 import pytest
 from pydantic import ValidationError
@@ -49,20 +49,20 @@ def test_bm25_finds_the_passages_that_share_words():
     assert len(Bm25Retriever(CORPUS, top=1).search(["city"])[0]) == 1
 
 
-class Server(ThreadingHTTPServer):
-    """A local retrieval server that fails as it is told."""
+class Server:
+    """In place of the opener of addresses: a retrieval server that fails as it is told."""
 
-    plan: list[str]
-    seen: list[dict]
+    def __init__(self, *plan: str) -> None:
+        self.plan, self.seen = list(plan), []
 
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.seen.append(body)
-        act = self.server.plan.pop(0) if self.server.plan else "good"
-        if act == "slow":
-            time.sleep(0.5)
+    def open(self, request, timeout):
+        body = json.loads(request.data)
+        self.seen.append(body)
+        act = self.plan.pop(0) if self.plan else "good"
+        if act in ("503", "404"):
+            raise HTTPError(request.full_url, int(act), "", Message(), None)
+        if act == "cut":
+            raise IncompleteRead(b"{")
         forms = {"contents": '"{0}"\nabout {0}'}, {"title": "{0}", "text": "about {0}"}
         result = [
             [
@@ -71,60 +71,37 @@ class Handler(BaseHTTPRequestHandler):
             ]
             for query in body["queries"]
         ]
-        answer = {
+        answers = {
             "short": {"result": result[1:]},
             "odd": {"results": []},
-            "strange": {"result": [[{"document": 3}]] * len(result)},
-        }.get(act, {"result": result})
-        self.send_response({"broken": 503, "refused": 404}.get(act, 200))
-        if act == "cut":
-            self.send_header("Content-Length", "100000")
-        self.end_headers()
-        with contextlib.suppress(BrokenPipeError):  # the client of the slow answer has left
-            self.wfile.write(b"{" if act == "garbage" else json.dumps(answer).encode())
-
-    def log_message(self, *args):
-        pass
+            "strange": {"result": [[{"document": 3}]] * 2},
+        }
+        return BytesIO(b"{" if act == "garbage" else json.dumps(answers.get(act, {"result": result})).encode())
 
 
 @pytest.fixture
-def server():
-    made = Server(("127.0.0.1", 0), Handler)
-    made.plan, made.seen = [], []
-    threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
-    yield made
-    made.shutdown()
-    made.server_close()
+def client(monkeypatch) -> HttpRetriever:
+    """A client whose retries have no pauses."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    return HttpRetriever("http://127.0.0.1:9/retrieve", top=2)
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """Retries without their pauses."""
-    from sharpscope.tasks import tool_qa
-
-    waits = []
-    monkeypatch.setattr(tool_qa.time, "sleep", waits.append)
-    return waits
-
-
-def client(server) -> HttpRetriever:
-    return HttpRetriever(f"http://127.0.0.1:{server.server_port}/retrieve", top=2)
-
-
-@pytest.mark.parametrize("act", ["broken", "garbage", "short", "strange", "cut"])
-def test_a_passing_failure_is_retried(server, quick, act):
-    server.plan = [act, act]
-    assert client(server).search(["a b", "c"]) == [[Passage("a b", "about a b")] * 2, [Passage("c", "about c")] * 2]
+@pytest.mark.parametrize("act", ["503", "garbage", "short", "odd", "strange", "cut"])
+def test_a_passing_failure_is_retried(client, act):
+    client._opener = server = Server(act, act)
+    assert client.search(["a b", "c"]) == [[Passage("a b", "about a b")] * 2, [Passage("c", "about c")] * 2]
     assert server.seen == [{"queries": ["a b", "c"], "topk": 2, "return_scores": True}] * 3
-    assert len(quick) == 2
 
 
-@pytest.mark.parametrize(("act", "says", "requests"), [("broken", "status 503", 4), ("refused", "status 404", 1)])
-def test_a_lasting_failure_names_the_server(server, quick, act, says, requests):
-    server.plan = [act] * 9
-    with pytest.raises(UserError, match=f"retriever_url = 'http://127.*{says}.*check that the retrieval server"):
-        client(server).search(["a"])
-    assert len(server.seen) == requests  # what the server refuses is not asked again
+def test_a_lasting_failure_names_the_server(client):
+    says = r"retriever_url = 'http://127.*no valid response \({}.*check that the retrieval server is running"
+    for plan, problem in (["503"] * 4, "status 503"), (["404"], "status 404"):
+        client._opener = server = Server(*plan, "good")
+        with pytest.raises(UserError, match=says.format(problem)):
+            client.search(["a"])
+        assert server.plan == ["good"]  # what the server refuses is not asked again
+    with pytest.raises(UserError, match=says.format(".*refused")):  # nothing listens there
+        HttpRetriever("http://127.0.0.1:9/x", top=1).search(["a"])
     with pytest.raises(UserError, match=r"task.retriever_url = .*: not a valid address"):
         HttpRetriever("file:///etc/passwd", top=1)
 
