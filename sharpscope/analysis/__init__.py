@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from sharpscope.analysis.forks import fork_differences
 from sharpscope.analysis.pairs import compare_runs
-from sharpscope.analysis.spikes import explain_spikes, find_spikes, recorded_by, spike_text
+from sharpscope.analysis.spikes import explain_spikes, spike_text
 from sharpscope.analysis.study import nothing_found
 from sharpscope.analysis.terminal import path_sections, show, show_headline, spike_sections, token_sections, watch
-from sharpscope.traces.reader import piece_maker
 
 if TYPE_CHECKING:
     from sharpscope.analysis.output import AnalysisResult, analyze

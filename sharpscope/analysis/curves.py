@@ -1,4 +1,4 @@
-"""Curves of the page: the data of its charts, as JSON values that `html/assets/curves.js` draws."""
+"""Curves: the numbers by step that page, figures and tables show, and the data of the charts that `html/assets/curves.js` draws."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtrit
 
-from sharpscope.analysis.measures import STEPS, Quantity, eval_values, sharpness_values, step_values
-from sharpscope.analysis.spikes import find_spikes
+from sharpscope.analysis.measures import ROUNDED, STEPS, accuracy_values, known, rotates, sharpness_rows
+from sharpscope.analysis.spikes import SPIKE_Z, gradient_scores
 from sharpscope.analysis.statistics import FEWEST
-from sharpscope.analysis.study import Setting, Study
-from sharpscope.analysis.text import method_label, short, shown
-from sharpscope.traces import Runs
+from sharpscope.analysis.study import Setting, Study, per_run
+from sharpscope.analysis.text import method_label, sampling, short, shown
+from sharpscope.analysis.token_values import mismatch_by_step
+from sharpscope.traces import MAX_SATURATION, Run, Runs
 
 COLORS = (
     *("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc"),
@@ -25,6 +26,51 @@ POINTS = 1500
 """Points of a curve, at most; of longer runs each point is a mean over several steps."""
 MARKED = 12
 """Spikes that a chart marks, at most."""
+
+
+@per_run
+def run_values(run: Run) -> pd.DataFrame:
+    """step, quantity, value, low, high, saturated of one run: reward, accuracies [%], other columns of STEPS, measures of sharpness.
+
+    Intervals are over prompts. Rotations and mismatches that are rounding are left out.
+    """
+    steps = run.steps.sort_values("step")
+    steps = steps.assign(mismatch=steps["step"].map(mismatch_by_step(run)))
+    columns = {name: STEPS[name].factor * known(steps[name]) for name in STEPS if name in steps}
+    rounding = {"mismatch": not (columns["mismatch"] > ROUNDED).any()}
+    rounding |= dict.fromkeys(("gradient_rotation", "update_rotation"), not rotates(run))
+    by_step = [
+        pd.DataFrame({"step": steps["step"], "quantity": STEPS[name].name, "value": values})
+        for name, values in columns.items()
+        if not rounding.get(name)
+    ]
+    evaluated, sharp = accuracy_values(run), sharpness_rows(run).drop_duplicates(["measure", "step"])
+    how = evaluated["temperature"].map(sampling)
+    names = evaluated["split"].str.replace("heldout", "held-out") + " accuracy, " + how + " [%]"
+    shares = 100 * evaluated[["accuracy", "low", "high"]].rename(columns={"accuracy": "value"})
+    ends = {"low": sharp["value"] - sharp["half"], "high": sharp["value"] + sharp["half"], "quantity": sharp["measure"]}
+    sharp = sharp[["step", "value"]].assign(**ends, saturated=known(sharp["saturation"]) > MAX_SATURATION)
+    parts = [*by_step[:1], shares.assign(step=evaluated["step"], quantity=names), *by_step[1:], sharp]
+    blank = pd.DataFrame(columns=["step", "quantity", "value", "low", "high", "saturated"])
+    return pd.concat([blank, *(part for part in parts if len(part))], ignore_index=True)
+
+
+def study_values(study: Study) -> pd.DataFrame:
+    """setting, seed and `run_values` of every run of a study."""
+    pieces = [run_values(run).assign(setting=label, seed=seed) for label, seed, run in study.each()]
+    frame = pd.concat(pieces, ignore_index=True)
+    return frame.astype({"step": int, "value": float, "low": float, "high": float}).assign(
+        saturated=frame["saturated"].eq(True)
+    )
+
+
+def varying(values: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `study_values` whose quantity has values at two steps or more and, if it is one of STEPS, varies beyond rounding."""
+    frame = values.dropna(subset=["value"])
+    grouped = frame.groupby("quantity")
+    low, high = grouped["value"].transform("min"), grouped["value"].transform("max")
+    still = (high - low <= ROUNDED * high.abs()) & frame["quantity"].isin([one.name for one in STEPS.values()])
+    return frame[(grouped["step"].transform("nunique") > 1) & ~still]
 
 
 def in_order(labels: Iterable[str]) -> list[str]:
@@ -38,59 +84,42 @@ def study_charts(study: Study, settings: Sequence[Setting], runs: Runs) -> dict[
     A chart has `title`, `log`, the steps `x`, and for each setting `y` (the mean over its seeds), `low` and `high` (95 %
     interval: Student's t over seeds, from FEWEST on; over prompts of a run alone, where a table has it), `seeds` (of fewer seeds,
     each), and `hollow` (indices of saturated estimates).
-
-    Args:
-        study: whose runs are drawn.
-        settings: of it, those that are shown.
-        runs: names of the runs.
     """
     labels = [setting.label for setting in settings]
     part = study.only(labels)
-    steps = step_values(part, list(STEPS))
-    frames = [selected for name in STEPS if len(selected := steps[steps["quantity"] == name])]
-    for frame in (eval_values(part), sharpness_values(part)):
-        frames += [selected for _, selected in frame.groupby("quantity", sort=False)] if len(frame) else []
-    frames = [selected for selected in frames if selected["step"].nunique() > 1]
-    tables = [run.steps for _, _, run in part.each()]
-    columns = {name for table in tables for name in STEPS if name in table and table[name].notna().any()}
+    values = study_values(part)
+    drawn, recorded = varying(values), set(values.dropna(subset=["value"])["quantity"])
     order = in_order(labels)
     names = {id(run): name for name, run in runs.by_name.items()}
     described = [
         {
-            "label": shown(method_label(label)),
-            "color": COLORS[order.index(label) % len(COLORS)],
-            "runs": [shown(names[id(run)]) for _, _, run in part.only([label]).each()],
+            "label": shown(method_label(setting.label)),
+            "color": COLORS[order.index(setting.label) % len(COLORS)],
+            "runs": [shown(names[id(run)]) for run in setting.runs.values()],
         }
-        for label in labels
+        for setting in settings
     ]
     return {
         "name": shown(study.name) if study.slug else "",
         "settings": described,
-        "charts": [chart_of(selected, labels) for selected in sorted(frames, key=_rank)],
+        "charts": [chart_of(rows, labels) for _, rows in drawn.groupby("quantity", sort=False)],
         "events": _events(part),
-        "still": [STEPS[name].name for name in STEPS if name in columns - set(steps["quantity"])],
+        "still": [one.name for one in STEPS.values() if one.name in recorded - set(drawn["quantity"])],
     }
-
-
-def _rank(frame: pd.DataFrame) -> int:
-    """Place of a chart: reward, accuracies, then the other quantities by step, sharpness last."""
-    name = str(frame["quantity"].iloc[0])
-    return {"reward_mean": 0, "accuracy": 2}.get(name, 3 if name in STEPS else 1 if "accuracy" in name else 4)
 
 
 def chart_of(frame: pd.DataFrame, labels: Sequence[str]) -> dict[str, Any]:
     """One chart of the rows (setting, seed, step, value, …) of one quantity, see `study_charts`."""
     name = str(frame["quantity"].iloc[0])
-    quantity = STEPS.get(name, Quantity(name))
-    frame = frame.assign(value=quantity.factor * frame["value"])
     steps = np.sort(frame["step"].unique())
     at = np.arange(len(steps)) // -(-len(steps) // POINTS)
     x, block = pd.Series(steps).groupby(at).mean(), dict(zip(steps, at, strict=True))
     frame = frame.assign(at=frame["step"].map(block))
     positive = frame["value"].dropna()
-    log = quantity.log and bool((positive > 0).all() and positive.max() > 5 * positive.min())
+    log = any(one.log for one in STEPS.values() if one.name == name)
+    log &= bool((positive > 0).all() and positive.max() > 5 * positive.min())
     series = [_series(frame[frame["setting"] == label], range(len(x))) for label in labels]
-    return {"title": shown(quantity.name), "log": log, "x": _list(x), "series": series}
+    return {"title": shown(name), "log": log, "x": _list(x), "series": series}
 
 
 def _series(part: pd.DataFrame, points: range) -> dict[str, list[Any]]:
@@ -113,20 +142,17 @@ def _series(part: pd.DataFrame, points: range) -> dict[str, list[Any]]:
 
 def _events(study: Study) -> list[tuple[int, str]]:
     """(step, text) of what happened: the first time of each warning or worse, and the largest spikes of the gradient norm."""
-    rows, spikes = [], []
+    found: dict[int, list[str]] = {}
+    events = pd.concat([run.events for _, _, run in study.each()])
+    for rule, part in events[events["severity"] != "info"].groupby("rule", sort=False):
+        times = f", first of {len(part)} times" if len(part) > 1 else ""
+        found.setdefault(int(part["step"].min()), []).append(str(rule).replace("_", " ") + times)
+    spikes = []
     for label, seed, run in study.each():
         who = f" ({method_label(label)}, seed {seed})" if len(study.each()) > 1 else ""
-        loud = run.events[run.events["severity"] != "info"]
-        rows += [(str(rule), int(step), who) for rule, step in zip(loud["rule"], loud["step"], strict=True)]
-        for row in find_spikes(run.steps).to_dict("records"):
+        for row in gradient_scores(run).query(f"z >= {SPIKE_Z}").to_dict("records"):
             times = row["grad_norm"] / row["typical"]
             spikes.append((times, int(row["step"]), f"gradient spike, {times:.1f} × typical{who}"))
-    found: dict[int, list[str]] = {}
-    for rule, part in pd.DataFrame(rows, columns=["rule", "step", "who"]).groupby("rule", sort=False):
-        runs = part["who"].unique()
-        times = f", first of {len(part)} times" if len(part) > 1 else ""
-        where = f" in {len(runs)} runs" if len(runs) > 1 else runs[0]
-        found.setdefault(int(part["step"].min()), []).append(str(rule).replace("_", " ") + times + where)
     for _, step, text in sorted(spikes, reverse=True)[:MARKED]:
         found.setdefault(step, []).append(text)
     return [(step, shown(" · ".join(found[step][:4]))[:300]) for step in sorted(found)]

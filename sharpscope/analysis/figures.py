@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -22,18 +22,18 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import get_font_names
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
+from matplotlib.ticker import MaxNLocator
+from rich.cells import cell_len
+from rich.console import Console
 
 from sharpscope.analysis.curves import COLORS, in_order, study_charts
-from sharpscope.analysis.forks import COMPARISONS, NAMES, UNITS, fork_differences
-from sharpscope.analysis.headline import Moved, accuracy_texts, concentration_text, largest_update, moved_tokens
-from sharpscope.analysis.measures import STEPS, step_values
-from sharpscope.analysis.report import laid_out, main_differences
-from sharpscope.analysis.sections import Marked
+from sharpscope.analysis.headline import largest_update
+from sharpscope.analysis.report import curve_table, found_sections, laid_out
+from sharpscope.analysis.sections import Section, to_terminal
 from sharpscope.analysis.spikes import recorded_by
 from sharpscope.analysis.statistics import contrast_interval, mean_interval
 from sharpscope.analysis.study import Study
-from sharpscope.analysis.text import method_label, model_label, number, percent, printable, visible
+from sharpscope.analysis.text import printable
 from sharpscope.errors import UserError
 from sharpscope.traces import Run, Runs
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 FEW = 30
 """Points up to which intervals are bars and not a band."""
 BLUE, GRAY = COLORS[0], "#777777"
-DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)))
 WIDTH, ONE_COLUMN = 5.5, 3.5
 """Width of a figure [inches]: the text column of an ICLR or NeurIPS paper; with a single panel, that of a two-column paper."""
 
@@ -59,16 +58,9 @@ _RC: Any = {
 _SECTION = re.compile(r"\b(?:\w+\.)+(?=\w+=)")
 
 
-def lines(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Label → color and linestyle, as keyword arguments of `Axes.plot`; the same in every figure of a study.
-
-    grpo comes first, then by name; colors repeat with another dash.
-    """
-    count = len(COLORS)
-    return {
-        label: {"color": COLORS[n % count], "linestyle": DASHES[n // count % len(DASHES)]}
-        for n, label in enumerate(in_order(labels))
-    }
+def colors(labels: Iterable[str]) -> dict[str, str]:
+    """Label → color, the same in every figure of a study."""
+    return {label: COLORS[n % len(COLORS)] for n, label in enumerate(in_order(labels))}
 
 
 def styled() -> AbstractContextManager[None]:
@@ -86,22 +78,11 @@ class Picture(Figure):
         return png.getvalue()
 
 
-def panels(count: int, *, height: float = 2.0, **shared: Any) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` equal axes in rows of two; made without pyplot, so no global state.
-
-    Args:
-        count: number of axes.
-        height: of a row [inches].
-        shared: `sharex`, `sharey` of `Figure.subplots`.
-    """
-    columns = min(count, 2)
-    rows = -(-count // columns)
-    figure = Picture(figsize=(WIDTH if columns > 1 else ONE_COLUMN, height * rows + 0.4), layout="constrained")
+def panels(count: int, *, height: float = 2.0) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` equal axes in a row of `height` [inches]; made without pyplot, so no global state."""
+    figure = Picture(figsize=(WIDTH if count > 1 else ONE_COLUMN, height + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.subplots(rows, columns, squeeze=False, **shared).ravel()
-    for spare in grid[count:]:
-        spare.remove()
-    return figure, list(grid[:count])
+    return figure, list(figure.subplots(1, count, squeeze=False).ravel())
 
 
 def plain(text: object, limit: int = 60) -> str:
@@ -116,19 +97,9 @@ def setting_text(label: object) -> str:
 
 
 def finish(figure: Figure, axes: Sequence[Axes]) -> None:
-    """Fold long axis labels, keep the ticks of logarithmic axes apart, and add a legend above the figure that names each label once."""
+    """Fold long axis labels, and add a legend above the figure that names each label once."""
     handles: dict[str, Any] = {}
     for axis in axes:
-        for ticked in (axis.xaxis, axis.yaxis):
-            low, high = sorted(ticked.get_view_interval())  # an inverted axis gives the larger end first
-            if ticked.get_scale() == "log" and low > 0:
-                ticked.set_minor_formatter(NullFormatter())
-                if high < 10 * low:
-                    ticked.set_major_locator(MaxNLocator(4))
-                    ticked.set_major_formatter(ScalarFormatter())
-                elif high < 100 * low:
-                    ticked.set_major_locator(LogLocator(subs=(1.0, 3.0)))
-                    ticked.set_major_formatter("{x:g}")
         axis.set_ylabel(fill(axis.get_ylabel(), 30))
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
@@ -153,73 +124,28 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
 
 def curves(chart: Mapping[str, Any], labels: Sequence[str]) -> Figure:
     """A chart of `study_charts`: a curve for each setting with its interval, and thin lines of few seeds."""
-    styles, x = lines(labels), np.array(chart["x"], dtype=float)
+    x, palette = np.array(chart["x"], dtype=float), colors(labels)
     with styled():
         figure, (axis,) = panels(1, height=1.9)
-        for label, series in zip(labels, chart["series"], strict=True):
-            _curve(axis, x, {name: np.array(values, dtype=float) for name, values in series.items()}, styles[label])
-            axis.lines[-1].set_label(setting_text(label))
+        for label, named in zip(labels, chart["series"], strict=True):
+            series = {name: np.array(values, dtype=float) for name, values in named.items()}
+            y, color = series["y"], palette[label]
+            for each in series.get("seeds", ()):
+                axis.plot(x, each, color=color, linewidth=0.5, alpha=0.5)
+            if "low" in series and len(x) <= FEW:
+                arms = [y - series["low"], series["high"] - y]
+                axis.errorbar(x, y, yerr=arms, color=color, linestyle="none", linewidth=1, capsize=2)
+            elif "low" in series:
+                axis.fill_between(x, series["low"], series["high"], color=color, linewidth=0, alpha=0.16)
+            if "hollow" in series:
+                at = series["hollow"].astype(int)
+                ring: Any = {"markerfacecolor": "w", "markeredgecolor": color, "markersize": 6}
+                axis.plot(x[at], y[at], "o", label="saturated", **ring)
+            axis.plot(x, y, color=color, marker="o" if len(x) <= 12 else "", label=setting_text(label))
         axis.set(xlabel="step", ylabel=plain(chart["title"], 100), yscale="log" if chart["log"] else "linear")
         axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         finish(figure, [axis])
     return figure
-
-
-def _curve(axis: Axes, x: np.ndarray, series: Mapping[str, np.ndarray], line: Mapping[str, Any]) -> None:
-    """One setting's curve; the mean is the last line that is added."""
-    y, color = series["y"], line["color"]
-    for each in series.get("seeds", ()):
-        axis.plot(x, each, color=color, linewidth=0.5, alpha=0.5)
-    if "low" in series and len(x) <= FEW:
-        arms = [y - series["low"], series["high"] - y]
-        axis.errorbar(x, y, yerr=arms, color=color, linestyle="none", linewidth=1, capsize=2)
-    elif "low" in series:
-        axis.fill_between(x, series["low"], series["high"], color=color, linewidth=0, alpha=0.16)
-    if "hollow" in series:
-        at = series["hollow"].astype(int)
-        axis.plot(x[at], y[at], "o", markerfacecolor="w", markeredgecolor=color, markersize=6, label="saturated")
-    axis.plot(x, y, marker="o" if len(x) <= 12 else "", **line)
-
-
-def differences(table: pd.DataFrame) -> Figure:
-    """One row for each contrast with its 95 % interval: a panel for each quantity.
-
-    `table`: quantity (with its unit), contrast, difference, low, high.
-    """
-    quantities = list(dict.fromkeys(table["quantity"]))
-    contrasts = list(dict.fromkeys(table["contrast"]))[::-1]
-    height = np.arange(len(contrasts))
-    with styled():
-        figure, axes = panels(len(quantities), height=0.7 + 0.18 * len(contrasts), sharey=True)
-        for axis, quantity in zip(axes, quantities, strict=True):
-            part = table[table["quantity"] == quantity].set_index("contrast").reindex(contrasts).astype({"low": float})
-            axis.axvline(0, color=GRAY, linewidth=0.8)
-            axis.hlines(height, part["low"], part["high"], color=BLUE, linewidth=1.2)
-            axis.plot(part["difference"], height, "o", color=BLUE)
-            axis.set_yticks(height, [setting_text(name) for name in contrasts])
-            axis.set(xlabel=fill(plain(quantity, 80), 26), ylim=(-0.6, len(contrasts) - 0.4))
-        finish(figure, axes)
-    return figure
-
-
-def fork_effects(table: pd.DataFrame) -> Figure | None:
-    """Each arm's difference to the reference by state and comparison, a panel for each outcome; None if nothing was measured.
-
-    `table`: of one fork, from `sharpscope.analysis.fork_differences`.
-    """
-    compared = (table["arm"] != table["reference"]) & table["difference"].notna()
-    named = table["outcome"].isin(list(NAMES)) & table["comparison"].isin(list(COMPARISONS))  # 0.2 had one more
-    shown = table[compared & named]
-    if shown.empty:
-        return None
-    several = shown["state"].nunique() > 1
-    matched = shown["comparison"].map({name: ", matched KL" * (name == "kl") for name in COMPARISONS})
-    contrast = shown["arm"] + (", " + shown["state"] if several else "") + matched
-    units = [UNITS.get(outcome, ("", 1.0)) for outcome in shown["outcome"]]
-    names = [NAMES[name] + f" [{unit}]" * bool(unit) for name, (unit, _) in zip(shown["outcome"], units, strict=True)]
-    ends = shown[["difference", "low", "high"]].astype(float).mul([factor for _, factor in units], axis=0)
-    rank = shown["outcome"].map(list(NAMES).index).to_numpy().argsort(kind="stable")
-    return differences(ends.assign(quantity=names, contrast=contrast).iloc[rank])
 
 
 def paired_dots(verdict: Verdict) -> Figure:
@@ -252,12 +178,7 @@ def paired_dots(verdict: Verdict) -> Figure:
 
 
 def rotation_figure(table: pd.DataFrame, noise: float) -> Figure:
-    """The angle by which each method turns the gradient and the optimizer's step, as dots on a line of degrees.
-
-    Args:
-        table: columns `method`, `gradient_rotation` and `update_rotation` [degrees]; an angle that is NaN is left out.
-        noise: angle between the batch's gradient and the expected gradient [degrees], a dashed line; NaN: none.
-    """
+    """The angle [degrees] by which each method of `table` turns the gradient and the optimizer's step; dashed: the batch's noise."""
     shown = table[table[["gradient_rotation", "update_rotation"]].notna().any(axis=1)]
     shown = shown.sort_values("gradient_rotation", ascending=False, na_position="first", kind="stable")
     with styled():
@@ -275,148 +196,72 @@ def rotation_figure(table: pd.DataFrame, noise: float) -> Figure:
     return figure
 
 
-def weight_functions(functions: pd.DataFrame, on_tokens: pd.DataFrame | None = None) -> Figure:
-    """Weights over logit and probability; below, the median weight of a run's tokens with 10 to 90 % bands.
-
-    `functions`: method, axis (logit | probability), x, weight. `on_tokens`: method, logit, probability, weight of each token.
-    """
+def weight_functions(functions: pd.DataFrame) -> Figure:
+    """Weights over logit and probability. `functions`: method, axis (logit | probability), x, weight."""
     labels = {"logit": "logit of the token", "probability": "probability π of the token"}
-    tokens = functions[[]].assign(method="").head(0) if on_tokens is None else on_tokens
-    styles = lines([*functions["method"], *tokens["method"]])
+    palette = colors(functions["method"])
     with styled():
-        figure, axes = panels(2 if on_tokens is None else 4)
-        for axis, name in zip(axes, labels, strict=False):
+        figure, axes = panels(2)
+        for axis, (name, label) in zip(axes, labels.items(), strict=True):
             for method, part in functions[functions["axis"] == name].groupby("method", sort=False):
-                axis.plot(part["x"], part["weight"], label=setting_text(method), **styles[str(method)])
-            axis.set(xlabel=labels[name], ylabel="token weight", title="function, published constants")
-        for axis, name in zip(axes[2:], labels, strict=False):
-            for method, part in tokens.groupby("method", sort=False):
-                bins = pd.qcut(part[name], 20, duplicates="drop") if name == "logit" else pd.cut(part[name], 20)
-                grouped = part.groupby(bins, observed=True)
-                enough, weight = grouped.size() >= 5, grouped["weight"]
-                at, *levels = grouped[name].median(), *(weight.quantile(q) for q in (0.5, 0.1, 0.9))
-                at, middle, low, high = (each[enough] for each in (at, *levels))
-                line = styles[str(method)]
-                axis.plot(at, middle, label=setting_text(method), marker="o" if len(at) <= 12 else "", **line)
-                axis.fill_between(at, low, high, color=line["color"], linewidth=0, alpha=0.16)
-            axis.set(xlabel=labels[name], ylabel="token weight", title="on the run's tokens, calibrated there")
+                axis.plot(part["x"], part["weight"], label=setting_text(method), color=palette[str(method)])
+            axis.set(xlabel=label, ylabel="token weight")
         finish(figure, axes)
     return figure
 
 
 def run_pictures(runs: Runs) -> Iterator[tuple[str, Figure]]:
-    """Names and figures of each study among `runs`: its charts and differences; and those of forks."""
+    """Names and figures of the charts of each study among `runs`."""
     for study, settings in laid_out(runs):
-        made = study_charts(study, settings, runs)
-        labels = [setting["label"] for setting in made["settings"]]
-        for chart in made["charts"]:
+        for chart in study_charts(study, settings, runs)["charts"]:
             name = re.sub(r"\W+", "_", chart["title"].partition(" [")[0]).strip("_").lower()
-            yield f"{study.slug}{name}", curves(chart, labels)
-        shown = study.only([setting.label for setting in settings])
-        table = main_differences(study, shown.labels)
-        if len(table) > 1:
-            share = (table["unit"] == "share").to_numpy()
-            ends = table[["difference", "low", "high"]].astype(float).mul(np.where(share, 100, 1), axis=0)
-            named = table["quantity"] + np.where(share, " [points]", "")
-            yield f"{study.slug}differences", differences(table.assign(**ends, quantity=named))
-    forked = fork_differences(runs.forks) if any(run.rows("forks") for run in runs) else pd.DataFrame({"fork": []})
-    for name, part in forked.groupby("fork", sort=False):  # type: ignore[assignment]
-        if (figure := fork_effects(part)) is not None:
-            yield f"fork_{name}" if forked["fork"].nunique() > 1 else "forks", figure
+            yield f"{study.slug}{name}", curves(chart, [setting.label for setting in settings])
 
 
-SIZE = (12.0, 6.3)
-"""Inches at 100 dots each: 1200 × 630, as links to pages show them."""
-SENTENCE, LETTERS = 58, 13
-"""Characters of a sentence, and their size [points]."""
-LETTER = 0.602
-"""Width of a letter of DejaVu Sans Mono over its size."""
-TINT = {1: "#a9cdf0", -1: "#f7c297", 0: "#dddddd"}
-"""Background of a token that is made more or less likely."""
+# -- The picture of one run to share: `show RUN --card card.png`
+
+LETTER, LINE = 0.0836, 0.19
+"""Width of a letter and height of a line [inches], in DejaVu Sans Mono of 10 points."""
 FONTS = ("DejaVu Sans Mono", "Noto Sans Mono CJK JP", "Noto Sans CJK JP", "DejaVu Sans")
 """Those that are installed are used, the first that has a letter."""
 
 
 def write_card(run: Run, file: Path) -> Path:
-    """Write the picture of a run.
-
-    Args:
-        run: with recorded shares of tokens.
-        file: ends in .png or .svg.
+    """Write a picture of what the terminal shows of a run, its headline and its first curve, to a .png or .svg.
 
     Raises:
-        UserError: another ending, or no shares.
+        UserError: another ending, no shares of tokens, or `file` cannot be written.
     """
     if file.suffix not in (".png", ".svg"):
         raise UserError(f"--card {file}: the picture is a .png or an .svg")
-    spike = largest_update(run)
-    if spike is None:
+    if largest_update(run) is None:
         why = recorded_by(run, "recording.token_gradients_every")
         raise UserError(f"--card: no token's share of the gradient was recorded in {run.name}{why}")
+    study = Study({run.name: run}, name=run.task)
+    sections = [*found_sections(study, study.settings, top=3), Section("", curve_table(run).head(1))]
     with styled(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         try:
-            card(run, spike.step).savefig(file, dpi=100)
+            terminal_picture(sections).savefig(file, dpi=150)
         except OSError as error:
             raise UserError(f"--card {file}: cannot be written ({error.strerror})") from error
     return file
 
 
-def card(run: Run, step: int) -> Figure:
-    """The picture of a run with the shares of a step's tokens."""
-    figure = Figure(figsize=SIZE, facecolor="white")
+def terminal_picture(sections: Sequence[Section], width: int = 96) -> Figure:
+    """Sections as a terminal of `width` letters shows them."""
+    console = Console(file=StringIO(), force_terminal=True, color_system="truecolor")
+    shown = console.render_lines(to_terminal(sections), console.options.update(width=width), pad=False)
+    across, down = LETTER * (width + 4), LINE * (len(shown) + 2)
+    figure = Figure(figsize=(across, down), facecolor="white")
     FigureCanvasAgg(figure)
-    model = run.config.get("policy", {}).get("model") or run.info.get("model")
-    facts = [printable(run.name, 40), method_label(run.method), *([model_label(str(model))] if model else [])]
-    _write(figure, 0.04, 0.93, " · ".join(facts), size=14, color="#555555")
-    said = concentration_text(run, step) or "Which tokens moved the model"
-    for n, line in enumerate(fill(said, 68).splitlines()[:2]):
-        _write(figure, 0.04, 0.845 - 0.075 * n, line, size=21, weight="bold")
-    which = f"Step {step}: the tokens with the largest shares of the gradient. ↑ made more likely, ↓ less likely"
-    _write(figure, 0.04, 0.685, which, size=13)
-    for n, one in enumerate(moved_tokens(run, step, top=3)):
-        _sentence(figure, 0.605 - 0.085 * n, one)
-    study = Study({run.name: run}, name=run.task)
-    values = step_values(study, list(STEPS))
-    axis = figure.add_axes((0.08, 0.13, 0.88, 0.24))
-    if len(values):  # the reward by step, or else the first quantity that varies
-        name = next(name for name in STEPS if name in set(values["quantity"]))
-        part = values[values["quantity"] == name]
-        marker = "o" if len(part) <= 20 else ""
-        axis.plot(part["step"], STEPS[name].factor * part["value"], color=COLORS[0], linewidth=2, marker=marker)
-        axis.set_title(f"{STEPS[name].name}, by step", loc="left", fontsize=12)
-        axis.tick_params(labelsize=11)
-    _write(figure, 0.04, 0.035, printable(" ".join(accuracy_texts(study.settings)[:1]), 110), size=12, color="#333333")
-    _write(figure, 0.96, 0.035, "sharpscope", size=12, color="#555555", ha="right")
+    look: dict[str, Any] = {"family": [name for name in FONTS if name in get_font_names()], "size": 10}
+    for n, line in enumerate(shown):
+        x = 2 * LETTER
+        for text, style, _ in line:
+            color = style.color.get_truecolor().hex if style and style.color else None
+            look |= {"weight": "bold" if style and style.bold else "normal", "color": "white" if color else "black"}
+            box = {"facecolor": color, "edgecolor": "none", "pad": 1.5} if color else None
+            figure.text(x / across, 1 - (n + 2) * LINE / down, text, parse_math=False, bbox=box, **look)
+            x += LETTER * cell_len(text)
     return figure
-
-
-def _write(figure: Figure, x: float, y: float, text: str, **style: object) -> None:
-    """Text at a place of the figure, without math mode."""
-    figure.text(x, y, visible(text), parse_math=False, **style)  # type: ignore[arg-type]
-
-
-def _sentence(figure: Figure, y: float, one: Moved) -> None:
-    """One token in its sentence on a line, its background colored by its direction, and its numbers."""
-    _write(figure, 0.04, y, {1: "↑", -1: "↓"}.get(one.sentence.direction, "·"), size=LETTERS + 3, weight="bold")
-    x, fonts = 0.065, [name for name in FONTS if name in get_font_names()]
-    for text, style in _parts(one.sentence):
-        _write(figure, x, y, text, size=LETTERS, family=fonts, **style)
-        x += LETTER * LETTERS / 72 / SIZE[0] * len(text)
-    outcome = "" if one.correct is None else ("right · " if one.correct else "wrong · ")
-    times = f" (×{one.count})" if one.count > 1 else ""
-    numbers = f"{outcome}{percent(one.share, 1, sign=True)}{times} · π {number(one.probability)}"
-    _write(figure, 0.96, y, numbers, size=LETTERS, ha="right")
-
-
-def _parts(sentence: Marked) -> list[tuple[str, dict[str, object]]]:
-    """(text, style) of what stands before the token, of it, and after it, together at most SENTENCE letters."""
-    whole = visible(sentence.token)[:30]
-    token = whole.strip() or "‸"
-    lead, trail = whole[: len(whole) - len(whole.lstrip())], whole[len(whole.rstrip()) :]
-    before, after, half = visible(sentence.before) + lead, trail + visible(sentence.after), (SENTENCE - len(token)) // 2
-    before = before if len(before) <= half else f"…{before[1 - half :]}"
-    room = SENTENCE - len(token) - len(before)
-    after = after if len(after) <= room else f"{after[: room - 1]}…"
-    box = {"facecolor": TINT[sentence.direction], "edgecolor": "none", "pad": 2.5}
-    return [(before, {"color": "#555555"}), (token, {"bbox": box}), (after, {"color": "#555555"})]

@@ -131,44 +131,35 @@ def _p_value(values: np.ndarray) -> float:
 
 
 def fork_sections(differences: pd.DataFrame, title: str = "", most: int | None = None) -> list[Section]:
-    """The tables of one fork: of each state the steps as they are, of the last one the matched ones too.
+    """The tables of one fork's `fork_differences`: of each state the steps as they are, of the last one the matched ones too.
 
-    Args:
-        differences: of one fork, from `fork_differences`.
-        title: before those of the tables.
-        most: outcomes of a table; None: all.
+    `title`: before those of the tables; `most`: outcomes of a table, None: all.
     """
+    turned = differences[differences["outcome"] == "update_rotation"].drop_duplicates(["state", "arm"])
+    angles = turned.set_index(["state", "arm"])["change"]  # they do not depend on the comparison
     sections = []
     states = list(dict.fromkeys(differences["state"]))
     for state, (comparison, text) in itertools.product(states, COMPARISONS.items()):
-        table = fork_table(differences, state, comparison, most)
-        if len(table) and (comparison == "step" or state == states[-1]):
-            sections.append(Section(f"{title}{state}, {text}", table, NOTE, "Counterfactual updates"))
+        here = differences[(differences["state"] == state) & (differences["comparison"] == comparison)]
+        if here.empty or (comparison != "step" and state != states[-1]):
+            continue
+        outcomes = [name for name in NAMES if name in set(here["outcome"])][:most]
+        rows = []
+        for arm, part in here.set_index("outcome").groupby("arm", sort=False):
+            is_reference = arm == part["reference"].iloc[0]
+            columns = ("change", "change_low", "change_high") if is_reference else ("difference", "low", "high")
+            row = {"arm": f"{arm} (reference)" if is_reference else str(arm)}
+            row["rotation of the update [°]"] = number(angles.get((state, arm)))
+            for name in outcomes:
+                unit, factor = UNITS.get(name, ("", 1.0))
+                mean, low, high = (factor * part[column].get(name, math.nan) for column in columns)
+                interval = "" if math.isnan(low) else f" [{low:+.3g}, {high:+.3g}]"
+                row[NAMES[name] + f" [{unit}]" * bool(unit)] = "–" if math.isnan(mean) else f"{mean:+.3g}{interval}"
+            main = part.loc["heldout_failure"] if "heldout_failure" in part.index else part.iloc[0]
+            row[f"p ({NAMES.get(str(main.name), main.name)})"] = "–" if is_reference else number(main["p"])
+            rows.append(row | {"batches": str(int(main["batches"])), "left out": str(int(main["invalid"]))})
+        sections.append(Section(f"{title}{state}, {text}", pd.DataFrame(rows), NOTE, "Counterfactual updates"))
     return sections
-
-
-def fork_table(differences: pd.DataFrame, state: str, comparison: str, most: int | None = None) -> pd.DataFrame:
-    """One row per arm of a state and comparison: differences to the reference with intervals; the reference shows its change."""
-    here = differences[differences["state"] == state].set_index(["arm", "outcome"])
-    chosen = here[here["comparison"] == comparison]
-    angles = here["change"].groupby(level=["arm", "outcome"]).first()  # rotations do not depend on the comparison
-    outcomes = [name for name in NAMES if name in chosen.index.get_level_values("outcome")][:most]
-    rows = []
-    for arm in dict.fromkeys(chosen.index.get_level_values("arm")):
-        part = chosen.loc[arm]
-        is_reference = arm == part["reference"].iloc[0]
-        columns = ("change", "change_low", "change_high") if is_reference else ("difference", "low", "high")
-        row = {"arm": f"{arm} (reference)" if is_reference else arm}
-        row["rotation of the update [°]"] = number(angles.get((arm, "update_rotation")))
-        for name in outcomes:
-            unit, factor = UNITS.get(name, ("", 1.0))
-            mean, low, high = (factor * part[column].get(name, math.nan) for column in columns)
-            interval = "" if math.isnan(low) else f" [{low:+.3g}, {high:+.3g}]"
-            row[NAMES[name] + f" [{unit}]" * bool(unit)] = "–" if math.isnan(mean) else f"{mean:+.3g}{interval}"
-        main = part.loc["heldout_failure"] if "heldout_failure" in part.index else part.iloc[0]
-        row[f"p ({NAMES.get(str(main.name), main.name)})"] = "–" if is_reference else number(main["p"])
-        rows.append(row | {"batches": str(int(main["batches"])), "left out": str(int(main["invalid"]))})
-    return pd.DataFrame(rows)
 
 
 # -- What a step does with and without its leading tokens: `sharpscope fork RUN --step N --without-tokens top:K`
@@ -231,12 +222,13 @@ def without_sections(run: Run, name: str) -> list[Section]:
             parts.append(Section(title, part.loc[order].map(number).reset_index(names="parameters")))
     known = run.tokens(steps=[step], columns=["rollout", "position", "loss_coef", "advantage", "logp"])
     tokens = pd.DataFrame(settings["tokens"]).merge(known, on=["rollout", "position"], how="left")
-    cells = {"completion": tokens["rollout"].astype(str), "position": tokens["position"].astype(str)}
-    readable = len(known) > 0 and tokens["logp"].notna().all()
-    cells |= {"token": sentences(run, step, tokens)} if readable else {}  # type: ignore[dict-item]
-    cells |= {"share of the update": [percent(value, 1, sign=True) for value in tokens["share"]]}  # type: ignore[dict-item]
-    cells |= {"π": np.exp(tokens["logp"]).map(number)} if readable else {}
-    return [*parts, Section("The leading tokens", pd.DataFrame(cells))]
+    cells = (
+        tokens[["rollout", "position"]].astype(str).assign(share=[percent(s, 1, sign=True) for s in tokens["share"]])
+    )
+    if len(known) and tokens["logp"].notna().all():  # their text is in the trace
+        cells["token"] = sentences(run, step, tokens)  # type: ignore[assignment]
+        cells["π"] = np.exp(tokens["logp"]).map(number)
+    return [*parts, Section("The leading tokens", cells)]
 
 
 def tokens_verdict(values: pd.DataFrame, arms: list[str], top: int) -> str:

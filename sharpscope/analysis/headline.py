@@ -6,27 +6,19 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.measures import evaluations, temperatures
+from sharpscope.analysis.measures import accuracy_values
 from sharpscope.analysis.sections import Marked, Section
-from sharpscope.analysis.spikes import (
-    SPIKE_Z,
-    SURE,
-    Spike,
-    concentration,
-    explain_largest,
-    notable_steps,
-    recorded_by,
-    step_shares,
-)
+from sharpscope.analysis.spikes import SPIKE_Z, SURE, Spike, concentration, notable_steps, recorded_by, step_shares
+from sharpscope.analysis.statistics import mean_interval
 from sharpscope.analysis.study import Setting, Study, last_step
-from sharpscope.analysis.text import method_label, number, percent, sampling, told_apart, visible
+from sharpscope.analysis.text import interval_text, method_label, number, percent, sampling, told_apart, visible
 from sharpscope.traces import Run
 from sharpscope.traces.reader import piece_maker
+from sharpscope.traces.rules import WINDOW
 
 CANDIDATES = 40
 """Tokens with the largest shares among which equal ones are merged."""
@@ -38,14 +30,13 @@ WIDTH = 60
 
 @dataclass(frozen=True)
 class Moved:
-    """A token that a step pushed, with equal ones merged.
+    """A token that a step pushed, with `count` equal ones merged (same text, direction, outcome and prompt).
 
     Attributes:
-        share: of the step's update; summed over `count` equal tokens.
+        share: of the step's update, summed.
         probability: π before the step.
         sentence: where it stands; its direction is that in which its own loss pushes it.
         correct: whether its completion was right; None if that is not known.
-        count: how many equal tokens (same text, direction and outcome, same prompt) are merged.
     """
 
     share: float
@@ -54,14 +45,18 @@ class Moved:
     correct: bool | None
     count: int
 
+    @property
+    def arrow(self) -> str:
+        """Its direction."""
+        return {1: "↑", -1: "↓"}.get(self.sentence.direction, "·")
+
 
 def largest_update(run: Run) -> Spike | None:
     """The step whose tokens are shown: of the spikes with shares the one that is the most times the typical norm.
 
     Not that with the largest z, which also says how alike the steps before were. Without such a spike, the largest gradient with shares.
     """
-    notable = [spike for spike in notable_steps(run) if spike.tokens is not None]
-    found = notable or [one for one in explain_largest(run) if one.tokens is not None]
+    found = [spike for spike in notable_steps(run) if spike.tokens is not None]
     return max(found, key=lambda spike: spike.times if spike.z >= SPIKE_Z else -math.inf, default=None)
 
 
@@ -109,20 +104,6 @@ def _direction(row: dict[object, object]) -> int:
     return int(np.sign(value)) if math.isfinite(value) else 0
 
 
-def moved_section(run: Run, step: int, top: int, title: str, note: str) -> Section:
-    """The tokens that a step moved most: arrow, token in its sentence, answer, share of the update, π."""
-    rows, records = [], []
-    for one in moved_tokens(run, step, top):
-        share = percent(one.share, 1, sign=True) + (f" (×{one.count})" if one.count > 1 else "")
-        share += " against the rest" if one.share < 0 else ""
-        answer = "" if one.correct is None else "right" if one.correct else "wrong"
-        arrow = {1: "↑", -1: "↓"}.get(one.sentence.direction, "·")
-        rows.append((arrow, one.sentence, answer, share, number(one.probability)))
-        records.append(asdict(one.sentence) | {k: v for k, v in vars(one).items() if k != "sentence"})
-    frame = pd.DataFrame(rows, columns=["", "token", "answer", "share of the update", "π"])
-    return Section(title, frame if frame["answer"].any() else frame.drop(columns="answer"), note, records=records)
-
-
 def concentration_text(run: Run, step: int) -> str:
     """How few tokens carry the gradient of a step; empty if it has no shares."""
     tokens = step_shares(run, step)
@@ -136,36 +117,23 @@ def concentration_text(run: Run, step: int) -> str:
     return said
 
 
-def moved_sections(runs: Sequence[Run], top: int = 4, why: str = "") -> list[Section]:
-    """A section for each run that has shares: what it made more and less likely at its most informative step.
-
-    Args:
-        runs: the first runs of the settings that are shown.
-        top: tokens of each.
-        why: why no token can be shown, if that is not because none was recorded.
-    """
+def moved_sections(runs: Sequence[Run], top: int = 4) -> list[Section]:
+    """For each run that has shares the `top` tokens of its most informative step, how few carry its gradient, and the largest prompt."""
     result = []
     for run in runs:
         spike = None if run.reduced is not None else largest_update(run)  # a sample of tokens lacks the largest ones
-        if spike is None or spike.prompts is None:
-            continue
-        named = f"{run.name}, " if len(runs) > 1 else ""
-        where = ", ".join(filter(None, (f"{named}step {spike.step}", spike.update, spike.sample)))
-        title = f"Which tokens moved the model ({where})"
-        if spike.missing:
-            result.append(Section(title, f"{spike.missing[0].upper()}{spike.missing[1:]}."))
-            continue
-        many = f", {spike.times:.1f} × the typical one" * (spike.times > 1.5)
-        texts = told_apart([str(text) for text in spike.prompts["prompt"]], 90)
-        note = (
-            f"{concentration_text(run, spike.step)} Gradient norm {number(spike.grad_norm)}{many}. ↑ made more likely, ↓ less likely; "
-            f"shares are of its square. Largest prompt: {percent(spike.prompts['share'].iloc[0], sign=True)}, “{visible(texts[0])}”"
-        )
-        result.append(moved_section(run, spike.step, top, title, note.strip()))
+        if spike is not None:
+            first = step_sections(run, spike, top)[0]
+            note = f"{concentration_text(run, spike.step)} {first.note}"
+            if spike.prompts is not None:
+                text = told_apart([str(text) for text in spike.prompts["prompt"]], 90)[0]
+                note += f" Largest prompt: {percent(spike.prompts['share'].iloc[0], sign=True)}, “{visible(text)}”"
+            title = f"Which tokens moved the model: {first.title}"
+            result.append(replace(first, title=title, note=note.strip() if first.note else ""))
     if not result and runs:
-        reason = recorded_by(runs[0], "recording.token_gradients_every")
-        none = f"No token's share of the gradient was recorded{reason}."
-        result.append(Section("Which tokens moved the model", why or none))
+        why = recorded_by(runs[0], "recording.token_gradients_every")
+        why = why if runs[0].reduced is None else ": the run was reduced"
+        result.append(Section("Which tokens moved the model", f"No token's share of the gradient was kept{why}."))
     return result
 
 
@@ -176,25 +144,33 @@ def step_sections(run: Run, spike: Spike, top: int = 8) -> list[Section]:
     title = f"{run.name}, step {spike.step}{', ' * bool(spike.update)}{spike.update}: gradient norm {number(spike.grad_norm)}{many}{z}"
     if spike.missing or spike.prompts is None or spike.probabilities is None:
         return [Section(title, f"{spike.missing[0].upper()}{spike.missing[1:]}.")]
-    of, first = (f" of {spike.sample}" if spike.sample else ""), spike.prompts.head(4)
+    rows, records = [], []
+    for one in moved_tokens(run, spike.step, top):
+        share = percent(one.share, 1, sign=True) + (f" (×{one.count})" if one.count > 1 else "")
+        share += " against the rest" if one.share < 0 else ""
+        answer = "" if one.correct is None else "right" if one.correct else "wrong"
+        rows.append((one.arrow, one.sentence, answer, share, number(one.probability)))
+        records.append(asdict(one.sentence) | {k: v for k, v in vars(one).items() if k != "sentence"})
+    tokens = pd.DataFrame(rows, columns=["", "token", "answer", "share of the update", "π"])
+    tokens = tokens if tokens["answer"].any() else tokens.drop(columns="answer")
     note = "↑ made more likely, ↓ less likely. All shares are of its square; those of all tokens sum to 100 %."
+    of, first = (f" of {spike.sample}" if spike.sample else ""), spike.prompts.head(4)
     texts = told_apart([str(text) for text in first["prompt"]])
     prompts = pd.DataFrame({"share": [percent(one, 1, sign=True) for one in first["share"]], "prompt": texts})
     result = [
-        moved_section(run, spike.step, top, title, note),
+        Section(title, tokens, note, records=records),
         Section(f"Prompts{of}", prompts, records=first.to_dict("records")),  # type: ignore[arg-type]
     ]
     if spike.probabilities["share"].isna().all():  # a sample may hold too little of the gradient
         return result
-    records = [
-        {"low": max(one.left, 0.0), "high": one.right, **row}
-        for one, row in zip(spike.probabilities.index, spike.probabilities.to_dict("records"), strict=True)
+    numbers = spike.probabilities.to_dict("records")
+    cells = [
+        (f"{row['low']:g} to {row['high']:g}", percent(row["share"], 1, sign=True), percent(row["tokens"], 1))
+        for row in numbers
     ]
-    cells = {"π": [f"{row['low']:g} to {row['high']:g}" for row in records]}
-    cells["share of the update"] = [percent(row["share"], 1, sign=True) for row in records]
-    ranges = pd.DataFrame(cells | {"share of the tokens": [percent(row["tokens"], 1) for row in records]})
+    ranges = pd.DataFrame(cells, columns=["π", "share of the update", "share of the tokens"])
     scaled = f"Estimated from {spike.sample} and scaled to sum to 100 %." if spike.sample else ""
-    return [*result, Section("Ranges of probability", ranges, scaled, records=records)]  # type: ignore[arg-type]
+    return [*result, Section("Ranges of probability", ranges, scaled, records=numbers)]  # type: ignore[arg-type]
 
 
 def trained_text(study: Study, settings: Sequence[Setting]) -> str:
@@ -219,29 +195,35 @@ def rotation_texts(settings: Sequence[Setting]) -> list[str]:
 
 
 def accuracy_texts(settings: Sequence[Setting]) -> list[str]:
-    """Accuracy before and after of each split that training did not use; greedy where that was evaluated."""
+    """Accuracy before and after of each split that training did not use, at each temperature, with its interval."""
+    tables = [
+        accuracy_values(run).assign(setting=s.label, run=n) for s in settings for n, run in enumerate(s.runs.values())
+    ]
+    whole = pd.concat(tables)
+    names = {"heldout": "held-out prompts", "unseen": "prompts of sizes that training never saw"}
     said = []
-    for split, what in (("heldout", "held-out prompts"), ("unseen", "prompts of sizes that training never saw")):
-        rows = []
-        for setting in settings:
-            coldest = [(run, min(temperatures(run, split), default=math.nan)) for run in setting.runs.values()]
-            each = [(heat, list(evaluations(run, split, heat).values())) for run, heat in coldest]
-            known = [(heat, ends) for heat, ends in each if len(ends) > 1]
-            if known:
-                first, last = (float(np.mean([ends[k][0] for _, ends in known])) for k in (0, -1))
-                rows.append((setting.label, first, last, known[0][1][-1][1], known[0][0]))
-        if rows:
-            how = f"{sampling(rows[0][4])}, {rows[0][3]} prompts"
-            before = percent(np.mean([first for _, first, *_ in rows]))
-            named = [f"{percent(last)}{f' ({method_label(label)})' * (len(rows) > 1)}" for label, _, last, *_ in rows]
-            said.append(f"Accuracy on {what} ({how}): {before} before, {', '.join(named)} after.")
+    for (split, heat), part in whole[whole["split"].isin(list(names))].groupby(["split", "temperature"]):
+        runs = [rows for _, rows in part.groupby(["setting", "run"], sort=False)]
+        first = [rows["accuracy"].iloc[0] for rows in runs if len(rows) > 1]
+        ends = f"{percent(np.mean(first))} before, " if first else ""
+        after = []
+        for label in dict.fromkeys(rows["setting"].iloc[0] for rows in runs):
+            last = [rows.iloc[-1] for rows in runs if rows["setting"].iloc[0] == label]
+            text = f"{over_seeds([(100 * row['accuracy'], 100 * row['half']) for row in last])} %"
+            after.append(text + f" ({method_label(label)})" * (len(settings) > 1))
+        how = f"{sampling(float(str(heat)))}, {runs[0]['prompts'].iloc[-1]} prompts"
+        said.append(f"Accuracy on {names[str(split)]} ({how}): {ends}{', '.join(after)} after.")
     return said
 
 
-WINDOW = 50
-"""Updates before a step that its norms are compared with."""
-APART = 2.0
-"""How much more than the typical group a group must have grown to be named."""
+def over_seeds(values: Sequence[tuple[float, float]], sign: bool = False) -> str:
+    """Mean ± half of its interval: the run's own of one run, Student's t over several."""
+    finite = [(float(value), float(half)) for value, half in values if math.isfinite(value)]
+    if len(finite) < 2:
+        return interval_text(*finite[0], sign=sign) if finite else "–"
+    numbers = [value for value, _ in finite]
+    interval, mean = mean_interval(numbers), float(np.mean(numbers))
+    return interval_text(mean, math.nan if interval is None else interval.high - mean, sign=sign)
 
 
 def layer_norms(run: Run) -> pd.DataFrame:
@@ -259,47 +241,30 @@ def layer_norms(run: Run) -> pd.DataFrame:
     return frame.astype({"grad_norm": float, "update_norm": float})
 
 
-class Growth(NamedTuple):
-    """How the gradient of a step's largest update grew by group of parameters.
+def layer_growth(run: Run, step: int) -> pd.DataFrame:
+    """How each group's gradient in a step's largest update compares with the WINDOW updates before the step; empty if not recorded.
 
-    Attributes:
-        groups: by group: `grad_norm`, `typical` (median of the updates before), `growth` (their ratio), `share` of the update's ‖∇L‖²;
-            the largest growth first.
-        named: the group that grew by more than APART times the middle group's growth; None if all grew alike, or nothing is
-            known of the time before.
-        text: what happened, in a sentence.
+    Index: the group, the largest growth first. Columns: `grad_norm`, `typical` (median of the updates before), `growth` (their ratio)
+    and `share` of the update's ‖∇L‖².
     """
-
-    groups: pd.DataFrame
-    named: str | None
-    text: str
-
-
-def layer_growth(run: Run, step: int) -> Growth | None:
-    """How each layer's gradient in a step's largest update compares with the WINDOW updates before the step; None if not recorded."""
     table = layer_norms(run)
     here = table[table["step"] == step].pivot(index="group", columns="update", values="grad_norm")
     if here.empty:
-        return None
+        return pd.DataFrame()
     present = here[(here**2).sum().idxmax()].dropna()
     earlier = table[table["step"] < step].pivot_table(index=["step", "update"], columns="group", values="grad_norm")
     typical = earlier.tail(WINDOW).median().reindex(present.index)
     growth = (present / typical.where(typical > 0)).astype(float)
     share = present**2 / float((present**2).sum())
     columns = {"grad_norm": present, "typical": typical, "growth": growth, "share": share}
-    groups = pd.DataFrame(columns).sort_values(["growth", "share"], ascending=False)
-    first, middle = groups.iloc[0], float(groups["growth"].median())
-    named = str(first.name) if first["growth"] > APART * middle else None
-    if not math.isfinite(first["growth"]):
-        most = f"{groups['share'].idxmax()} has {percent(groups['share'].max())} of ‖∇L‖², the most of all"
-        text = f"{most}; no step before has norms by layer."
-    elif named is None:
-        low, high = groups["growth"].min(), first["growth"]
-        text = f"All layers grew alike: their gradients are {low:.2g} to {high:.2g} × their typical norms."
-    else:
-        norm = f"its gradient is {first['growth']:.3g} × its typical norm and has {percent(first['share'])} of ‖∇L‖²"
-        text = f"{named} grew most: {norm}; the middle group's is {middle:.2g} ×."
-    return Growth(groups, named, text)
+    return pd.DataFrame(columns).sort_values(["growth", "share"], ascending=False)
+
+
+def growth_text(groups: pd.DataFrame) -> str:
+    """Which group of `layer_growth` has the most of the gradient, and how much it grew, in a sentence."""
+    most = groups.iloc[int(groups["share"].to_numpy().argmax())]
+    grown = f"; its gradient is {most['growth']:.3g} × its typical norm, the middle group's {groups['growth'].median():.2g} ×"
+    return f"{most.name} has the most of ‖∇L‖², {percent(most['share'])}{grown * math.isfinite(most['growth'])}."
 
 
 def layer_tokens(run: Run, step: int) -> pd.DataFrame:
@@ -317,22 +282,22 @@ def layer_tokens(run: Run, step: int) -> pd.DataFrame:
 
 def layer_sections(run: Run, step: int, top: int = 6) -> list[Section]:
     """Which layer grew at a step, and its leading tokens in that layer; empty where norms by layer were not recorded."""
-    found = layer_growth(run, step)
-    if found is None:
+    groups = layer_growth(run, step)
+    if groups.empty:
         return []
-    shown = found.groups.head(top)
+    shown = groups.head(top)
     cells = {"parameters": shown.index, "gradient norm": shown["grad_norm"].map(number)}
     cells |= {"× typical": shown["growth"].map(number), "of ‖∇L‖²": shown["share"].map(percent)}
-    parts = [Section(f"Layers at step {step}", pd.DataFrame(cells), found.text)]
+    parts = [Section(f"Layers at step {step}", pd.DataFrame(cells), growth_text(groups))]
     tokens = layer_tokens(run, step)
     if len(tokens):
         layers = list(tokens.columns[4:])
-        layer = (found.named or str(found.groups["share"].idxmax())).partition(".")[0]
-        layer = layer if layer in layers else layers[0]
+        most = str(groups["share"].idxmax()).partition(".")[0]
+        layer = most if most in layers else layers[0]
         tokens = tokens.sort_values(layer, ascending=False, kind="stable").head(top)
         where = f"layer {layer}" if layer.isdecimal() else f"the {layer}"
         norms = {f"|c|·‖∇ ln π‖ in {where}": tokens[layer], "in all": (tokens[layers] ** 2).sum(axis=1) ** 0.5}
-        shown_norms = {name: [*map(number, values)] for name, values in norms.items()}
-        table = pd.DataFrame({"token": sentences(run, step, tokens)} | shown_norms)
+        columns = {name: [*map(number, values)] for name, values in norms.items()}
+        table = pd.DataFrame({"token": sentences(run, step, tokens)} | columns)
         parts.append(Section(f"Leading tokens by {where}", table))
     return parts

@@ -6,16 +6,15 @@ Such a frame has a row for each setting, seed and step, with half of an interval
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.statistics import accuracy_interval
-from sharpscope.analysis.study import Study, per_run
-from sharpscope.analysis.text import sampling
-from sharpscope.analysis.token_values import mismatch_by_step
+from sharpscope.analysis.study import per_run
 from sharpscope.traces import MAX_SATURATION, Run
 
 GREEDY, SAMPLED = 0.0, 1.0
@@ -28,13 +27,7 @@ FUNCTIONAL = "expected_failure"
 
 @dataclass(frozen=True)
 class Dose:
-    """How far the treatment turned the update away from that of the reference objective on the same rollouts.
-
-    Attributes:
-        method: the treatment.
-        rotation: mean over the steps of the treatment's runs [degrees]; None where it was not recorded.
-        noise: mean angle between independent halves of a batch [degrees]; None where it was not recorded.
-    """
+    """Mean angles by which `method`, and the batch's noise, turned the update [degrees]; None where it was not recorded."""
 
     method: str
     rotation: float | None
@@ -130,29 +123,19 @@ def gap(run: Run, step: int) -> float | None:
     return None if inside is None or outside is None else inside[0] - outside[0]
 
 
-@per_run
-def _probed(run: Run) -> dict[tuple[str, str], pd.DataFrame]:
-    """(quantity, functional) → rows with a value that converged, over all parameters where they are named so."""
-    columns = [*("step", "probe_set", "functional", "parameters", "quantity"), "value", "rho", "converged", "ceiling"]
-    rows = run.probes.reindex(columns=columns)
-    rows = rows[rows["value"].notna() & ~rows["converged"].eq(False)]
-    result = {}
-    for (quantity, functional), group in rows.groupby(["quantity", "functional"]):
-        whole = group["parameters"] == "all"
-        result[str(quantity), str(functional)] = group[whole] if whole.any() else group
-    return result
-
-
 def probe_rows(run: Run, quantity: str, functional: str = FUNCTIONAL) -> pd.DataFrame:
     """Rows (step, value, rho, …) of the probes table for one quantity, on the probe set whose name contains `train`.
 
     Where no set's name contains it, all rows are taken if there is only one set. Rows without a value, and iterations that
     did not converge, are left out; of parameter groups only `all` counts.
     """
-    rows = _probed(run).get((quantity, functional))
-    if rows is None:
-        return pd.DataFrame({"step": [], "value": [], "rho": [], "ceiling": [], "probe_set": []}, dtype=float)
-    named = rows["probe_set"].str.contains("train", regex=False)
+    columns = [*("step", "probe_set", "functional", "parameters", "quantity"), "value", "rho", "converged", "ceiling"]
+    rows = run.probes.reindex(columns=columns)
+    rows = rows[rows["quantity"].eq(quantity) & rows["functional"].eq(functional)]
+    rows = rows[rows["value"].notna() & ~rows["converged"].eq(False)]
+    whole = rows["parameters"] == "all"
+    rows = rows[whole] if whole.any() else rows
+    named = rows["probe_set"].fillna("").astype(str).str.contains("train", regex=False)
     if named.any():
         return rows[named]
     return rows if rows["probe_set"].nunique() == 1 else rows.iloc[:0]
@@ -318,33 +301,9 @@ def rotates(run: Run) -> bool:
     return bool(np.isfinite(angles).any()) and float(np.nanmax(angles)) > ROUNDING
 
 
-def step_values(study: Study, columns: Sequence[str]) -> pd.DataFrame:
-    """setting, seed, step, quantity, value of STEPS. A quantity that never varies, or is rounding, is left out."""
-    pieces = [pd.DataFrame(columns=["quantity", "step", "value"])]
-    for label, seed, run in study.each():
-        steps = run.steps.sort_values("step")
-        if "mismatch" in columns:
-            steps = steps.assign(mismatch=steps["step"].map(mismatch_by_step(run)))
-        for column in (column for column in columns if column in steps and len(steps)):
-            values = known(steps[column])
-            rounding = column == "mismatch" and not (values > ROUNDED).any()
-            rounding |= column in ("gradient_rotation", "update_rotation") and not rotates(run)
-            if not rounding:
-                place = {"setting": label, "seed": seed, "quantity": column}
-                pieces.append(pd.DataFrame({"step": steps["step"], "value": values}).assign(**place))
-    frame = pd.concat(pieces[1:], ignore_index=True) if pieces[1:] else pieces[0]
-    grouped = frame.groupby("quantity")["value"]
-    there = frame.dropna(subset=["value"]).groupby("quantity")["step"].nunique()
-    low, high = grouped.transform("min"), grouped.transform("max")
-    varies = (high - low > ROUNDED * high.abs()) & (frame["quantity"].map(there).fillna(0) > 1)
-    return frame[varies].reset_index(drop=True)
-
-
+@per_run
 def accuracy_values(run: Run) -> pd.DataFrame:
-    """step, split, temperature, prompts, k, EVALUATED, and low, high of the 95 % interval over prompts (Wilson); levels pooled.
-
-    `half`: its longer arm.
-    """
+    """step, split, temperature, prompts, k, EVALUATED, and low, high, half (longer arm) of the interval over prompts (Wilson); levels pooled."""
     made = []
     for split in sorted(set(run.eval["split"]), key=lambda name: (name != "heldout", name)):
         for heat in temperatures(run, split):
@@ -361,62 +320,27 @@ def accuracy_values(run: Run) -> pd.DataFrame:
     return pd.DataFrame(made, columns=names)
 
 
-def eval_values(study: Study) -> pd.DataFrame:
-    """setting, seed, step, quantity, value, low, high: accuracy in percent at each evaluation, by split and temperature."""
-
-    def _of(run: Run) -> pd.DataFrame:
-        rows = accuracy_values(run)
-        splits, how = rows["split"].str.replace("heldout", "held-out"), rows["temperature"].map(sampling)
-        shares = 100 * rows[["accuracy", "low", "high"]].rename(columns={"accuracy": "value"})
-        return shares.assign(step=rows["step"], quantity=splits + " accuracy, " + how + " [%]")
-
-    return _of_each(study, _of)
-
-
-def sharpness_values(study: Study) -> pd.DataFrame:
-    """setting, seed, step, quantity (the measure), value, low, high, saturated of every estimate that is shown."""
-
-    def _of(run: Run) -> pd.DataFrame:
-        rows = sharpness_rows(run).drop_duplicates(["measure", "step"])
-        ends = {"low": rows["value"] - rows["half"], "high": rows["value"] + rows["half"], "quantity": rows["measure"]}
-        return rows[["step", "value"]].assign(**ends, saturated=known(rows["saturation"]) > MAX_SATURATION)
-
-    return _of_each(study, _of)
-
-
-def _of_each(study: Study, of: Callable[[Run], pd.DataFrame]) -> pd.DataFrame:
-    """The frame `of` each run, with its setting and seed; an empty frame where none has rows."""
-    pieces = [of(run).assign(setting=label, seed=seed) for label, seed, run in study.each()]
-    pieces = [piece for piece in pieces if len(piece)]
-    return pd.concat(pieces, ignore_index=True) if pieces else pd.DataFrame()
-
-
 def sharpness_rows(run: Run) -> pd.DataFrame:
-    """The estimates of SHARPNESS that are shown: all parameters, training half of the probe set, converged, one radius.
+    """The estimates of SHARPNESS that are shown: all parameters, training half of the probe set, converged.
 
-    Rows of `probes` in order, with `measure` (the quantity with its functional and radius), `half` of its 95 % interval over
-    prompts, and `saturation`. A run has one radius; of one that was probed at several, the largest at which no SAM estimate is
-    saturated is shown, or else the smallest.
+    Rows of `probes` with `measure` (the quantity with its functional and radius), `half` of its 95 % interval over prompts, and
+    `saturation`.
     """
     rows = run.probes
     good = rows["value"].notna() & ~rows["converged"].isin([False]) & (rows["parameters"] == "all")
     rows = rows[good & rows["quantity"].isin(list(SHARPNESS)) & ~rows["probe_set"].fillna("").str.contains("/heldout@")]
-    rows = rows.assign(measure="", half=Z * known(rows["prompt_std_error"]), saturation=math.nan, rank=0)
-    pieces = []
-    for (quantity, functional), group in rows.groupby(["quantity", rows["functional"].fillna("")]):
-        part, rho = group, known(group["rho"])
-        if quantity == "sam":
-            table = sharpness(run, quantity, functional)["saturation"]
-            keys = zip(part["step"], (float(f"{one:.9g}") for one in rho), strict=True)
-            part = part.assign(saturation=np.array([table.get(key, math.nan) for key in keys], dtype=float))
-            worst = part["saturation"].groupby(rho).max().sort_index()
-            fit = worst.index[(worst <= MAX_SATURATION) | worst.isna()]
-            kept = np.isclose(rho, fit[-1] if len(fit) and worst.notna().any() else worst.index[0], rtol=1e-6)
-            part, rho = part[kept], rho[kept]
-        name = SHARPNESS[str(quantity)] + ("" if quantity == "critical_sharpness" else f" of {functional}")
-        name += f", radius {rho[0]:.3g}" if len(rho) and math.isfinite(rho[0]) else ""
-        pieces.append(part.assign(measure=name, rank=list(SHARPNESS).index(str(quantity))))
-    return (pd.concat(pieces) if pieces else rows).sort_values(["rank", "measure", "step"], kind="stable")
+    measures, saturation = [], []
+    for row in rows[["step", "quantity", "functional", "rho"]].to_dict("records"):
+        name = SHARPNESS[row["quantity"]] + f" of {row['functional']}" * (row["quantity"] != "critical_sharpness")
+        has_radius = row["rho"] is not None and math.isfinite(row["rho"])
+        measures.append(name + (f", radius {row['rho']:.3g}" if has_radius else ""))
+        table: Any = (
+            sharpness(run, row["quantity"], row["functional"])["saturation"] if row["quantity"] == "sam" else {}
+        )
+        saturation.append(table.get((row["step"], float(f"{row['rho']:.9g}")), math.nan) if has_radius else math.nan)
+    half, rank = Z * known(rows["prompt_std_error"]), rows["quantity"].map(list(SHARPNESS).index)
+    rows = rows.assign(measure=measures, half=half, saturation=saturation, rank=rank)
+    return rows.sort_values(["rank", "measure", "step"], kind="stable")
 
 
 def critical_text(estimates: pd.DataFrame) -> str:

@@ -11,29 +11,33 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.curves import study_charts
+from sharpscope.analysis.curves import study_charts, study_values
 from sharpscope.analysis.forks import fork_differences, fork_sections
-from sharpscope.analysis.headline import largest_update, layer_sections, moved_sections, step_sections, trained_text
-from sharpscope.analysis.html.tokens import RULE, Choice, choose, completions_dropped
+from sharpscope.analysis.headline import (
+    largest_update,
+    layer_sections,
+    moved_sections,
+    over_seeds,
+    step_sections,
+    trained_text,
+)
 from sharpscope.analysis.measures import (
     STEPS,
     Quantity,
     Z,
-    accuracy_values,
     critical_text,
     known,
     rotates,
     sharpness_rows,
-    sharpness_values,
-    step_values,
 )
 from sharpscope.analysis.pairs import compare_runs
-from sharpscope.analysis.sections import Code, Section
-from sharpscope.analysis.spikes import LARGE, SPIKE_Z, recorded_by
-from sharpscope.analysis.statistics import mean_interval, series_mean
+from sharpscope.analysis.sections import Section
+from sharpscope.analysis.spikes import SPIKE_Z, recorded_by
+from sharpscope.analysis.statistics import series_mean
 from sharpscope.analysis.study import Setting, Study, flat, last_step, per_run, studies
-from sharpscope.analysis.text import interval_text, method_label, model_label, number, percent, printable, sampling
+from sharpscope.analysis.text import interval_text, method_label, model_label, number, percent, printable
 from sharpscope.analysis.token_values import entropy_section, gap_section, sampler_section, selection_section
+from sharpscope.analysis.token_view import RULE, Choice, choose
 from sharpscope.diagnose.report import sparkline
 from sharpscope.traces import MAX_SATURATION, Run, Runs
 
@@ -42,6 +46,8 @@ SHOWN_SETTINGS = 4
 LARGEST_TOKENS = 5
 LARGEST_STEPS = 6
 """Steps whose largest tokens are listed on the page, the spike that is the most times the typical gradient first."""
+GROWN = 2.0
+"""`show` names the layers that grew where the gradient norm is at least this many times the typical one."""
 HEADLINE = (
     *("accuracy, greedy", "accuracy, T = 1", "reward"),
     *("SAM sharpness of expected_failure", "SAM sharpness of nll"),
@@ -72,11 +78,11 @@ def run_sections(run: Run) -> list[Section]:
     study = Study({run.name: run}, name=run.task)
     found = found_sections(study, study.settings)
     spike = largest_update(run)
-    if spike is not None and (spike.z >= SPIKE_Z or spike.times >= LARGE):
+    if spike is not None and spike.times >= GROWN:
         found += layer_sections(run, spike.step)
     curves = Section("Curves", curve_table(run), "Means of the first and the last third.")
-    ends = [*accuracy_sections(study.settings), *sharpness_sections(study.settings)]
-    parts = [head, *found, entropy_section(run), selection_section(run), curves, *ends, gap_section(run)]
+    parts = [head, *found, entropy_section(run), selection_section(run), curves]
+    parts += [*sharpness_sections(study.settings), gap_section(run)]
     return [*filter(None, parts), *problem_sections(runs)]
 
 
@@ -88,20 +94,14 @@ def runs_sections(runs: Runs) -> list[Section]:
 
 def study_sections(study: Study, settings: Sequence[Setting]) -> list[Section]:
     """What a study found, with its name before the titles if there is another study of as many runs, or of more."""
-    found = [*found_sections(study, settings), *comparison_sections(study, settings), *setting_sections(study)]
-    sections = [*found, *accuracy_sections(settings), *sharpness_sections(settings)]
+    sections = [*found_sections(study, settings), *comparison_sections(study, settings)]
+    sections += [*setting_sections(study), *sharpness_sections(settings)]
     name = f"{study.name}: " if study.slug else ""
     return [replace(one, title=f"{name}{one.title}" if one.title else "") for one in sections]
 
 
 def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
-    """Everything on the page, computed.
-
-    Args:
-        runs: from `load_runs`.
-        source: where they were read from, as a shell takes it.
-        claims: test the published claims too, with their figures.
-    """
+    """Everything on the page; `source`: where `runs` were read from, as a shell takes it; `claims`: test the published claims too."""
     sections: list[Section] = []
     charts: list[dict[str, Any]] = []
     tables: dict[str, pd.DataFrame] = {"runs": runs.table, "events": runs.events}
@@ -109,13 +109,7 @@ def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
         sections += study_sections(study, settings)
         charts.append(study_charts(study, settings, runs))
         shown = study.only([setting.label for setting in settings])
-        each = [accuracy_values(run).assign(setting=label, seed=seed) for label, seed, run in study.each()]
-        tables |= {
-            f"{study.slug}comparison": comparison(study),
-            f"{study.slug}steps": step_values(shown, list(STEPS)),
-            f"{study.slug}sharpness": sharpness_values(shown),
-            f"{study.slug}accuracy": pd.concat(each, ignore_index=True),
-        }
+        tables |= {f"{study.slug}comparison": comparison(study), f"{study.slug}curves": study_values(shown)}
     if claims:
         from sharpscope.analysis.claims import claim_sections
 
@@ -155,23 +149,10 @@ def laid_out(runs: Runs) -> list[tuple[Study, list[Setting]]]:
 
 
 def found_sections(study: Study, settings: Sequence[Setting], top: int = 4, runs: int = 2) -> list[Section]:
-    """The headline: what was trained and its accuracy, which tokens moved the model, whether the method mattered.
-
-    Args:
-        study: the runs.
-        settings: those that are shown, the baseline first.
-        top: tokens of each run.
-        runs: runs whose tokens are shown, the first of each setting.
-    """
+    """The headline: what was trained and its accuracy, `top` tokens of the first `runs` settings, whether the method mattered."""
     first = [next(iter(setting.runs.values())) for setting in settings[:runs]]
-    filled = [known(sharpness_rows(run)["saturation"]) for setting in settings for run in setting.runs.values()]
-    worst = float(np.nanmax([0.0, *np.concatenate([np.zeros(0), *filled])]))
-    said = trained_text(study, settings[:2])
-    if worst > MAX_SATURATION:
-        said += f" SAM sharpness is saturated: its rise is up to {percent(worst)} of what is possible, so it shows how many answers are"
-        said += " right and not how sharp the loss is. Choose a smaller probes.rho."
-    moved = moved_sections(first, top, not_kept(first))
-    return [Section("What was found", said), *moved, *difference_sections(study, settings)]
+    said = Section("What was found", trained_text(study, settings[:2]))
+    return [said, *moved_sections(first, top), *difference_sections(study, settings)]
 
 
 @per_run
@@ -180,43 +161,46 @@ def comparison(study: Study) -> pd.DataFrame:
     return compare_runs(study.runs)
 
 
-def _rank(quantity: str) -> int:
-    fits = [n for n, name in enumerate(HEADLINE) if quantity.endswith(name) or quantity.startswith(name)]
-    return fits[0] if fits and not quantity.startswith("train") else len(HEADLINE)
+def compared_settings(study: Study, settings: Sequence[Setting]) -> list[tuple[str, str, pd.DataFrame]]:
+    """(baseline, treatment, rows of `comparison`) of the settings that are shown, in their order."""
+    labels = [setting.label for setting in settings]
+    groups = [(str(a), str(b), rows) for (a, b), rows in comparison(study).groupby(["baseline", "treatment"])]
+    if len(study.settings) < 3:  # two runs are named by themselves where their method is the same
+        return groups
+    return sorted((one for one in groups if one[1] in labels), key=lambda one: labels.index(one[1]))
 
 
-def main_differences(study: Study, labels: Sequence[str]) -> pd.DataFrame:
-    """The rows of `comparison` for a figure: main quantities with an interval, of the settings `labels`."""
-    compared = comparison(study)
-    main = compared.assign(contrast=compared["treatment"] + " − " + compared["baseline"])
-    main = main[main["quantity"].map(_rank) < len(HEADLINE)].dropna(subset=["low"])
-    return main[main["treatment"].isin(labels) | (len(study.settings) < 3)]
+def main_differences(rows: pd.DataFrame) -> pd.DataFrame:
+    """Those of HEADLINE among the rows of `comparison`, in its order."""
+
+    def rank(quantity: str) -> int:
+        fits = [n for n, name in enumerate(HEADLINE) if quantity.endswith(name) or quantity.startswith(name)]
+        return fits[0] if fits and not quantity.startswith("train") else len(HEADLINE)
+
+    ranks = rows["quantity"].map(rank)
+    return rows.loc[ranks[ranks < len(HEADLINE)].sort_values(kind="stable").index]
 
 
 def difference_sections(study: Study, settings: Sequence[Setting]) -> list[Section]:
     """Whether the change of method mattered: the main differences of the first two settings, in words and numbers."""
-    compared = comparison(study)
-    if compared.empty:
+    pairs = compared_settings(study, settings)
+    if not pairs:
         return []
-    second = compared[compared["treatment"].isin([setting.label for setting in settings[:2]])]
-    baseline, treatment = (second if len(second) else compared)[["baseline", "treatment"]].iloc[0]
-    part = compared[(compared["baseline"] == baseline) & (compared["treatment"] == treatment)]
-    main = part.assign(rank=part["quantity"].map(_rank)).sort_values("rank", kind="stable")
-    main = main[main["rank"] < len(HEADLINE)].head(6).drop(columns="rank")
+    baseline, treatment, rows = pairs[0]
+    main, said = main_differences(rows).head(6), []
     runs = [run for label, _, run in study.each() if label == treatment and rotates(run)]
-    said, turns = (
-        [],
-        {"gradient_rotation": "It turns the gradient by", "noise_rotation": "The noise of one batch turns it by about"},
-    )
-    for name, text in turns.items():
-        angles = np.concatenate([np.zeros(0), *(known(run.steps[name].dropna()) for run in runs)])
+    for name, text in (
+        ("gradient_rotation", "It turns the gradient by"),
+        ("noise_rotation", "The noise of one batch turns it by about"),
+    ):
+        angles = known(pd.concat([pd.Series(dtype=float), *(run.steps[name].dropna() for run in runs)]))
         said += [f"{text} {angles.mean():.0f}°."] if len(angles) else []
     n = int(main["n"].max()) if len(main) else 0
     said.append("One pair of runs: repeat with more seeds before believing a difference." if n == 1 else f"{n} seeds.")
     said += [f"{int(halve)} seeds would halve the intervals." for halve in main["to_halve"].dropna()[:1]]
     title = f"Did {method_label(treatment)} change anything, compared with {method_label(baseline)}?"
-    shown = difference_table(main).drop(columns=_PAIRS, errors="ignore")
-    return [Section(title, shown, " ".join(said), records=main.to_dict("records"))]
+    shown, records = difference_table(main).drop(columns=_PAIRS, errors="ignore"), main.to_dict("records")
+    return [Section(title, shown, " ".join(said), records=records)]  # type: ignore[arg-type]
 
 
 _PAIRS = ["pairs", "worst pair"]
@@ -224,14 +208,11 @@ _PAIRS = ["pairs", "worst pair"]
 
 def comparison_sections(study: Study, settings: Sequence[Setting]) -> list[Section]:
     """All paired differences, a table for each of the `settings` that has pairs with the baseline."""
-    result, labels = [], [setting.label for setting in settings]
-    for (first, second), part in comparison(study).groupby(["baseline", "treatment"], sort=False):
-        if second in labels or len(study.settings) < 3:
-            n = int(part["n"].max())
-            note = f"{n} pair{'s' * (n > 1)} of runs. {COVERED}"
-            title = f"{method_label(str(second))} − {method_label(str(first))}"
-            records: Any = part.to_dict("records")
-            result.append(Section(title, difference_table(part), note, "Compare", records=records))
+    result = []
+    for baseline, treatment, rows in compared_settings(study, settings):
+        n, title = int(rows["n"].max()), f"{method_label(treatment)} − {method_label(baseline)}"
+        note, records = f"{n} pair{'s' * (n > 1)} of runs. {COVERED}", rows.to_dict("records")
+        result.append(Section(title, difference_table(rows), note, "Compare", records=records))  # type: ignore[arg-type]
     return result
 
 
@@ -261,85 +242,49 @@ def setting_sections(study: Study) -> list[Section]:
     columns = {s.label: [flat(run.config) for run in s.runs.values()] for s in study.settings[:SHOWN_SETTINGS]}
     rows = []
     for key in dict.fromkeys(key for facts in columns.values() for one in facts for key in one):
-        values = [dict.fromkeys(_value(one.get(key)) for one in part) for part in columns.values()]
-        cells = [printable(", ".join(each), 60) for each in values]
+        values = [[one.get(key) for one in part] for part in columns.values()]
+        texts = [
+            [number(v) if isinstance(v, float) else "none" if v is None else str(v) for v in part] for part in values
+        ]
+        cells = [printable(", ".join(dict.fromkeys(part)), 60) for part in texts]
         if len(set(cells)) > 1 and key not in ("name", "out", "method.name", "seed"):
             rows.append((key, *cells))
     frame = pd.DataFrame(rows, columns=["setting", *map(method_label, columns)])
     return [Section("Settings that differ", frame, part="Compare")] if rows else []
 
 
-def _value(value: Any) -> str:
-    """A setting's value as text."""
-    return "none" if value is None else number(value) if isinstance(value, float) else str(value)
-
-
-# -- Accuracy and sharpness ----------------------------------------------------------------------------------------------
-
-
-def accuracy_sections(settings: Sequence[Setting]) -> list[Section]:
-    """Accuracy before and after, greedy and sampled, with pass@k, cut completions and accuracy among the completed ones."""
-    each = [(s.label, n, run) for s in settings for n, run in enumerate(s.runs.values())]
-    whole = pd.concat([accuracy_values(run).assign(setting=label, run=n) for label, n, run in each], ignore_index=True)
-    rows = []
-    for (split, heat, label), part in whole.groupby(["split", "temperature", "setting"], sort=False):
-        runs = [one.sort_values("step") for _, one in part.groupby("run")]
-        first, last = ([(100 * one["accuracy"].iloc[k], 100 * one["half"].iloc[k]) for one in runs] for k in (0, -1))
-        changes = [(b[0] - a[0], math.hypot(a[1], b[1])) for a, b in zip(first, last, strict=True)]
-        paired = all(len(one) > 1 for one in runs)
-        ends = pd.DataFrame([one.iloc[-1] for one in runs])
-        k = int(ends["k"].max())
-        rows.append(
-            {
-                "on": str(split).replace("heldout", "held-out"),
-                "sampling": sampling(float(str(heat))),
-                "setting": method_label(str(label)),
-                "prompts": str(ends["prompts"].iloc[0]),
-                "before [%]": _over_seeds(first if paired else []),
-                "after [%]": _over_seeds(last),
-                "change [points]": _over_seeds(changes if paired else [], sign=True),
-                "right in k tries": f"{percent(known(ends['pass_at_k']).mean(), 1)} (k = {k})" if k > 1 else "–",
-                "cut": percent(known(ends["truncated"]).mean(), 1),
-                "right of the completed": percent(known(ends["accuracy_completed"]).mean(), 1),
-            }
-        )
-    if not rows:
-        return []
-    frame = _dense(pd.DataFrame(rows).sort_values(["on", "sampling"], kind="stable"))
-    note = "±: 95 % interval over prompts of a run alone, over seeds of several."
-    return [Section("Accuracy", frame, note, "Compare")]
+# -- Sharpness -----------------------------------------------------------------------------------------------------------
 
 
 def sharpness_sections(settings: Sequence[Setting]) -> list[Section]:
     """Sharpness at the first and the last step measured; a change is paired by prompt. Saturated estimates are marked."""
-    rows = []
-    for setting in settings:
-        each = [(run, sharpness_rows(run)) for run in setting.runs.values()]
-        for measure in dict.fromkeys(name for _, one in each for name in one["measure"]):
-            parts = [(run, part) for run, one in each if len(part := one[one["measure"] == measure])]
-            longer = [(run, part) for run, part in parts if part["step"].nunique() > 1]
-            first = [(part["value"].iloc[0], part["half"].iloc[0]) for _, part in parts]
-            last = [(part["value"].iloc[-1], part["half"].iloc[-1]) for _, part in longer]
-            changes = [_paired(run, part.iloc[0], part.iloc[-1]) for run, part in longer]
-            steps = [_span([part["step"].iloc[k] for _, part in several]) for k, several in ((0, parts), (-1, longer))]
-            worst = max(known(pd.concat([part["saturation"] for _, part in parts]).fillna(-1.0)))
-            filled = percent(worst) + " (saturated)" * bool(worst > MAX_SATURATION) if worst >= 0 else "–"
-            row = {
-                "measure": measure,
-                "setting": method_label(setting.label),
-                "steps": " and ".join(filter(None, steps)),
-            }
-            row |= {"at the first": _over_seeds(first), "at the last": _over_seeds(last)}
-            rows.append(row | {"change": _over_seeds(changes, sign=True), "of the possible rise": filled})
-    run = next(iter(settings[0].runs.values()))
-    if not rows:
+    each = [(setting, run, sharpness_rows(run)) for setting in settings for run in setting.runs.values()]
+    run = each[0][1]
+    if not (names := dict.fromkeys(name for _, _, rows in each for name in rows["measure"])):
         return [Section("Sharpness", f"Not recorded{recorded_by(run, 'probes.preset')}.", part="Sharpness")]
-    order = {name: n for n, name in enumerate(dict.fromkeys(row["measure"] for row in rows))}
-    frame = _dense(pd.DataFrame(rows).sort_values("measure", key=lambda names: names.map(order), kind="stable"))
+    rows = []
+    for measure, setting in ((measure, setting) for measure in names for setting in settings):
+        parts = [(run, rows[rows["measure"] == measure]) for of, run, rows in each if of is setting]
+        parts = [(run, part) for run, part in parts if len(part)]
+        if not parts:
+            continue
+        longer = [(run, part) for run, part in parts if part["step"].nunique() > 1]
+        first = [(part["value"].iloc[0], part["half"].iloc[0]) for _, part in parts]
+        last = [(part["value"].iloc[-1], part["half"].iloc[-1]) for _, part in longer]
+        steps = [_span([part["step"].iloc[k] for _, part in several]) for k, several in ((0, parts), (-1, longer))]
+        worst = max(known(pd.concat([part["saturation"] for _, part in parts]).fillna(-1.0)))
+        row = {"measure": measure, "setting": method_label(setting.label), "steps": " and ".join(filter(None, steps))}
+        row |= {"at the first": over_seeds(first), "at the last": over_seeds(last)}
+        row["change"] = over_seeds([_paired(run, part) for run, part in longer], sign=True)
+        row["of the possible rise"] = (
+            percent(worst) + " (saturated)" * bool(worst > MAX_SATURATION) if worst >= 0 else "–"
+        )
+        rows.append(row)
+    frame = _dense(pd.DataFrame(rows))
     note = "Rise of the loss within the radius (SAM), eigenvalue, or 2 / critical learning rate. ±: 95 % interval over prompts or seeds."
     if "of the possible rise" in frame:
         note += f" Above {percent(MAX_SATURATION)} of the possible rise it says how many answers are right, not how sharp the loss is."
-    if len(settings) == 1 and len(settings[0].runs) == 1 and (said := critical_text(run.probes)):
+    if len(each) == 1 and (said := critical_text(run.probes)):
         note += f" Last update measured: {said}."
     return [Section("Sharpness at the steps where it was measured", frame, note, "Sharpness")]
 
@@ -355,33 +300,20 @@ def _dense(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.drop(columns=[*alone, *(name for name in frame if (frame[name] == "–").all())])
 
 
-def _over_seeds(values: Sequence[tuple[float, float]], sign: bool = False) -> str:
-    """Mean ± half of its interval: the run's own of one run, Student's t over several."""
-    finite = [(float(value), float(half)) for value, half in values if math.isfinite(value)]
-    if len(finite) < 2:
-        return interval_text(*finite[0], sign=sign) if finite else "–"
-    numbers = [value for value, _ in finite]
-    interval, mean = mean_interval(numbers), float(np.mean(numbers))
-    return interval_text(mean, math.nan if interval is None else interval.high - mean, sign=sign)
-
-
-def _paired(run: Run, first: pd.Series, last: pd.Series) -> tuple[float, float]:
-    """Difference of two estimates of one run, with half of its interval over the prompts that both were made on.
-
-    NaN where the values by prompt were not recorded. Estimates on the prompts of updates count as independent.
-    """
-    difference = float(last["value"]) - float(first["value"])
-    if not first["probe_set"] and not last["probe_set"]:
-        return difference, Z * math.hypot(float(first["prompt_std_error"]), float(last["prompt_std_error"]))
-    frame, values = run.probe_prompts, []
-    for row in (first, last):
-        same = np.ones(len(frame), dtype=bool)
-        for key in ("step", "probe_set", "functional", "parameters", "quantity", "rho", "seed"):
-            same &= (frame[key].isna() if pd.isna(row[key]) else frame[key] == row[key]).to_numpy(dtype=bool)
-        values.append(frame[same].drop_duplicates("prompt").set_index("prompt")["value"])
-    if len(values[0]) < 2 or set(values[0].index) != set(values[1].index):
+def _paired(run: Run, part: pd.DataFrame) -> tuple[float, float]:
+    """Last minus first of a run's estimates, with half of its interval over prompts; on the prompts of updates they are independent."""
+    ends = part.iloc[[0, -1]]
+    difference = float(ends["value"].iloc[1]) - float(ends["value"].iloc[0])
+    if not ends["probe_set"].any():
+        return difference, Z * math.hypot(*ends["prompt_std_error"].astype(float))
+    keys = ["step", "probe_set", "functional", "parameters", "quantity", "rho", "seed"]
+    values = run.probe_prompts.merge(ends[keys].drop_duplicates(), on=keys)
+    first, last = (
+        values[values["step"] == step].drop_duplicates("prompt").set_index("prompt")["value"] for step in ends["step"]
+    )
+    if len(first) < 2 or set(first.index) != set(last.index):
         return difference, math.nan
-    each = known(values[1] - values[0])
+    each = known(last - first)
     return difference, Z * float(each.std(ddof=1)) / math.sqrt(len(each))
 
 
@@ -389,10 +321,7 @@ def _paired(run: Run, first: pd.Series, last: pd.Series) -> tuple[float, float]:
 
 
 def curve_table(run: Run) -> pd.DataFrame:
-    """Quantity, mean of the first third, sparkline, mean of the last third ± its error over steps.
-
-    Rotations by rounding, and shares and weights that never vary, are left out.
-    """
+    """Quantity, mean of the first third, sparkline, mean of the last third ± its error over steps; what never varies is left out."""
     steps = run.steps.sort_values("step")
     # of a method with advantages the loss says little
     names = {"loss": Quantity("loss")} if steps["reward_mean"].isna().all() else {}
@@ -438,9 +367,12 @@ def _facts(run: Run) -> str:
 
 
 def problem_sections(runs: Runs) -> list[Section]:
-    """What a reader should know: runs left out, events, the sampler, and costs."""
+    """What a reader should know: runs left out, damaged parts, events, the sampler, and costs."""
     part = "Events and cost"
-    result = [Section("To know", "\n".join(said), part=part)] if (said := messages(runs)) else []
+    said = [f"{name} is left out: {why}" for name, why in runs.skipped.items()]
+    said += [f"{run.name}: {part} is set aside: {why}" for run in runs for part, why in run.damaged.items()]
+    said += [note for study in studies(runs) for note in study.notes]
+    result = [Section("To know", "\n".join(said), part=part)] if said else []
     events = runs.events
     loud = events[events["severity"] != "info"] if len(events) else events
     if len(loud):
@@ -450,31 +382,9 @@ def problem_sections(runs: Runs) -> list[Section]:
         result.append(Section("Events", table if len(runs) > 1 else table.drop(columns="run"), part=part))
     result += filter(None, [sampler_section(runs)])
     if len(costs := cost_table(runs)):
-        note = "Sums over the recorded steps; evaluation and loading are not in them. Recording includes the probes; mostly: its largest part."
-        most = {INTERVALS[kind] for kind in costs.get("mostly", []) if kind in INTERVALS}
-        note += f" To record less, change {' or '.join(sorted(most))}." if most else ""
+        note = "Sums over the recorded steps; evaluation and loading are not in them. Recording includes the probes."
         result.append(Section("Cost", costs, note, part))
     return result
-
-
-def messages(runs: Runs) -> list[str]:
-    """Runs left out, damaged parts, rewards that are not numbers, completions that were not kept."""
-    said = [f"{name} is left out: {why}" for name, why in runs.skipped.items()]
-    said += [f"{run.name}: {part} is set aside: {why}" for run in runs for part, why in run.damaged.items()]
-    said += [note for study in studies(runs) for note in study.notes]
-    for run in runs:
-        bad, total = run.steps.loc[run.steps["reward_mean"].isna(), "step"].tolist(), len(run.steps)
-        if 0 < len(bad) < total:  # of a run without any reward, none was recorded
-            said.append(f"{run.name}: the reward is not a number in {len(bad)} of {total} steps (first: {bad[0]}).")
-    return [*said, *filter(None, [not_kept(list(runs))])]
-
-
-def not_kept(runs: Sequence[Run]) -> str:
-    """Which runs have no completions because they are reduced; empty if there are none."""
-    count = sum(completions_dropped(run) for run in runs)
-    which = "these runs" if count == len(runs) else f"{count} of {len(runs)} runs"
-    kept = f"Completions of {which} were not kept when they were reduced"
-    return f"{kept}; a report of the whole runs shows their tokens." if count else ""
 
 
 def cost_table(runs: Runs) -> pd.DataFrame:
@@ -491,23 +401,10 @@ def cost_table(runs: Runs) -> pd.DataFrame:
         sizes = {kind: n for kind, n in (held if isinstance(held, dict) else {"process": held}).items() if n}
         row = {"run": name, "a step [s]": f"{total / len(run.steps):.2f}", "all [min]": f"{total / 60:.1f}"}
         row |= {kind: percent(part / total if total else 0.0) for kind, part in parts.items()}
-        row["mostly"] = max(seconds, key=lambda kind: float(seconds[kind]), default="–")
         row["peak memory"] = ", ".join(f"{kind} {size / 2**20:,.0f} MiB" for kind, size in sizes.items()) or "–"
         rows.append(row | {"device": str(run.info.get("device") or "–")})
     frame = pd.DataFrame(rows)
-    alone = ["run", "device"] * (len(runs) == 1) + [name for name in frame if (frame[name] == "–").all()]
-    return frame.drop(columns=alone, errors="ignore")
-
-
-INTERVALS = {
-    "norms": "recording.token_gradients_every",
-    "shares": "recording.token_gradients_every",
-    "rotation": "recording.rotation_every",
-    "influence": "recording.heldout_influence_every",
-    "surface": "probes.every",
-    "critical sharpness": "probes.preset",
-}
-"""What a run measures → the setting that says how often."""
+    return frame.drop(columns=["run", "device"], errors="ignore") if len(runs) == 1 else frame
 
 
 # -- Runs and commands ---------------------------------------------------------------------------------------------------
@@ -529,10 +426,10 @@ def run_table(runs: Runs) -> pd.DataFrame:
 
 def command_table(runs: Runs, source: str) -> pd.DataFrame:
     """What each command makes, for everything on a page."""
-    rows = {"this page and its tables": f"sharpscope analyze {source}"}
-    rows["figures for a paper"] = f"sharpscope analyze {source} --figures"
+    rows = [("this page and its tables", f"sharpscope analyze {source}")]
+    rows.append(("figures for a paper", f"sharpscope analyze {source} --figures"))
     for run in list(runs)[:20]:
         if run.config_text is not None and run.path.exists():
             config, again = shlex.quote(str(run.path / "config.yaml")), shlex.quote(run.name)
-            rows[f"the run {run.name}, again"] = f"sharpscope run {config} --out runs/again-{again}"
-    return pd.DataFrame({"makes": list(rows), "command": [Code(text) for text in rows.values()]})
+            rows.append((f"the run {run.name}, again", f"sharpscope run {config} --out runs/again-{again}"))
+    return pd.DataFrame(rows, columns=["makes", "command"])

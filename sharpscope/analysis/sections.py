@@ -45,16 +45,6 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Code:
-    """A command, as a cell of a table: the page shows it in code font with a button that copies it."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
-@dataclass(frozen=True)
 class Marked:
     """A token in its sentence, as a cell of a table.
 
@@ -93,7 +83,7 @@ def cell_text(value: Any) -> str:
 
 def is_text(column: pd.Series) -> bool:
     """Whether a column is aligned to the left: words or sentences, and not numbers as text."""
-    return any(isinstance(c, Marked | Code) or (isinstance(c, str) and c[:1] not in NUMERIC) for c in column)
+    return any(isinstance(c, Marked) or (isinstance(c, str) and c[:1] not in NUMERIC) for c in column)
 
 
 def to_records(sections: Iterable[Section]) -> dict[str, Any]:
@@ -103,15 +93,11 @@ def to_records(sections: Iterable[Section]) -> dict[str, Any]:
         content: dict[str, Any] = {"text": section.content}
         if isinstance(section.content, pd.DataFrame):
             rows = section.records or section.content.to_dict("records")
-            content = {"rows": [{str(name): _plain(cell) for name, cell in row.items()} for row in rows]}
+            cells = [{str(k): asdict(v) if isinstance(v, Marked) else v for k, v in row.items()} for row in rows]
+            content = {"rows": cells}
         if "rows" in content or isinstance(section.content, str):
             made.append({"title": section.title, "part": section.part, **content, "note": section.note})
     return {"sections": made}
-
-
-def _plain(cell: Any) -> Any:
-    """A cell for JSON."""
-    return asdict(cell) if isinstance(cell, Marked) else cell.text if isinstance(cell, Code) else cell
 
 
 def to_terminal(sections: Iterable[Section]) -> RenderableType:

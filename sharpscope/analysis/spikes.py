@@ -15,7 +15,8 @@ import pandas as pd
 from sharpscope.analysis.study import per_run
 from sharpscope.analysis.text import number
 from sharpscope.analysis.tokens import INCLUSION, inverse_inclusion, sample_text
-from sharpscope.traces import Run, robust_z
+from sharpscope.traces import Run
+from sharpscope.traces.rules import MINIMUM, WINDOW, robust_z
 
 PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.5, 0.8, 0.95, 0.99, 1.0)
 """Ranges of π in which shares are summed."""
@@ -27,16 +28,10 @@ SUBJECTS = {
 }
 """What records a quantity -> words by which events name it, where they say why it is missing."""
 SPIKE_Z = 4.0
-WINDOW = 50
-FEWEST = 10
-"""Earlier steps with a gradient that the rule needs; see `sharpscope.traces.robust_z`."""
-LARGE = 3.0
-"""`show` names the layers that grew where the norm is at least this many times the typical one, spike or not."""
 SURE = 0.99
 """Probability from which the model was sure of a token."""
 ENOUGH = 0.2
 """Estimated sum of a sample's shares (1 for all groups) from which ranges of probability are scaled to sum to 1."""
-COLUMNS = ["rollout", "position", "token_id", "logp", "advantage", "weight", "loss_coef", "attribution", "update"]
 
 
 @dataclass(frozen=True)
@@ -48,8 +43,7 @@ class Spike:
         grad_norm, typical: its gradient norm, of the update below, and the median of those before it [L2, parameters].
         z: robust standard deviations of the logarithm above that median; NaN where too few steps came before.
         tokens: the tokens with the largest |share|, with `share` and `probability`; None if none was recorded.
-        prompts: group, prompt, share.
-        probabilities: share and share of the tokens by range of π; estimates are scaled to sum to 1.
+        prompts, probabilities: `prompt_shares`, the largest, and `range_shares`.
         sample: the groups whose tokens were measured, in words; empty if all were. Prompts and tokens are of these only.
         missing: why there are no shares, or why all are 0.
         update: which of the step's updates, in words; empty if it has one.
@@ -72,34 +66,22 @@ class Spike:
         return self.grad_norm / self.typical if self.typical > 0 else math.nan
 
 
-def gradient_scores(steps: pd.DataFrame) -> pd.DataFrame:
-    """A row for each step with a gradient: step, grad_norm, z, typical (the median norm of up to WINDOW of these before it)."""
+@per_run
+def gradient_scores(run: Run) -> pd.DataFrame:
+    """A row for each step with a gradient: step, grad_norm, z (`robust_z` of its logarithm), typical (median norm of the steps before).
+
+    `grad_norm` is that of the step's largest update, so that a spike of one update is no mean over them.
+    """
+    steps, largest = run.steps.sort_values("step"), run.updates.groupby("step")["grad_norm"].max()
+    norms = steps["step"].map(largest).astype(float).fillna(steps["grad_norm"].astype(float))
     logs: list[float] = []
     rows = []
-    ordered = steps.sort_values("step")
-    norms = pd.to_numeric(ordered["grad_norm"], errors="coerce").to_numpy(dtype=float)
-    for step, norm in zip(ordered["step"], norms, strict=True):
+    for step, norm in zip(steps["step"], norms, strict=True):
         if norm > 0:
             typical = math.exp(float(np.median(logs[-WINDOW:]))) if logs else math.nan
             rows.append((int(step), norm, robust_z(logs, math.log(norm)), typical))
             logs.append(math.log(norm))
-    columns = ["step", "grad_norm", "z", "typical"]
-    return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(columns[1:], float)).astype({"step": int})
-
-
-def largest_gradients(run: Run) -> pd.DataFrame:
-    """The steps table with, as `grad_norm`, that of each step's largest update, so that a spike of one update is no mean over them."""
-    steps, updates = run.steps, run.updates
-    if updates.empty:
-        return steps
-    largest = updates.groupby("step")["grad_norm"].max()
-    return steps.assign(grad_norm=steps["step"].map(largest).fillna(steps["grad_norm"]))
-
-
-def find_spikes(steps: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `gradient_scores` with z ≥ SPIKE_Z: log gradient norms so many robust standard deviations above the median before."""
-    scores = gradient_scores(steps)
-    return scores[scores["z"] >= SPIKE_Z].reset_index(drop=True)
+    return pd.DataFrame(rows, columns=["step", "grad_norm", "z", "typical"])
 
 
 @per_run
@@ -131,26 +113,22 @@ def recorded_by(run: Run, option: str) -> str:
 
 
 def explain_spikes(run: Run, top: int = 8) -> list[Spike]:
-    """Every spike of a run with its causes; `top`: tokens and prompts of each."""
-    return [explain_step(run, int(step), top) for step in find_spikes(largest_gradients(run))["step"]]
-
-
-def explain_largest(run: Run, top: int = 8) -> list[Spike]:
-    """The step with the largest gradient among those with recorded shares, if there is one."""
-    steps = largest_gradients(run)
-    there = steps[steps["step"].isin(share_steps(run)) & (steps["grad_norm"] > 0)]
-    return [explain_step(run, int(step), top) for step in there.nlargest(1, "grad_norm")["step"]]
+    """Every step with z ≥ SPIKE_Z, with its causes; `top`: tokens and prompts of each."""
+    scores = gradient_scores(run)
+    return [explain_step(run, int(step), top) for step in scores.loc[scores["z"] >= SPIKE_Z, "step"]]
 
 
 def notable_steps(run: Run, top: int = 8) -> list[Spike]:
-    """The spikes; without any, the largest gradient with shares."""
-    return explain_spikes(run, top) or explain_largest(run, top)
+    """The spikes; where none has shares of tokens, also the largest gradient that has."""
+    found, scores = explain_spikes(run, top), gradient_scores(run)
+    there = scores[scores["step"].isin(share_steps(run))] if all(one.tokens is None for one in found) else scores[:0]
+    return [*found, *(explain_step(run, int(step), top) for step in there.nlargest(1, "grad_norm")["step"])]
 
 
 def explain_step(run: Run, step: int, top: int = 8) -> Spike:
     """The causes of one step's gradient."""
     tokens = step_shares(run, step)
-    scores = gradient_scores(largest_gradients(run)).set_index("step").reindex([step]).iloc[0]
+    scores = gradient_scores(run).set_index("step").reindex([step]).iloc[0]
     norms = run.updates[run.updates["step"] == step].set_index("update")["grad_norm"]
     norm, named = scores["grad_norm"], ""
     if len(norms) > 1:
@@ -166,16 +144,14 @@ def explain_step(run: Run, step: int, top: int = 8) -> Spike:
     sample, missing = sample_text(tokens), ""
     if (tokens["share"] == 0).all():
         which = f"the measured groups ({sample})" if sample else "its groups"
-        no_advantage = (tokens["advantage"] == 0).all()
-        why = f"none of {which} has an advantage" if no_advantage else f"no token of {which} has a gradient"
-        others = "; others, not measured, made the gradient" * bool(sample and norm > 0)
-        missing = f"every token's share is 0: {why}{others}"
+        missing = f"every token's share is 0: none of {which} has a gradient"
     return Spike(*head, biggest, prompts, range_shares(tokens), sample, missing, named)
 
 
 def step_shares(run: Run, step: int) -> pd.DataFrame:
     """The tokens that have a share in the step's largest update with shares, with `share` and `probability`."""
-    wanted = ["step", "score_norm", "score_norm_local", *COLUMNS, INCLUSION]
+    wanted = ["step", "rollout", "position", "update", "token_id", "logp", "advantage", "weight", "loss_coef"]
+    wanted += ["attribution", "score_norm", "score_norm_local", INCLUSION]
     tokens = run.tokens(steps=[step], columns=wanted).dropna(subset=["attribution"])
     if tokens["update"].nunique() > 1:
         norms = run.updates[run.updates["step"] == step].set_index("update")["grad_norm"]
@@ -193,16 +169,17 @@ def prompt_shares(run: Run, step: int, tokens: pd.DataFrame) -> pd.DataFrame:
 
 
 def range_shares(tokens: pd.DataFrame) -> pd.DataFrame:
-    """share, tokens (share of the tokens) by range of π; NaN where a sample holds too little of the gradient to tell.
+    """low, high, share, tokens (share of the tokens) by range of π; NaN where a sample holds too little of the gradient to tell.
 
     Of a sample of groups these are estimates (Horvitz and Thompson), scaled to sum to 1.
     """
     count = inverse_inclusion(tokens)
     ranges = pd.cut(tokens["probability"], list(PROBABILITY_EDGES), include_lowest=True)
     weighted = tokens.assign(share=count * tokens["share"], tokens=count / count.sum())
-    result = weighted.groupby(ranges, observed=False)[["share", "tokens"]].sum()
+    result = weighted.groupby(ranges, observed=False)[["share", "tokens"]].sum().reset_index(drop=True)
     total = float(result["share"].sum())
-    return result.assign(share=result["share"] / total if total >= ENOUGH else math.nan)
+    result["share"] = result["share"] / total if total >= ENOUGH else math.nan
+    return result.assign(low=PROBABILITY_EDGES[:-1], high=PROBABILITY_EDGES[1:])[["low", "high", "share", "tokens"]]
 
 
 def concentration(tokens: pd.DataFrame) -> tuple[float, float, float]:
@@ -220,39 +197,29 @@ def concentration(tokens: pd.DataFrame) -> tuple[float, float, float]:
 
 
 def spike_text(run: Run) -> str:
-    """What the rule found in one to three sentences: the spikes, or how near the run came."""
-    scores = gradient_scores(largest_gradients(run))
+    """What the rule found in two sentences: the spikes, or how near the run came; and where shares of tokens were recorded."""
+    scores = gradient_scores(run)
     if scores.empty:
         return "No step has a gradient norm, so there is nothing to compare."
     scores = scores.assign(times=scores["grad_norm"] / scores["typical"])
     spikes = scores[scores["z"] >= SPIKE_Z]
+    step = int(scores.nlargest(1, "grad_norm")["step"].iloc[0])
     if len(spikes):
         each = ", ".join(f"{r.step} (z = {r.z:.1f}, {r.times:.1f} × typical)" for r in spikes.itertuples())
-        count = f"{len(spikes)} step{'s' * (len(spikes) > 1)} with z ≥ {SPIKE_Z:g}"
-        return f"{count}: {each}. {_near(run, int(spikes.nlargest(1, 'times')['step'].iloc[0]))}"
-    said, named = [], None
-    if scores["z"].isna().all():
-        needs = f"A spike is judged against {FEWEST} earlier steps with a gradient"
-        said.append(f"{needs}; this run has {len(scores)} such steps.")
+        said = f"{len(spikes)} step{'s' * (len(spikes) > 1)} with z ≥ {SPIKE_Z:g}: {each}."
+        step = int(spikes.nlargest(1, "times")["step"].iloc[0])
+    elif scores["z"].isna().all():
+        said = (
+            f"A spike is judged against {MINIMUM} earlier steps with a gradient; this run has {len(scores)} such steps."
+        )
     else:
         top = scores.nlargest(1, "z").iloc[0]
-        named = top["step"]
-        said.append(
-            f"No step reaches z = {SPIKE_Z:g}: the highest is z = {top['z']:.1f} at step {named:.0f}, gradient norm "
-            f"{number(top['grad_norm'])}, {top['times']:.1f} × the typical {number(top['typical'])}."
-        )
-    largest = scores.nlargest(1, "grad_norm").iloc[0]
-    if largest["step"] != named:
-        said.append(f"The largest gradient norm is {number(largest['grad_norm'])} at step {largest['step']:.0f}.")
-    return " ".join([*said, _near(run, int(largest["step"]))])
-
-
-def _near(run: Run, step: int) -> str:
-    """What was recorded at a step or near it."""
+        said = f"No step reaches z = {SPIKE_Z:g}: the highest is z = {top['z']:.1f} at step {top['step']:.0f}, gradient norm "
+        said += f"{number(top['grad_norm'])}, {top['times']:.1f} × the typical {number(top['typical'])}."
     there = share_steps(run)
-    if step in there:
-        return f"Tokens' shares were recorded at step {step}."
     if not there:
-        return f"No token's share was recorded{recorded_by(run, 'recording.token_gradients_every')}."
+        return f"{said} No token's share was recorded{recorded_by(run, 'recording.token_gradients_every')}."
     nearest = min(there, key=lambda one: (abs(one - step), one))
-    return f"Tokens' shares were not recorded at step {step}; the nearest step that has them is {nearest}."
+    if nearest == step:
+        return f"{said} Tokens' shares were recorded at step {step}."
+    return f"{said} Tokens' shares were not recorded at step {step}; the nearest step that has them is {nearest}."

@@ -40,11 +40,7 @@ def show(run: Run) -> RenderableType:
 
 
 def path_sections(paths: Sequence[str | Path]) -> list[Section]:
-    """What `show` says of one run, or of several: their differences, and the list of runs.
-
-    Raises:
-        UserError: if no run is below `paths`, or none can be read.
-    """
+    """What `show` says of one run, or of several: their differences, and the list of runs; UserError if there is none."""
     with quiet():
         runs = load_runs(paths)
         if not len(runs):
@@ -62,13 +58,7 @@ def show_headline(paths: Sequence[str | Path]) -> RenderableType:
 def watch(
     path: str | Path, console: Console, *, every: float = 2.0, sleep: Callable[[float], None] = time.sleep
 ) -> str:
-    """Show a run and refresh the view every `every` seconds until the run ends; returns its last status.
-
-    On a terminal the view is drawn in place; on a pipe it comes at the end.
-
-    Raises:
-        UserError: if `path` holds no readable run.
-    """
+    """Show a run and refresh the view every `every` seconds until the run ends (on a pipe, then); returns its last status."""
     with quiet():  # the view says which parts are set aside
         run = load_run(path)
         with Live(show(run), console=console, auto_refresh=False, vertical_overflow="visible") as live:
@@ -95,16 +85,17 @@ def token_sections(run: Run, step: int | None = None, by: str = SHARE, top: int 
     if by not in TOKEN_COLUMNS:
         raise UserError(f"--by {by}: no such column{nearest(by, TOKEN_COLUMNS)}")
     recorded = _recorded(run, by)
+    if not recorded:
+        why = recorded_by(run, "recording.token_gradients_every") if by == SHARE else ""
+        others = [name for name in ("loss_coef", "advantage", "entropy") if name != by and _recorded(run, name)]
+        instead = f"; try --by {others[0]}" if others else ""
+        raise UserError(f"--by {by}: never recorded in this run{why}{instead}")
     if step is None:
-        at = run.steps[run.steps["step"].isin(recorded)]
-        if at.empty:
-            raise UserError(f"--by {by}: never recorded in this run{_instead(run, by)}")
-        step = int(at["step"].iloc[at["grad_norm"].fillna(-1.0).to_numpy().argmax()])
-    if step not in set(run.steps["step"]):
-        raise UserError(f"--step {step}: the run has steps {run.steps['step'].min()} to {last_step(run)}")
+        norms = run.steps.set_index("step")["grad_norm"].reindex(recorded)
+        step = recorded[int(norms.fillna(-1.0).to_numpy().argmax())]
     if step not in recorded:
-        where = f"recorded at steps {', '.join(map(str, recorded[:12]))}" if recorded else "never recorded in this run"
-        raise UserError(f"--by {by}: not recorded at step {step}; {where}")
+        there = ", ".join(map(str, recorded[:12]))
+        raise UserError(f"--by {by}: not recorded at step {step}; recorded at steps {there}")
     if by == SHARE:
         return [*step_sections(run, explain_step(run, step, top), top), *layer_sections(run, step)]
     tokens = with_values(run.tokens(steps=[step]))
@@ -125,13 +116,6 @@ def token_sections(run: Run, step: int | None = None, by: str = SHARE, top: int 
         table["π" if name == "probability" else name] = chosen[name].to_numpy()
     of = f", among the tokens of {sample}" if sample else ""
     return [Section(f"{run.name}, step {step}: tokens by |{by}|{of}", table)]
-
-
-def _instead(run: Run, by: str) -> str:
-    """Why a column is missing, and a column of the run that can be shown in its place."""
-    why = recorded_by(run, "recording.token_gradients_every") if by == SHARE else ""
-    other = next((name for name in ("loss_coef", "advantage", "entropy") if name != by and _recorded(run, name)), None)
-    return why + ("" if other is None else f"; try --by {other}")
 
 
 def _recorded(run: Run, column: str) -> list[int]:

@@ -44,32 +44,28 @@ def escape_markdown(text: object) -> str:
     return _MARKUP.sub(r"\\\1", line)
 
 
+def real(value: Any) -> float:
+    """A number, NaN for what is none."""
+    return math.nan if value is None or value is pd.NA else float(value)
+
+
 def number(value: object, missing: str = "–") -> str:
     """Three significant digits; `missing` if there is no finite number."""
-    result = _real(value)
-    return f"{result:.3g}" if math.isfinite(result) else missing
-
-
-def _real(value: object) -> float:
-    """A number, NaN for what is none."""
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return math.nan
+    return f"{real(value):.3g}" if math.isfinite(real(value)) else missing
 
 
 def short(value: Any, digits: int) -> float | int | str | None:
     """A number with `digits` significant digits for JSON; infinities as text, None for what is not recorded."""
-    number_ = math.nan if value is None or value is pd.NA else float(value)
-    if not math.isfinite(number_):
-        return None if math.isnan(number_) else "∞" if number_ > 0 else "−∞"
-    rounded = float(f"{number_:.{digits}g}")
+    exact = real(value)
+    if not math.isfinite(exact):
+        return None if math.isnan(exact) else "∞" if exact > 0 else "−∞"
+    rounded = float(f"{exact:.{digits}g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e9 else rounded
 
 
 def percent(share: object, digits: int = 0, sign: bool = False) -> str:
     """`67 %`; a dash if there is no number."""
-    value = 100 * _real(share)
+    value = 100 * real(share)
     if not math.isfinite(value):
         return "–"
     plus = "+" if sign and round(value, digits) else ""
@@ -98,13 +94,12 @@ def method_label(method: str) -> str:
     return f"{name} ({', '.join(words)})" if words else name
 
 
-def model_label(model: str, limit: int = 40) -> str:
+def model_label(model: str) -> str:
     """A model's name without the folders before it: `Qwen/Qwen2.5-0.5B` of a snapshot in the Hub's cache."""
     cached = re.search(r"models--(.+?)--(.+?)(?:/|$)", model)
     if cached:
         return f"{cached[1]}/{cached[2]}"
-    short = model if len(model) <= limit and not model.startswith("/") else model.rstrip("/").rpartition("/")[2]
-    return printable(short, limit)
+    return printable(model.rstrip("/").rpartition("/")[2] if model.startswith("/") else model, 40)
 
 
 def sampling(temperature: float, prefix: str = "T = ") -> str:

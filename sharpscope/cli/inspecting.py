@@ -150,10 +150,10 @@ def _layers(found: Diagnosis) -> dict[int, str]:
     """Which layer's gradient grew at the step of each finding about gradients or updates, where a run of ours recorded it."""
     if found.log.framework != "sharpscope" or not found.log.path.is_dir():
         return {}
-    from sharpscope.analysis.headline import layer_growth
+    from sharpscope.analysis.headline import growth_text, layer_growth
     from sharpscope.traces import load_run
 
     run = load_run(found.log.path)
     steps = {f.step for f in found.findings if f.began.quantity in ("grad_norm", "update_norm", "kl_step")}
     grown = {step: layer_growth(run, step) for step in sorted(steps)}
-    return {step: growth.text for step, growth in grown.items() if growth is not None}
+    return {step: growth_text(groups) for step, groups in grown.items() if len(groups)}

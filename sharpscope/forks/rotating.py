@@ -83,10 +83,10 @@ class Rotations:
         return rotation_figure(self.table, self.noise)
 
     def weight_figure(self) -> Figure:
-        """Token weights as functions of logit and probability, and on the batch's tokens."""
+        """Token weights as functions of logit and probability."""
         from sharpscope.analysis.figures import weight_functions
 
-        return weight_functions(weight_curves(self.methods), self.weights)
+        return weight_functions(weight_curves(self.methods))
 
     def save(self, folder: Path | str, plot: bool = False) -> list[Path]:
         """Write rotation.csv, .json, .png and .svg, with `plot` also weights.png and .svg, to a folder; returns their paths."""

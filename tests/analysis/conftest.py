@@ -16,7 +16,7 @@ from sharpscope.analysis.claims import REDUCERS
 from sharpscope.analysis.output import AnalysisResult
 from sharpscope.analysis.study import studies
 from sharpscope.traces import load_runs
-from tests.analysis.html.runs import write_report_run
+from tests.analysis.runs import write_report_run
 from tests.traces.synthetic import Effects, Shape, write_study
 
 SHAPE = Shape(steps=6, prompts=3, length=8, probe_every=3, eval_every=3)
@@ -38,11 +38,9 @@ def study(study_folder):
 @pytest.fixture(scope="session")
 def chromium():
     """A headless browser."""
-    path = shutil.which("chromium")
-    if path is None:
+    if (path := shutil.which("chromium")) is None:
         pytest.skip("no `chromium` on the PATH (Debian's package chromium)")
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
-
     with sync_api.sync_playwright() as driver:
         root = hasattr(os, "geteuid") and os.geteuid() == 0
         browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"] if root else [])
@@ -63,7 +61,6 @@ class Made:
 
     def data(self, name: str):
         """A block of JSON data of the page."""
-
         (text,) = re.findall(rf'<script type="application/json" id="data-{name}">(.*?)</script>', self.html, re.DOTALL)
         return json.loads(text)
 
@@ -81,14 +78,13 @@ def page(chromium, made):
     """The report in a fresh tab; the test fails if the page ever said an error or asked for anything outside."""
     context = chromium.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
     tab = context.new_page()
-    said: list[str] = []
-    tab.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
-    tab.on("pageerror", lambda error: said.append(str(error)))
-    tab.on(
-        "request", lambda request: said.append(request.url) if not request.url.startswith(("file:", "data:")) else None
-    )
+    said, asked = [], []
+    tab.on("console", lambda message: said.append((message.type, message.text)))
+    tab.on("pageerror", lambda error: said.append(("error", str(error))))
+    tab.on("request", lambda request: asked.append(request.url))
     tab.set_default_timeout(10_000)
     tab.goto(made.files.page.as_uri())
     yield tab
     context.close()
-    assert said == []
+    assert not [text for kind, text in said if kind in ("error", "warning")]
+    assert not [url for url in asked if not url.startswith(("file:", "data:"))]

@@ -7,14 +7,12 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.collections import PolyCollection
 
 from sharpscope.analysis import curves
 from sharpscope.analysis import figures as plots
-from sharpscope.analysis.curves import chart_of
+from sharpscope.analysis.curves import chart_of, study_charts
 from sharpscope.analysis.figures import plain, save, setting_text
-from sharpscope.analysis.measures import step_values
-from sharpscope.analysis.study import Study
+from sharpscope.analysis.study import Setting, Study
 from sharpscope.traces import Runs, TraceWriter, load_run
 from tests.traces.rows import new_run, rows
 
@@ -24,22 +22,15 @@ def line(axis, label):
     return np.asarray(drawn.get_xdata(), float), np.asarray(drawn.get_ydata(), float)
 
 
-def test_a_curve_is_the_chart_with_its_interval_as_bars_or_as_a_band(study, monkeypatch):
+def test_a_curve_is_the_chart_with_its_interval(study):
     """The numbers of a chart are tested below."""
-    values = step_values(study, ["reward_mean"])
-    chart = chart_of(values, study.labels)
+    chart = charts_of(study)["charts"]["reward"]
     one = chart["series"][study.labels.index("grpo")]
     (axis,) = plots.curves(chart, study.labels).axes
     x, y = line(axis, "grpo")
     assert x.tolist() == chart["x"] and y.tolist() == one["y"]
     arms = axis.collections[study.labels.index("grpo")].get_segments()
     np.testing.assert_allclose([ends[:, 1] for ends in arms], list(zip(one["low"], one["high"], strict=True)))
-    monkeypatch.setattr(plots, "FEW", 3)
-    (axis,) = plots.curves(chart, study.labels).axes
-    vertices = next(c for c in axis.collections if isinstance(c, PolyCollection)).get_paths()[0].vertices
-    for at, low, high in zip(x, one["low"], one["high"], strict=True):
-        column = vertices[np.isclose(vertices[:, 0], at), 1]
-        assert column.min() == pytest.approx(low) and column.max() == pytest.approx(high)
 
 
 def test_saturated_points_are_hollow_and_few_seeds_are_thin_lines():
@@ -50,19 +41,11 @@ def test_saturated_points_are_hollow_and_few_seeds_are_thin_lines():
     assert [each.get_ydata().tolist() for each in axis.lines[:2]] == [[1.0, 2.0], [3.0, 6.0]]
 
 
-def test_differences_have_their_intervals():
-    table = pd.DataFrame({"quantity": "accuracy [points]", "contrast": ["b − a", "c − a"]})
-    (axis,) = plots.differences(table.assign(difference=[10, -20], low=[0, -30], high=[20, -10])).axes
-    assert [text.get_text() for text in axis.get_yticklabels()] == ["c − a", "b − a"]
-    segments = [segment[:, 0] for segment in axis.collections[0].get_segments()]
-    np.testing.assert_allclose(segments, [[-30, -10], [0, 20]])
-
-
 def test_hostile_labels_are_text_and_equal_figures_give_equal_files(tmp_path):
     assert plain("_hidden") == "\u200b_hidden" and plain("a\x1b[31m\n") == "a�[31m⏎" and plain("$x$") == r"\$x\$"
     assert setting_text("grpo (optimizer.lr=1e-4, rollout.group_size=4)") == "grpo (lr=1e-4, group_size=4)"
     name = "$\\frac{ <script> \x1b_a"
-    values = pd.DataFrame({"setting": name, "seed": 0, "step": [1, 2], "quantity": "reward_mean", "value": [1.0, 2.0]})
+    values = pd.DataFrame({"setting": name, "seed": 0, "step": [1, 2], "quantity": "reward", "value": [1.0, 2.0]})
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         paths = save(plots.curves(chart_of(values, [name]), [name]), tmp_path / folder, "figure")
@@ -72,7 +55,7 @@ def test_hostile_labels_are_text_and_equal_figures_give_equal_files(tmp_path):
 
 
 def charts_of(study: Study) -> dict:
-    made = curves.study_charts(study, study.settings, Runs(".", dict(study.runs), {}))
+    made = study_charts(study, study.settings, Runs(".", dict(study.runs), {}))
     return made | {"charts": {chart["title"]: chart for chart in made["charts"]}}
 
 
@@ -93,14 +76,13 @@ def test_a_curve_is_the_mean_over_seeds_with_its_t_interval(study):
 
 def test_of_few_seeds_each_is_drawn_and_of_one_the_interval_over_prompts(study):
     few = study.only(["grpo"])
-    (setting,) = few.settings
-    few.settings = (type(setting)("grpo", "grpo", dict(list(setting.runs.items())[:2])),)
+    runs = list(few.settings[0].runs.items())
+    few.settings = (Setting("grpo", "grpo", dict(runs[:2])),)
     one = charts_of(few)["charts"]["reward"]["series"][0]
     assert len(one["seeds"]) == 2 and "low" not in one
     np.testing.assert_allclose(np.mean(one["seeds"], axis=0), one["y"], rtol=1e-3)
-    few.settings = (type(setting)("grpo", "grpo", dict(list(setting.runs.items())[:1])),)
-    titles = charts_of(few)["charts"]
-    (name,) = [title for title in titles if title == "held-out accuracy, greedy [%]"]
+    few.settings = (Setting("grpo", "grpo", dict(runs[:1])),)
+    titles, name = charts_of(few)["charts"], "held-out accuracy, greedy [%]"
     evaluated = titles[name]["series"][0]
     assert all(low < y < high for low, y, high in zip(evaluated["low"], evaluated["y"], evaluated["high"], strict=True))
 

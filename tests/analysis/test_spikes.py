@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -16,21 +17,26 @@ from sharpscope.analysis.report import page_of
 from sharpscope.analysis.spikes import (
     concentration,
     explain_spikes,
-    find_spikes,
+    gradient_scores,
     prompt_shares,
     range_shares,
     step_shares,
 )
 from sharpscope.traces import Runs, load_run
 from sharpscope.traces.rules import robust_z
-from tests.analysis.html.runs import SPIKE, STEPS, write_report_run
+from tests.analysis.runs import SPIKE, STEPS, write_report_run
 
 
 def test_a_planted_spike_is_found_by_the_rule():
     rng = np.random.default_rng(0)
     norms = np.exp(rng.normal(0, 0.1, 60))
     norms[40] = 10.0
-    found = find_spikes(pd.DataFrame({"step": range(1, 61), "grad_norm": norms, "reward_mean": 0.0}))
+    steps, updates = (
+        pd.DataFrame({"step": range(1, 61), "grad_norm": norms}),
+        pd.DataFrame({"step": [], "grad_norm": []}),
+    )
+    scores = gradient_scores(SimpleNamespace(steps=steps, updates=updates))
+    found = scores[scores["z"] >= 4]
     assert found["step"].tolist() == [41]
     logs = np.log(norms[:40])
     mad = 1.4826 * np.median(np.abs(logs - np.median(logs)))
@@ -111,16 +117,3 @@ def test_concentration_is_that_of_a_plain_loop():
     tokens["probability"] = [0.1, 0.2] + [0.999] * 198
     total = 0.8 + 0.198
     assert concentration(tokens) == pytest.approx((0.8 / total, 0.99, 0.198 / total))
-
-
-@pytest.mark.parametrize(("share", "words"), [(0.25, "a random 25 % of each update's groups"), (1.0, "")])
-def test_tokens_of_sampled_groups_are_said_to_be_of_a_sample(tmp_path: Path, share: float, words: str):
-    run = load_run(write_report_run(tmp_path / "a"))
-    tokens_of = run.tokens
-    run.tokens = lambda steps=None, columns=None: tokens_of(steps, columns).assign(
-        inclusion_probability=np.float32(share)
-    )
-    spike = explain_spikes(run)[0]
-    recorded = tokens_of([spike.step], ["attribution"])["attribution"]
-    assert spike.sample == words and spike.probabilities["share"].sum() == pytest.approx(1.0)
-    assert spike.tokens["share"].abs().max() == pytest.approx(float(recorded.abs().max()))

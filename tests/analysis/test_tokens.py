@@ -12,9 +12,8 @@ import pandas as pd
 import pytest
 
 import sharpscope
-from sharpscope.analysis import tokens
-from sharpscope.analysis.headline import layer_growth
-from sharpscope.analysis.measures import step_values
+from sharpscope.analysis.curves import study_values, varying
+from sharpscope.analysis.headline import growth_text, layer_growth
 from sharpscope.analysis.study import Study
 from sharpscope.analysis.token_values import (
     entropy_bins,
@@ -27,10 +26,8 @@ from sharpscope.analysis.token_values import (
     selection_section,
     with_values,
 )
-from sharpscope.analysis.tokens import Reducer, scan
 from sharpscope.integrations.importers import Options, import_files
 from sharpscope.traces import TraceWriter, load_run
-from tests.analysis.claims.planted import frame_run, tokens_frame
 from tests.traces.rows import new_run, rows
 
 GROUPS = ["0.attention", "0.mlp", "head"]
@@ -45,27 +42,11 @@ def test_growth_is_that_of_the_largest_update():
     ]
     found = layer_growth(SimpleNamespace(updates=pd.DataFrame(rows).assign(update_norm_by_layer=None)), 6)
     typical = np.median(norms[:5].reshape(10, 3), axis=0)
-    table = found.groups.loc[GROUPS]
+    table = found.loc[GROUPS]
     np.testing.assert_allclose(table["growth"], norms[5, 1] / typical)
     np.testing.assert_allclose(table["share"], norms[5, 1] ** 2 / (norms[5, 1] ** 2).sum())
-    assert found.named == "0.mlp" and f"{norms[5, 1, 1] / typical[1]:.3g} × its typical norm" in found.text
-
-
-def test_tokens_are_read_once_in_whole_steps_and_only_the_columns_asked_for(monkeypatch):
-    monkeypatch.setattr(tokens, "BATCH_ROWS", 500)
-    run = frame_run(tokens=tokens_frame(np.random.default_rng(0), 5, 200))
-    reducers = [
-        Reducer("sum", ("logp",), lambda t, r: {"value": float(t["logp"].sum())}),
-        Reducer("none", ("logp",), lambda t, r: None),
-        Reducer("empty", ("attribution",), lambda t, r: {"value": 0.0}, needs="attribution"),
-    ]
-    results = scan({"a": run}, reducers)
-    expected = run.token_frame.groupby("step")["logp"].sum()
-    assert [r.values["value"] for r in results["sum"]] == pytest.approx(list(expected))
-    assert [r.tokens for r in results["sum"]] == [200] * 5 and not results["none"] and not results["empty"]
-    steps = [step for read, _ in run.reads for step in read]
-    assert steps == [1, 2, 3, 4, 5] and len(run.reads) == 3
-    assert {columns for _, columns in run.reads} == {("step", "attribution", "logp")}
+    assert found.index[0] == "0.mlp" and growth_text(found).startswith("0.mlp has the most of ‖∇L‖², ")
+    assert f"{norms[5, 1, 1] / typical[1]:.3g} × its typical norm" in growth_text(found)
 
 
 def _softmax(z: np.ndarray) -> np.ndarray:
@@ -150,7 +131,8 @@ def test_the_numbers_are_a_loop_over_the_tokens(imported):
         np.testing.assert_allclose(sums.loc[step, ["outside", "k1", "k2", "k3"]], np.sum(values, axis=0), rtol=1e-6)
         assert sums.loc[step, "tokens"] == len(values)
         assert mismatch_by_step(run)[step] == pytest.approx(np.mean(values, axis=0)[3])
-    assert set(step_values(Study({"run": run}), ["mismatch"])["quantity"]) == {"mismatch"}
+    drawn = varying(study_values(Study({"run": run})))["quantity"]
+    assert drawn.str.startswith("mismatch of sampler and trainer").any()
     (row,) = sampler_section(sharpscope.load_runs([path])).content.to_dict("records")
     means = np.mean([one for values in expected.values() for one in values], axis=0)
     assert (row["run"], row["tokens"]) == ("run", "480") and row["k1 [nats]"] == pytest.approx(means[1])

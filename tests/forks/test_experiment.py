@@ -239,7 +239,7 @@ def test_the_command_keeps_what_a_stopped_fork_has_measured_and_the_report_has_a
     assert set(one["outcome"]) >= {"heldout_failure", "kl", "update_norm"}
     result = analyze(tmp_path / "whole", tmp_path / "report", figures=True)
     page = result.page.read_text()
-    assert set(result.figures) == {"forks"} and "no steps" not in page
+    assert not result.figures and "no steps" not in page
     assert ">Counterfactual updates</h2>" in page and "&lt;b&gt;" in page and "<b>" not in page
     assert len(re.findall("scaled to the KL[^<]*</h3>", page)) == 1
     assert {"grpo", "<b>"} == set(pd.read_csv(result.tables["forks"])["arm"])

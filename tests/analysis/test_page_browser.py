@@ -9,17 +9,13 @@ import pytest
 
 from sharpscope.analysis.text import shown
 from sharpscope.traces import load_run
-from tests.analysis.html.runs import HOSTILE, SPIKE, STEPS
+from tests.analysis.runs import HOSTILE, SPIKE, STEPS
 
 OPEN_ALL = "document.querySelectorAll('details').forEach((each) => { each.open = true; })"
 
 
 def _titles(page):
     return page.locator("#completions .completion h4").all_text_contents()
-
-
-def _as_list(page):
-    page.locator("#layout").select_option("list")
 
 
 def test_hostile_texts_stay_text_in_every_view(page, made):
@@ -45,14 +41,14 @@ def test_hostile_texts_stay_text_in_every_view(page, made):
     assert not any(mark in page.content() for mark in "\u202e\u2067\u2028\x00")
     # 1 MB is cut in the file, and behind a button, which shows what the file has
     assert not any(len(text) > 300 for text in seen)
-    _as_list(page)
+    page.locator("#layout").select_option("list")
     page.locator("#completions button.all").first.click()
     longest = max(map(len, page.locator("#completions .token").all_text_contents()))
     assert 20_000 < longest < 21_000
 
 
 def test_each_control_works(page, made):
-    _as_list(page)
+    page.locator("#layout").select_option("list")
     data = made.data("tokens")
     total = len(data["completions"])
     assert page.locator("#count").text_content() == f"{total} of {total} completions, the first 12 shown"
@@ -98,9 +94,8 @@ def test_colors_follow_the_numbers(page, made):
     }
     for name, values in expected.items():
         page.locator("#color").select_option(name)
-        classes = [
-            each.removeprefix("token").strip() for each in tokens.evaluate_all("all => all.map((e) => e.className)")
-        ]
+        names = tokens.evaluate_all("all => all.map((e) => e.className)")
+        classes = [each.removeprefix("token").strip() for each in names]
         shades = [int(each[-1]) if each else 0 for each in classes]
         order = sorted(range(len(values)), key=lambda i: abs(values[i]))
         assert [shades[i] for i in order] == sorted(shades), name
@@ -163,9 +158,8 @@ def test_keyboard_and_pointer_show_a_tokens_numbers(page, made):
     page.keyboard.press("ArrowLeft")
     assert page.evaluate(focused) == 1
     said = _said(page)
-    assert float(said["share of the gradient"].replace("−", "-")) == pytest.approx(
-        completion["c"]["share"][1], rel=1e-2
-    )
+    share = float(said["share of the gradient"].replace("−", "-"))
+    assert share == pytest.approx(completion["c"]["share"][1], rel=1e-2)
     assert said["position"] == "1" and said["advantage"] == str(completion["adv"]).replace("-", "−")
     assert said["direction"] == f"made {'less likely ↓' if completion['c']['coef'][1] > 0 else 'more likely ↑'}"
     assert page.locator("#tip .meaning").count() >= len(said) - 1  # every number is defined
@@ -183,11 +177,8 @@ def test_keyboard_and_pointer_show_a_tokens_numbers(page, made):
 
 
 def _said(page):
-    names, values = (
-        page.locator("#tip dt").all_text_contents(),
-        page.locator("#tip dd:not(.meaning)").all_text_contents(),
-    )
-    return dict(zip(names, values, strict=True))
+    names = page.locator("#tip dt").all_text_contents()
+    return dict(zip(names, page.locator("#tip dd:not(.meaning)").all_text_contents(), strict=True))
 
 
 COVERED = """() => [...document.querySelectorAll('#tokens button, #tokens select, #tokens input')].filter((each) => {
@@ -224,13 +215,11 @@ def test_a_token_of_the_spike_leads_to_its_completion_and_a_link_can_be_shared(p
     link.click()
     page.wait_for_selector(".token:focus")
     assert page.evaluate("document.activeElement.dataset.index") == place
-    assert f"step {step} · completion {number}" in page.evaluate(
-        "document.activeElement.closest('.completion').querySelector('h4').textContent"
-    )
+    title = page.evaluate("document.activeElement.closest('.completion').querySelector('h4').textContent")
+    assert f"step {step} · completion {number}" in title
     assert page.evaluate("location.hash") == f"#token-{run}-{SPIKE}-{number}-{place}"
-    assert page.evaluate(
-        "(() => { const r = document.activeElement.getBoundingClientRect(); return r.top >= 0 && r.bottom <= innerHeight; })()"
-    )
+    box = "document.activeElement.getBoundingClientRect()"
+    assert page.evaluate(f"{box}.top >= 0 && {box}.bottom <= innerHeight")
 
 
 def _charts(page):
@@ -267,9 +256,7 @@ def test_curves_zoom_smooth_and_hide_and_obey_the_keyboard(page, made):
     span = "Curves.plots.map(({ u }) => [u.scales.x.min, u.scales.x.max])"
     values = "Curves.plots[0].u.data[1].map((v) => v)"
     raw = page.evaluate(values)
-    page.evaluate(
-        "(s) => { s.value = 5; s.dispatchEvent(new Event('input')); }", page.locator("#smoothing").element_handle()
-    )
+    page.locator("#smoothing").evaluate("(s) => { s.value = 5; s.dispatchEvent(new Event('input')); }")
     smooth = [float(np.mean(raw[max(0, i - 2) : i + 3])) for i in range(len(raw))]
     assert page.evaluate(values) == pytest.approx(smooth)
     plot = page.locator(".u-over").first
@@ -293,24 +280,19 @@ def test_curves_zoom_smooth_and_hide_and_obey_the_keyboard(page, made):
     assert page.evaluate("location.hash") == f"#step-{SPIKE}"
 
 
-def _violations(page, options):
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python brings axe-core")
-    result = axe.Axe().run(page, options=options).response["violations"]
-    return [(v["id"], v["nodes"][0]["html"][:200]) for v in result]
-
-
 @pytest.mark.parametrize("size", [(1300, 1000), (390, 844)])
 def test_axe_finds_no_violation_in_light_and_dark_on_both_screens(page, size):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python brings axe-core")
     page.set_viewport_size({"width": size[0], "height": size[1]})
     _charts(page)
     for layout in ("group", "list", "sides"):
         page.locator("#layout").select_option(layout)
         page.locator("#completions .token").first.focus()
-        page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
-        assert _violations(page, {"resultTypes": ["violations"]}) == [], layout
+        page.evaluate(OPEN_ALL)
+        assert axe.Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"] == [], layout
         assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
     page.emulate_media(color_scheme="dark")
     for name in ("direction", "entropy"):
         page.locator("#color").select_option(name)
-        assert _violations(page, {"runOnly": ["color-contrast"]}) == []
+        assert axe.Axe().run(page, options={"runOnly": ["color-contrast"]}).response["violations"] == []
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"

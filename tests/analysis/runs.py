@@ -1,7 +1,9 @@
-"""Small runs for the report's tests: a spike, two runs with the same prompts, and texts that try to break a page."""
+"""Small runs: with a spike and texts that try to break a page, and with rotations, sharpness by prompt and evaluations."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from pathlib import Path
 
 import numpy as np
@@ -107,3 +109,51 @@ def _completions(writer: TraceWriter, step: int, tokens: bool, seed: int) -> Non
     absent = ("score_norm", "score_norm_std_error", "score_norm_method", "draw_probability", "sharp_alignment")
     absent += ("update_attribution", "ref_logp")
     writer.append("tokens", values | {name: None for name in absent if name in values})
+
+
+SMALL_STEPS, SMALL_PROMPTS = 6, 5
+ROTATION = {1: 10.0, 3: 20.0, 6: 33.0}
+
+
+def values_of(method: str, step: int) -> np.ndarray:
+    """SAM sharpness of each prompt: falls by 0.1 a step with grpo-sg, with noise that both methods share."""
+    base = np.random.default_rng(step).normal(1.0, 0.3, SMALL_PROMPTS)
+    return base - (0.1 * step if method == "grpo-sg" else 0.0)
+
+
+def write_small(path: Path, method: str, **probe: object) -> Path:
+    """A run of SMALL_STEPS steps with rotations, probes and evaluations; `probe`: columns of its SAM estimates."""
+    folder = create_run_dir(path)
+    config = {"seed": 0, "steps": SMALL_STEPS, "method": {"name": method}, "optimizer": {"lr": 1e-4}}
+    create_run_info(folder, INFO | {"method": method, "config": config | {"recording": {}, "probes": {}}})
+    blank = {"parameters": "all", "rho": 0.5, "seed": 0, "functional": "nll", "probe_set": "set/train@1"}
+    with TraceWriter(folder) as writer:
+        for step in range(1, SMALL_STEPS + 1):
+            turned = ROTATION.get(step)
+            turned = turned * 1e-5 if turned and method == "grpo" else turned  # rounding
+            angles = {"gradient_rotation": turned, "update_rotation": turned and 2 * turned}
+            angles["noise_rotation"] = turned and 45.0
+            writer.append("steps", rows("steps", step, 1) | {"reward_mean": 0.1 * step} | angles)
+        for step in (0, SMALL_STEPS):
+            values = values_of(method, step)
+            place = blank | {"step": step, "quantity": "sam"}
+            writer.append("probe_prompts", place | {"prompt": np.arange(SMALL_PROMPTS), "value": values})
+            row = rows("probes", step, 1) | place | {"converged": None, "ceiling": None, "saturation": None} | probe
+            error = values.std(ddof=1) / math.sqrt(SMALL_PROMPTS)
+            writer.append("probes", row | {"value": values.mean(), "prompt_std_error": error})
+        for step in (1, SMALL_STEPS):
+            row = rows("probes", step, 1) | blank | {"quantity": "critical_sharpness", "converged": True}
+            place = {
+                "probe_set": "",
+                "functional": "surrogate",
+                "rho": None,
+                "seed": None,
+            }  # of an update, on its prompts
+            writer.append("probes", row | place | {"value": 100.0 * step, "prompt_std_error": 10.0})
+            row = {"step": step, "task": INFO["task"], "split": "heldout", "n": 40, "k": 1, "std_error": 0.07}
+            for heat, level in itertools.product((0.0, 1.0), (2, 3)):
+                value = 0.2 * (level - 1) + 0.05 * step + 0.1 * (heat == 0)
+                place = {"level": str(level), "accuracy": value, "temperature": heat}
+                writer.append("eval", row | place | {"pass_at_k": 0.5, "reward_mean": 0.0})
+    update_run_info(folder, status="finished", steps_done=SMALL_STEPS)
+    return folder

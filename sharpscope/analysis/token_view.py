@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from sharpscope.analysis.spikes import NOT_RECORDED, SPIKE_Z, Spike, notable_steps, share_steps
+from sharpscope.analysis.spikes import NOT_RECORDED, SPIKE_Z, Spike, notable_steps
 from sharpscope.analysis.study import ground_of
 from sharpscope.analysis.text import short, shown
 from sharpscope.analysis.token_values import needed_columns, with_values
@@ -23,10 +23,8 @@ RUN_BUDGET = 1_800_000
 """Most bytes of one run, however few there are."""
 MOST_TOKENS = 4_000
 """Tokens of a completion that are shown with numbers; what follows is shown as text."""
-MOST_TEXT = 100_000
-"""Characters of a completion or prompt beyond which it is cut in the file."""
-MOST_PIECE = 20_000
-"""Characters of a token beyond which it is cut."""
+MOST_TEXT = 20_000
+"""Characters of a token, a completion's text or a prompt beyond which it is cut in the file."""
 DIGITS = 3
 ROUNDING = 1e-5
 """A mismatch or a distance to the reference of which no token has more is rounding, and is left out [nats]."""
@@ -78,9 +76,11 @@ def token_view(
         if len(taken) < len(choice.wanted):
             notes.append(f"{name}: {len(taken)} of {len(choice.wanted)} chosen completions fit into the file.")
         completions += taken
-    for name, run in ((name, run) for name, run in runs.items() if name not in choices):
-        dropped, none = "its completions were not kept when it was reduced.", "no completions were recorded"
-        notes.append(f"{name}: {dropped if completions_dropped(run) else f'{none} (recording.rollouts_every).'}")
+    if absent := [name for name in runs if name not in choices]:
+        why = (
+            "no completions were recorded (recording.rollouts_every), or they were not kept when the runs were reduced"
+        )
+        notes.append(f"{', '.join(absent[:4])}{' …' * (len(absent) > 4)}: {why}.")
     return {
         "runs": [shown(name) for name in choices],
         "methods": [shown(c.run.method) for c in choices.values()],
@@ -144,7 +144,7 @@ def _body(row: Any, tokens: pd.DataFrame, maker: Pieces | None) -> tuple[dict[st
         body["at"] = positions
     if len(texts) > MOST_TOKENS:
         body |= {"rest": shown(_cut("".join(texts[MOST_TOKENS:]))), "more": len(texts) - MOST_TOKENS}
-    return body, [shown(_cut(text, MOST_PIECE)) for text in texts[:MOST_TOKENS]]
+    return body, [shown(_cut(text)) for text in texts[:MOST_TOKENS]]
 
 
 def _tells(name: str, tokens: pd.DataFrame) -> bool:
@@ -156,9 +156,9 @@ def _tells(name: str, tokens: pd.DataFrame) -> bool:
     return len(values) > 0 and (usual is None or bool(((values - usual).abs() > ROUNDING).any()))
 
 
-def _cut(text: object, most: int = MOST_TEXT) -> str:
-    """A text of at most `most` characters; what is missing was not recorded."""
-    text = NOT_RECORDED if text is None else str(text)
+def _cut(text: object) -> str:
+    """A text of at most MOST_TEXT characters; what is missing was not recorded."""
+    text, most = NOT_RECORDED if text is None else str(text), MOST_TEXT
     return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} characters more in the traces)"
 
 
@@ -174,10 +174,9 @@ FEW = 4
 RULE = (
     f"Which completions are here: always all that answer a prompt at a step (at most {GROUP}). Of each run, for its spikes of the "
     f"gradient norm (at most {SPIKES}, the largest; without a spike, its largest gradient with attribution) the {SPIKE_PROMPTS} "
-    "prompts of the largest shares; those prompts from every other run that was asked them at that step; then, of the last and the "
-    "first step with token rows (of those with attribution, where there are any), the prompt of the largest token and the first "
-    f"prompt; then, of up to {FEW} runs, the prompt of the largest token of every other step, evenly spread; in this order until the "
-    "run's part of the file is full."
+    "prompts of the largest shares; those prompts from every other run that was asked them at that step; then the prompt of the "
+    f"largest token of the last and the first step, and of up to {FEW} runs of every other step, evenly spread; in this order until "
+    "the run's part of the file is full."
 )
 
 
@@ -202,28 +201,19 @@ class Choice:
                 self.wanted.setdefault((int(step), int(one)), why)
 
 
-def completions_dropped(run: Run) -> bool:
-    """Whether the run recorded completions that `export --to reduced` did not keep."""
-    recorded = (run.config.get("recording") or {}).get("rollouts_every", 1) != 0
-    return run.reduced is not None and recorded and not len(run.rollouts)
-
-
 def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
     """RULE applied to every run that has completions."""
     choices = {name: Choice(run) for name, run in runs.items() if len(run.rollouts)}
     for name, choice in choices.items():
-        found = notable_steps(choice.run, SPIKE_TOKENS)
-        choice.spikes = sorted(sorted(found, key=lambda one: -one.times)[:SPIKES], key=lambda one: one.step)
+        found = sorted(notable_steps(choice.run, SPIKE_TOKENS), key=lambda one: -one.times)[:SPIKES]
+        choice.spikes = sorted(found, key=lambda one: one.step)
         for spike in choice.spikes:
             _add_spike(choices, name, spike)
     for choice in choices.values():
-        run = choice.run
-        with_text = set(map(int, run.rollouts["step"].unique()))
-        steps = sorted(set(share_steps(run)) & with_text or set(run.token_steps) & with_text or with_text)
-        for step in dict.fromkeys((steps[-1], steps[0])):  # a small budget is spent on the end of training first
-            choice.add(step, largest_rollouts(run, [step]).values(), "largest token")
-            choice.add(step, [int(run.rollouts.loc[run.rollouts["step"] == step, "rollout"].min())], "first prompt")
-        for step, rollout in largest_rollouts(run, _spread(run.token_steps) if len(choices) <= FEW else []).items():
+        with_text = sorted(int(step) for step in choice.run.rollouts["step"].unique())
+        steps = [step for step in choice.run.token_steps if step in with_text] or with_text
+        order = list(dict.fromkeys((steps[-1], steps[0], *_spread(steps))))
+        for step, rollout in largest_rollouts(choice.run, order if len(choices) <= FEW else order[:2]).items():
             choice.add(step, [rollout], "largest token")
     return choices
 
@@ -258,11 +248,11 @@ def _spread(steps: list[int]) -> list[int]:
 
 
 def largest_rollouts(run: Run, steps: list[int]) -> dict[int, int]:
-    """Step → completion that holds its largest token: the largest |share|, or else the largest pull |c|·(1 − π)."""
+    """Step → completion with its largest token: by |share|, or else the pull |c|·(1 − π); the first one where neither is known."""
+    first = run.rollouts.groupby("step")["rollout"].min()
     tokens = run.tokens(steps=steps, columns=["step", "rollout", "attribution", "loss_coef", "logp"])
     share = tokens["attribution"].abs().astype(float)
     pull = tokens["loss_coef"].astype(float).abs() * complement(tokens["logp"].to_numpy())
     size = share.where(share.groupby(tokens["step"]).transform("count") > 0, pull).dropna()
-    at = size.groupby(tokens["step"]).idxmax()
-    found = {int(step): int(tokens.loc[row, "rollout"]) for step, row in at.items()}  # type: ignore[call-overload]
-    return {step: found[step] for step in steps if step in found}
+    largest = tokens.loc[size.groupby(tokens["step"]).idxmax()].set_index("step")["rollout"]
+    return {step: int(largest.get(step, first[step])) for step in steps}

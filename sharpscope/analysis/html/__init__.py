@@ -1,1 +1,0 @@
-"""The page of `analyze`: templates, assets, and the token view."""
