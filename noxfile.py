@@ -54,7 +54,7 @@ def verl_recorder(session: nox.Session) -> None:
     session.install(*pins)
     session.install(".", *pins, *SUPPORT, "fastapi", "uvicorn", "cachetools")
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    session.run("python", "-m", "pytest", "-n", "0", "tests/integrations/verl", env=environment)
+    session.run("python", "-m", "pytest", "-n", "0", "tests/integrations/test_verl.py", env=environment)
 
 
 @nox.session(python="3.11")

@@ -37,7 +37,7 @@ NOT_RUN = {  # start of a line -> why no test runs it; a command of sharpscope i
     "bash .ci/run": "the tests themselves",
     "python -m experiments.smollm2.get": "downloads a model",
     "accelerate launch": "several processes: tests/test_distributed.py",
-    "export SHARPSCOPE_VERL": "verl, which needs GPUs for its rollouts: tests/integrations/verl",
+    "export SHARPSCOPE_VERL": "verl, which needs GPUs for its rollouts: tests/integrations/test_verl.py",
     "python -m verl.trainer.main_ppo": "verl",
     "sharpscope fork runs/trl": "a checkpoint of TRL with its optimizer: tests/forks",
     "sharpscope run --methods grpo,flat": "two processes; README's line is the same with other methods",

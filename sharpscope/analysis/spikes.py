@@ -108,8 +108,7 @@ def recorded_by(run: Run, option: str) -> str:
         return f" ({option})"
     if option == "recording.token_gradients_every":
         return " (sharpscope probe --tokens RUN --model CHECKPOINT)"
-    verl = (run.info.get("trainer") or {}).get("name") == "verl"
-    return " (SHARPSCOPE_VERL_CRITICAL_EVERY)" if verl and option == "probes.preset" else ""
+    return ""
 
 
 def explain_spikes(run: Run, top: int = 8) -> list[Spike]:

@@ -63,7 +63,7 @@ def _tell(what: str, files: list[Path], out: Path) -> None:
 
 
 def import_(
-    kind: Annotated[str, Argument(help="jsonl, nemo-rl, slime, verifiers, open-instruct, prime-rl, verl, or auto.")],
+    kind: Annotated[str, Argument(help="jsonl, nemo-rl, slime, verifiers, open-instruct, prime-rl, or auto.")],
     source: Annotated[Path, Argument(help="The trainer's file or folder.")],
     out: Annotated[Path | None, Option(help="Folder of the new run. Default: runs/FORMAT.")] = None,
     columns: Annotated[list[str] | None, Option(help="jsonl: OURS=THEIRS, such as logp=logprobs. Repeatable.")] = None,
@@ -72,15 +72,12 @@ def import_(
     seed: Annotated[int | None, Option(help="Seed of the run, if known.")] = None,
     tokenizer: Annotated[str | None, Option(help="Model folder or hub id, for texts of tokens. Default: IDs.")] = None,
     temperature: Annotated[float | None, Option(help="Of the log-probabilities. Default: 1.")] = None,
-    adv_tau: Annotated[float | None, Option(help="prime-rl: adv_tau of the default loss; with --kl-tau.")] = None,
-    kl_tau: Annotated[float | None, Option(help="prime-rl: kl_tau of the default loss; with --adv-tau.")] = None,
 ) -> None:
     """Write a trace from the files of another trainer. Values that they lack are null.
 
     Examples:
       sharpscope import nemo-rl logs/exp_001 --out runs/imported --tokenizer Qwen/Qwen3-0.6B
       sharpscope import jsonl tokens.jsonl --columns logp=logprobs,token_id=ids,mask=loss_mask
-      sharpscope import prime-rl outputs --adv-tau 1 --kl-tau 0.001
     """
     from sharpscope.errors import UserError
     from sharpscope.integrations.importers import Options, import_files, recognize
@@ -91,14 +88,11 @@ def import_(
         if not (ours and equals and theirs):
             raise UserError(f"--columns {pair}: not of the form OURS=THEIRS; write for example logp=logprobs")
         pairs[ours] = theirs
-    if (adv_tau is None) != (kl_tau is None):
-        raise UserError("--adv-tau, --kl-tau: give both, as in prime-rl's configuration, or neither")
     kind = recognize(source) if kind == "auto" else kind
-    for given, of, name in ((pairs, "jsonl", "--columns"), (adv_tau is not None, "prime-rl", "--adv-tau")):
-        if given and kind != of:
-            raise UserError(f"{name}: belongs to the format {of}, not {kind}; leave it out")
+    if pairs and kind != "jsonl":
+        raise UserError(f"--columns: belongs to the format jsonl, not {kind}; leave it out")
     folder = out or Path("runs") / kind
-    options = Options(method, task, seed, tokenizer, temperature, pairs, adv_tau, kl_tau)
+    options = Options(method, task, seed, tokenizer, temperature, pairs)
     counts = import_files(kind, source, folder, options)
     made = f"{counts['steps']} steps, {counts['rollouts']} completions, {counts['tokens']} tokens"
     typer.echo(f"{made}. Written: {folder}/")

@@ -23,60 +23,32 @@ from sharpscope.traces.rules import sampler_values
 
 @dataclass(frozen=True)
 class Options:
-    """What a user says of an import.
-
-    Attributes:
-        method: name of the training method.
-        task: name of the task; None: the importer's name.
-        seed: of the run, if known.
-        tokenizer: folder or hub id of the tokenizer, for texts; None: tokens are shown as their numbers.
-        temperature: softmax temperature T > 0 of the log-probabilities, which probes of a checkpoint use; None: not known, 1 is
-            assumed.
-        columns: jsonl: column of a trace -> its name in the file.
-        adv_tau, kl_tau: prime-rl: constants of its default loss, which its export leaves out:
-            −adv_tau·A·r·M + kl_tau·(ln π − ln μ)². None: loss_coef is null.
-    """
+    """What a user says of an import."""
 
     method: str = "unknown"
-    task: str | None = None
+    task: str | None = None  # None: the importer's name
     seed: int | None = None
-    tokenizer: str | None = None
-    temperature: float | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
-    adv_tau: float | None = None
-    kl_tau: float | None = None
+    tokenizer: str | None = None  # folder or hub id, for texts; None: tokens are shown as their numbers
+    temperature: float | None = None  # of the log-probabilities, which probes of a checkpoint use; None: 1 is assumed
+    columns: Mapping[str, str] = field(default_factory=dict)  # jsonl: column of a trace -> its name in the file
 
 
 @dataclass
 class Completion:
-    """One completion.
+    """One completion with its n tokens in the loss; None in a float column is null."""
 
-    Attributes:
-        ids: token IDs of prompt and completion; None: not known.
-        prompt_length: how many of `ids` are the prompt.
-        tokens: column of the tokens table -> (n,) values of its n loss tokens, `position` and `logp` among them; empty: not
-            known. None in a float column is null.
-        again: column of the table uses -> values, without rollout: uses of tokens by later updates of the step.
-        group: what the completions of one prompt share; None: not known.
-        env: name of the environment or data set; None: not known.
-        reward: NaN where the file says so.
-        parts: components of the reward.
-        of_step: column of the steps table -> value.
-    """
-
-    ids: Sequence[int] | None = None
-    prompt_length: int = 0
-    tokens: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    again: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    group: str | None = None
+    ids: Sequence[int] | None = None  # of prompt and completion; None: not known
+    prompt_length: int = 0  # how many of `ids` are the prompt
+    tokens: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # column of the tokens table -> (n,) values
+    again: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # column of the table uses -> values
+    group: str | None = None  # what the completions of one prompt share; None: not known
     env: str | None = None
     prompt: str | None = None
     completion: str | None = None
-    reward: float | None = None
-    parts: Mapping[str, float] = field(default_factory=dict)
-    correct: bool | None = None
+    reward: float | None = None  # NaN where the file says so
+    parts: Mapping[str, float] = field(default_factory=dict)  # components of the reward
     length: int | None = None
-    of_step: Mapping[str, float | None] = field(default_factory=dict)
+    of_step: Mapping[str, float | None] = field(default_factory=dict)  # column of the steps table -> value
 
 
 def write(
@@ -138,11 +110,8 @@ def write(
 def _tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
-    from sharpscope.policy import embedded_policy
-
-    folder = embedded_policy(name.removeprefix("embedded:")) if name.startswith("embedded:") else name
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as problem:
         raise UserError(f"--tokenizer {name}: cannot be loaded; give the model's folder or hub id") from problem
 
@@ -184,7 +153,6 @@ def step_tables(step: int, given: Sequence[Completion], tokenizer: Any) -> dict[
                 "completion": texts[1],
                 "reward": one.reward,
                 "reward_parts": dict(one.parts),
-                "correct": one.correct,
                 "advantage": float(np.mean(values)) if values else None,
                 "length": len(one.tokens["position"]) if one.tokens else one.length,
                 "token_ids": None if one.ids is None else json.dumps(list(one.ids)),
@@ -200,7 +168,7 @@ def step_tables(step: int, given: Sequence[Completion], tokenizer: Any) -> dict[
             steps["zero_std_groups"] = int((rewards.groupby(columns["group"]).nunique(dropna=False) == 1).sum())
     for one in rows:
         steps |= one.of_step
-    steps |= {"accuracy": _mean(columns["correct"]), "completion_length_mean": _mean(columns["length"])}
+    steps["completion_length_mean"] = _mean(columns["length"])
     if tokens:
         steps |= {"entropy_mean": _mean(tokens.get("entropy")), "weight_mean": _mean(tokens.get("weight"))}
         steps |= {"tokens": len(tokens["position"]), "updates": 1}

@@ -30,16 +30,17 @@ from sharpscope.integrations.steps import (
     Batch,
     Step,
     Work,
+    first_rows,
     places,
     prompt_texts,
     same_prompts,
     unused_tokens,
     widened,
 )
-from sharpscope.objective import Method, Plan, calibrate, named_method, prepare
-from sharpscope.policy import Rollouts, TokenStats, make_policy
+from sharpscope.objective import Method, calibrate, named_method, prepare
+from sharpscope.policy import Rollouts, make_policy
 from sharpscope.policy.forward import Scorer
-from sharpscope.policy.sharding import ModelView, gathered_copy, is_sharded, reshard, unsharded
+from sharpscope.policy.sharding import ModelView, is_sharded, reshard, unsharded
 from sharpscope.probes import Rotation, guarded, logp_gradient, rotation
 from sharpscope.recording import run_folder
 from sharpscope.recording.health import Quantities, StepHealth
@@ -90,24 +91,15 @@ _ABSENT: dict[str, dict[str, tuple[str, ...]]] = {
 class Recorder(Guard):
     """Records a training. It changes nothing of it, and an error of its own ends the recording, not the training.
 
-    Attributes:
-        run_dir: folder of the run, once the training has begun.
-        method: what the rows say of the objective: token weights, and whether there is a reference policy.
-        info: entries of run.json: method, notes and trainer.
-        given: what the training gives, of the keys of _ABSENT.
-        rules: changes of the health rules.
-        fields: the trainer's names of settings, as messages use them.
-        work: what a step does, for the price of measuring.
-        period: micro-steps (of a loop: updates) that use one batch of completions.
+    `run_dir` is the run's folder once the training has begun, `method` what the rows say of the objective.
     """
 
-    given: frozenset[str] = frozenset(_ABSENT)
-    fields = "sharpscope"
-    rules: Mapping[str, Any] = {}
-    weights: Method | None = None
-    info: dict[str, Any]
-    work = Work()
-    period = 1
+    given: frozenset[str] = frozenset(_ABSENT)  # what the training gives
+    fields = "sharpscope"  # the trainer's names of settings, as messages use them
+    rules: Mapping[str, Any] = {}  # changes of the health rules
+    info: dict[str, Any]  # entries of run.json: method, notes and trainer
+    work = Work()  # what a step does, for the price of measuring
+    period = 1  # micro-steps (of a loop: updates) that use one batch of completions
 
     def __init__(
         self,
@@ -143,15 +135,10 @@ class Recorder(Guard):
         self.config = self.settings(1)
         self.scorer = Scorer(model, temperature, self.config.update.microbatch_tokens, False, compute=compute)
         self.run_dir = self.out
-        self.recent: list[float] = []
-        self.gap = math.inf  # mean |ln π of the trainer − ln π of the recorder| of the last step [nats]
         self._serial = distributed.rank()
         self._step, self.step_number, self.total = Step(), 1, 0
-        self._reported: set[str] = set()
-        self._quantities = Quantities()
         self._stack, self._hooks = ExitStack(), list[Any]()
         self.optimizer: Any = None
-        self._opened, self._started, self._flushed = False, time.perf_counter(), -math.inf
         self.writer: TraceWriter | NoWriter = NoWriter()
         parent = next(p for p in [self.out, *self.out.absolute().parents] if p.exists())
         if not os.access(parent, os.W_OK) or (parent != self.out and not parent.is_dir()):
@@ -193,8 +180,6 @@ class Recorder(Guard):
 
     def give_up(self, error: Exception) -> None:
         """End the recording because of an error of its own, with a warning; the training goes on."""
-        if self.weights is not None:  # they are part of the training
-            raise error
         with suppress(Exception):
             self.stop("interrupted", f"the recorder stopped: {reason_of(error)}", error)
         self.recording = False
@@ -213,22 +198,25 @@ class Recorder(Guard):
         first_forward(self.model)
         opened = distributed.rank_zero_call(lambda: self._open_folder(done_updates))
         self.run_dir, self.step_number, resumed = opened
-        self._opened = True
+        self._started, self._flushed, self._step = time.perf_counter(), -math.inf, Step()
+        self.recent: list[float] = []
+        self.gap = math.inf  # mean |ln π of the trainer − ln π of the recorder| of the last step [nats]
+        self._reported: set[str] = set()
+        self._quantities = Quantities()
         if distributed.is_rank_zero():
             self._stack.enter_context(RunLock(self.run_dir))
         _say(f"recording to {self.run_dir} (see it with: sharpscope show {self.run_dir})")
         self.writer = trace_writer(self.run_dir)
         self._stack.enter_context(self.writer)
         if resumed:
-            made = (
-                f"the training went on from its update {done_updates}, after step {self.step_number - 1} of this trace"
-            )
-            self._report(Event(self.step_number - 1, "resumed", "info", done_updates, math.nan, "none", made))
+            last, text = self.step_number - 1, f"the training went on from its update {done_updates}"
+            text = f"{text}, after step {last} of this trace"
+            self._report(Event(last, "resumed", "info", done_updates, math.nan, "none", text))
         dtype = str(self.model.dtype).removeprefix("torch.")
         config = self.config.model_dump(mode="json", include=_CONFIG)
         note(self.run_dir, status="running", config=config | {"policy": {"model": self.policy.source, "dtype": dtype}})
-        self._started, self._step = time.perf_counter(), Step()
-        self.observers = Observers(self.config, self.policy, self._view)
+        view = ModelView(self.model, self.parameters, optimizer)
+        self.observers = Observers(self.config, self.policy, lambda: view)
         self._choose_places(steps)
         self._observed: list[StepObserver] = []
         if active := dropout_of(self.model):
@@ -264,8 +252,6 @@ class Recorder(Guard):
 
     def _open_folder(self, done_updates: int) -> tuple[Path, int, bool]:
         """The run's folder, its next step and whether it goes on; rows of updates that a resumed training makes again are removed."""
-        if self._opened:
-            return self.run_dir, self.step_number, False  # train() was called again
         if done_updates and (self.out / RUN_FILE).exists():
             with RunLock(self.out):
                 counts = load_run(self.out).updates.groupby("step").size().cumsum()
@@ -291,9 +277,8 @@ class Recorder(Guard):
             if problem is None and status != "failed" and self._step.updates:
                 self._close_step()
         except Exception as error:
-            problem, status, reason = error, "interrupted", f"the recorder stopped: {reason_of(error)}"
-            self.unhook()
-            warn_stopped(self.step_number, error)
+            self.give_up(error)
+            return
         self.recording = False
         if problem is not None:
             with suppress(Exception):  # the writer may be what has failed
@@ -313,13 +298,6 @@ class Recorder(Guard):
             )
         _say(f"{self.step_number - 1} steps recorded to {self.run_dir} (try: sharpscope show {self.run_dir})")
 
-    def _view(self) -> ModelView:
-        """The present model, gradients and optimizer for probes; of a sharded model a gathered copy."""
-        if not is_sharded(self.model):
-            return ModelView(self.model, self.parameters, self.optimizer)
-        distributed.gather(None)
-        return gathered_copy(self.model, self.optimizer, self.policy.device, moments=False)
-
     def in_step(self, work: Callable[[], T]) -> T | None:
         """Do the work of one micro-batch, which exchanges values where weights are sharded."""
         return (self.together if is_sharded(self.model) else self.safely)(work)
@@ -332,6 +310,11 @@ class Recorder(Guard):
         with unsharded(self.model, layers=False), guarded(self.model), torch.no_grad():
             yield
 
+    @property
+    def progress(self) -> float:
+        """Share of the training done."""
+        return min((self.step_number - 1) / max(self.config.steps - 1, 1), 1.0)
+
     # -- batches and updates ------------------------------------------------------------------------------------------
 
     def open_batch(
@@ -340,32 +323,24 @@ class Recorder(Guard):
         advantage: Tensor,
         labels: Sequence[Hashable] | None = None,
         parts: Sequence[Mapping[str, float]] = (),
-        size: int = 1,
-        shared: bool = False,
         measure: bool = True,
     ) -> Batch:
-        """Add a batch of completions to the step, and measure its tokens' statistics before the update.
+        """Add N completions with their rewards to the step, and measure their tokens' statistics before the update.
 
-        Args:
-            rollouts: N completions with their rewards, of this process, or with `shared` of all, which have the same.
-            advantage: (N,) or (N, T).
-            labels: (N,) names of the rows' groups; None: those of the rollouts.
-            parts: (N,) of the rewards.
-            size: each `size` rows have one example.
-            shared: whether every process has the batch.
-            measure: whether to measure them now; else the caller fills them in before the update.
+        `advantage` is (N,) or (N, T), `labels` (N,) names the rows' groups (None: those of the rollouts), `parts` (N,) are the rewards'.
+        Without `measure` the caller fills the statistics in before the update.
         """
-        self._serial += 1 if shared else distributed.world_size()
-        examples = [Example(text, "", {}) for text in prompt_texts(rollouts, self.policy.tokenizer)[::size]]
+        self._serial += distributed.world_size()
+        texts, first = prompt_texts(rollouts, self.policy.tokenizer), first_rows(rollouts)
+        examples = [Example(texts[row], "", {}) for row in first]
         each = zip(rollouts.reward.tolist(), parts or [{}] * len(rollouts), strict=True)
         rewards = [Reward(v, dict(of), bool(self.correct(v)) if self.correct else False) for v, of in each]
         with self.whole():
-            same = size > 1 and same_prompts(rollouts, size)
-            scorer = replace(self.scorer, share_prompt=same)
-            stats = scorer.statistics(rollouts, divided=shared) if measure else scorer.zeros(rollouts)
+            scorer = replace(self.scorer, share_prompt=len(first) < len(texts) and same_prompts(rollouts))
+            stats = scorer.statistics(rollouts, divided=False) if measure else scorer.zeros(rollouts)
         batch = RolloutBatch(examples, rollouts, rewards, advantage, None)
         labels = labels or [(self._serial, group) for group in rollouts.group.tolist()]
-        made = Batch(self._serial, batch, unused_tokens(stats, advantage), list(labels), shared)
+        made = Batch(self._serial, batch, unused_tokens(stats, advantage), list(labels))
         self._step.batches.append(made)
         return made
 
@@ -375,9 +350,7 @@ class Recorder(Guard):
         step.collect(self.policy.device)
         if not step.pending:
             text = "the update's loss is made of none of the log-probabilities that are hooked: its class computes it in another way"
-            raise UserError(
-                f"{text}, which cannot be recorded; a loop gives tokens() the tensor of which it makes the loss"
-            )
+            raise UserError(f"{text}, which cannot be recorded; a loop gives tokens() the tensor of its loss")
         step.settle()
         loss = math.fsum(float(loss) for loss in step.losses) if step.losses else math.nan
         found = gradient_norms(self.parameters, self._groups)
@@ -398,52 +371,48 @@ class Recorder(Guard):
             with original_forward(self.model):
                 self._observed[-1](update)
             if self.rotate is not None and norm > 0 and self.observers.schedule.due("rotation", self.step_number):
-                step.rotation = self._rotation(self.rotate, joined, tokens, update)
+                step.rotation = self._rotation(joined, tokens, update)
             self.recent = [*self.recent[-49:], *([math.log(norm)] if norm else [])]
         elif kept:
             text = "the loss or gradient of an update is not finite; lower the learning rate, or look at this step's tokens"
             self._warn("non_finite", "error", text, norm if math.isfinite(loss) else loss)
         step.seconds["recording_s"] += time.perf_counter() - started
 
-    def plan_of(self, method: Method, batch: RolloutBatch, stats: TokenStats) -> tuple[Method, Plan]:
-        """The token weights of a batch under a method; the first batch calibrates their constants."""
-        progress = min((self.step_number - 1) / max(self.config.steps - 1, 1), 1.0)
-        tensors = step_tensors(batch.rollouts, batch.advantage, stats, stats.logp, progress, method)
-        weighted = method
-        if method.weight.needs_gradient and not bool(tensors.mass.any()):
-            weighted = method.model_copy(update={"weight": UniformWeight()})  # they would multiply 0
-        elif method.weight.needs_calibration:
-            weighted = method = method.model_copy(update={"weight": calibrate(method.weight, tensors)})
-            note(self.run_dir, calibration=method.weight.model_dump(mode="json"))
-        return method, prepare(weighted, tensors, generator(self._seed, "plan", self._serial))
-
-    def _rotation(
-        self, method: Method, batch: RolloutBatch, tokens: StepTokens, update: PendingUpdate
-    ) -> UpdateRotation | None:
+    def _rotation(self, batch: RolloutBatch, tokens: StepTokens, update: PendingUpdate) -> UpdateRotation | None:
         """How far a method's token weights w would turn the update's gradient g: g + Σ (w − 1)·c·∇log π against g.
 
         c is a token's coefficient without its KL term: that and terms of the loss that no token has stay as they are.
         """
         started, width = time.perf_counter(), update.loss_coef.shape[1]
         kl = self._step.pending_values(width, "kl_coef")
-        if bool(kl.isnan().any()):
-            text = "rotation is not measured: the KL term's part of the coefficients is not known"
-            self._warn("rotation", "info", text)
+        sharded = is_sharded(self.model)
+        if sharded or bool(kl.isnan().any()):
+            why = "FSDP2 has no whole gradient" if sharded else "the KL term's part of the coefficients is not known"
+            self._warn("rotation", "info", f"rotation is not measured: {why}")
             return None
-        self.rotate, plan = self.plan_of(method, batch, tokens.stats)
+        assert self.rotate is not None
+        method, stats = self.rotate, tokens.stats
+        tensors = step_tensors(batch.rollouts, batch.advantage, stats, stats.logp, self.progress, method)
+        weighted = method
+        if method.weight.needs_gradient and not bool(tensors.mass.any()):
+            weighted = method.model_copy(update={"weight": UniformWeight()})  # they would multiply 0
+        elif method.weight.needs_calibration:  # by the first batch
+            weighted = self.rotate = method.model_copy(update={"weight": calibrate(method.weight, tensors)})
+            note(self.run_dir, calibration=weighted.weight.model_dump(mode="json"))
+        plan = prepare(weighted, tensors, generator(self._seed, "plan", self.step_number))
         factor = (plan.weight * plan.keep.to(plan.weight)).cpu()[update.rows, :width]
         coef = (factor - 1) * (update.loss_coef - kl)  # (n, T)
         rollouts = batch.rollouts.rows(update.rows.to(batch.rollouts.group.device))
         prompt = torch.zeros_like(rollouts.input_ids[:, : rollouts.prompt_width])
         mask = torch.cat([prompt, rollouts.completion_mask], 1)  # (n, P+T)
         wide = torch.cat([prompt.to(coef.dtype), coef.to(prompt.device)], 1)
-        rows, view = distributed.local_slice(len(mask)), self._view()
+        rows = distributed.local_slice(len(mask))
         with original_forward(self.model):
             ids, there = rollouts.input_ids[rows], rollouts.attention_mask[rows]
-            change = logp_gradient(view.model, ids, mask[rows], wide[rows], there, self.temperature)
+            change = logp_gradient(self.model, ids, mask[rows], wide[rows], there, self.temperature)
         distributed.gather(None)  # before the sum, in which a process that has failed takes no part
         change = distributed.sum_tensors(change)
-        plain = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in view.parameters]
+        plain = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in self.parameters]
         turned = [more.add_(gradient) for more, gradient in zip(change, plain, strict=True)]
         seconds = time.perf_counter() - started
         self.observers.schedule.spend("rotation", seconds)
@@ -496,8 +465,8 @@ class Recorder(Guard):
                 self._event("trl_statistics", "warning", text + "the recorder's", self.gap, limit)
         probed = self._probed(tokens.update)
         self._check_shares(probed, tokens.update, {index for index, _, _ in step.again})
-        method = self.method if self.weights is None else self.method.model_copy(update={"weight": self.weights.weight})
-        progress = min((number - 1) / max(self.config.steps - 1, 1), 1.0)
+        method = self.method
+        progress = self.progress
         kl = self._kl_step(batch, tokens.stats.logp) if "generation" in self.given else None
         result = StepResult(step.updates, tokens, corrected=step.corrected, kl_step=kl)
         row = steps_row(number, batch, result, method, progress, self._lr)

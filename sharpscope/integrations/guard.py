@@ -77,6 +77,13 @@ def reason_of(error: Exception) -> str:
     return text if isinstance(error, UserError | distributed.PeerError) else f"{type(error).__name__}: {text}"
 
 
+def ended_by(error: BaseException) -> tuple[str, str]:
+    """Status and reason of a run whose training an error has ended."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", "stopped by the user"
+    return "failed", f"{type(error).__name__}: {error}"
+
+
 def warn_stopped(step: int, error: Exception) -> None:
     """Warn that recording has ended at a step."""
     text = f"sharpscope stopped recording at step {step} ({reason_of(error)}); the training goes on as without it"

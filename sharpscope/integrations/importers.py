@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,8 +38,8 @@ _PROBED = ("score_norm", "score_norm_local", "attribution")
 _PER_TOKEN = ("logp", "behavior_logp", "ref_logp", "entropy", "advantage", "ratio", "weight", "loss_coef", "clipped")
 _TOKEN = ("token_id", *_PER_TOKEN, "temperature", *_PROBED)
 _STEP = ("loss", "grad_norm", "lr")
-_ROW = ("step", "rollout", "group", "env", "prompt", "completion", "reward", "prompt_ids", "prompt_length", *_STEP)
-COLUMNS = (*_TOKEN, "mask", "position", *_ROW)
+_ROW = ("step", "group", "env", "prompt", "completion", "reward", "prompt_ids", "prompt_length", *_STEP)
+COLUMNS = (*_TOKEN, "mask", *_ROW)
 """What a file of JSON lines can have. `mask`: tokens with 0 are not in the loss; `prompt_ids`: token IDs of the prompt;
 `prompt_length`: how many of the token IDs are the prompt; `loss`, `grad_norm`, `lr`: of the step."""
 SAMPLERS = "the files have no log-probabilities of the trainer: those of the sampler stand in their place (logp)"
@@ -85,7 +86,8 @@ def read(source: Path, kind: str, options: Options, notes: dict[str, None]) -> I
     for part, some in groupby(files, lambda file: file[0] if form.a_step else None):
         by_step: dict[int, list[Completion]] = {} if part is None else {part: []}
         for step, named in groupby(some, itemgetter(0)):
-            for where, values in form.rows(form.records(path for _, path in named), options, told):
+            records = chain.from_iterable(form.records(path) for _, path in named)
+            for where, values in form.rows(records, options, told):
                 number = values.get("step", 1 if step is None else step)
                 if not _whole(number):
                     wrong = f"step = {str(number)[:40]!r} is not a whole number from 0; number the steps from 1"
@@ -101,14 +103,13 @@ def read(source: Path, kind: str, options: Options, notes: dict[str, None]) -> I
 
 
 def recognize(source: Path) -> str:
-    """The format of a trainer's files, by their names and first line.
+    """The format of a trainer's files, by their names.
 
     Raises:
         UserError: there is no such file.
     """
     for kind, form in FORMATS.items():
-        files = _files(source, form)
-        if files and (kind != "verl" or {"input", "output"} <= set(next(json_lines([files[0][1]]), ("", {}))[1])):
+        if _files(source, form):
             return kind
     raise UserError(f"{source}: no file of a known format; give a file or folder of {', '.join(FORMATS)}")
 
@@ -154,11 +155,9 @@ def probe_rollouts(
         import_files(kind, source, Path(folder) / "imported", Options(name, temperature=temperature))
         run = load_run(Path(folder) / "imported")
         rollouts, written, missing = run.rollouts, FORMATS[kind].written, ""
-        without = int(rollouts["token_ids"].isna().sum())
-        if without or not run.token_steps:
-            ids = "prompt and completion" if not run.token_steps else "the prompt"
-            count = f"{without or len(rollouts)} of {len(rollouts)}"
-            raise UserError(f"--rollouts {source}: {count} completions have no token IDs of {ids}; {written}")
+        if without := int(rollouts["token_ids"].isna().sum()):
+            wrong = f"{without} of {len(rollouts)} completions have no token IDs of the prompt; {written}"
+            raise UserError(f"--rollouts {source}: {wrong}")
         tokens = run.tokens(columns=["loss_coef", "advantage"])
         rewarded = rollouts["reward"].notna().all() and rollouts["group"].notna().all()
         if method is None and tokens["loss_coef"].isna().any():
@@ -170,12 +169,6 @@ def probe_rollouts(
         return probe_trace(run, policy, out, method=method, **options)
 
 
-def json_lines(paths: Iterable[Path]) -> Iterator[Record]:
-    """The records of files with a JSON object on each line; see `read_file`."""
-    for path in paths:
-        yield from read_file(path)
-
-
 # -- one completion ---------------------------------------------------------------------------------------------------------
 
 
@@ -183,46 +176,41 @@ def completion_of(values: Mapping[str, Any], where: str) -> Completion:
     """A completion from columns that have the names of COLUMNS; `where` names the place in messages.
 
     `token_id` is the completion, or prompt and completion; a column of tokens has one value for each, or for the completion's.
-    Without it there are only texts.
 
     Raises:
         UserError: a value is wrong.
     """
-    ids = _integers(values.get("token_id", []), "token_id", where)
+    ids = _integers(values.get("token_id"), "token_id", where)
     count = len(ids)
     mask = values.get("mask", [1] * count)
     if not isinstance(mask, list) or len(mask) != count or None in mask:
         raise UserError(f"{where}: mask has not one value for each of the {count} token IDs; write 0 or 1 for each")
     prompt = None if values.get("prompt_ids") is None else _integers(values["prompt_ids"], "prompt_ids", where)
     start = 0  # of the completion
-    if prompt is None and "position" not in values:
+    if prompt is None:
         start = values.get("prompt_length", next((i for i, keep in enumerate(mask) if keep), 0))
         if not isinstance(start, int) or isinstance(start, bool) or not 0 <= start <= count:
             raise UserError(f"{where}: prompt_length = {start!r} is no number of the {count} token IDs")
         prompt = ids[:start] if start else None
     kept = [i for i, keep in enumerate(mask) if keep and i >= start]
     columns: dict[str, list[Any]] = {"token_id": [ids[i] for i in kept], "update": [0] * len(kept)}
+    columns["position"] = [i - start for i in kept]
     for name in _TOKEN[1:]:
         if values.get(name) is not None:
             columns[name] = _of_tokens(values[name], name, count, start, kept, where)
-    if any(value is None for value in columns.get("logp", [None] * bool(ids))):
+    if any(value is None for value in columns.get("logp", [None])):
         raise UserError(f"{where}: logp is null on a token in the loss; give its log-probability, or mask it")
     largest = max(columns.get("logp", ()), default=0.0)
     if largest > POSITIVE:
         wrong = "above 0, so it is no log-probability; give natural logarithms, not probabilities"
         raise UserError(f"{where}: logp = {largest:g} is {wrong}")
-    positions = _integers(values.get("position", list(range(count))), "position", where)
-    if len(positions) != count:
-        raise UserError(f"{where}: position has {len(positions)} values, token_id {count}; {_EACH}")
-    columns["position"] = [positions[i] - start for i in kept]
     group = values.get("group", values.get("prompt"))
-    whole = prompt is not None and positions == list(range(count))
     for name in ("env", "prompt", "completion"):
         if not isinstance(values.get(name), str | None):
             raise UserError(f"{where}: {name} is a {type(values[name]).__name__}; write a text")
     reward = values.get("reward")
     return Completion(
-        ids=[*(prompt or ()), *ids[start:]] if whole else None,
+        ids=None if prompt is None else [*prompt, *ids[start:]],
         prompt_length=len(prompt or ()),
         tokens=columns if kept else {},
         group=None if group is None else str(group),
@@ -231,8 +219,7 @@ def completion_of(values: Mapping[str, Any], where: str) -> Completion:
         completion=values.get("completion"),
         reward=reward if isinstance(reward, float) and math.isnan(reward) else number(reward, "reward", where),
         parts=values.get("reward_parts", {}),
-        correct=values.get("correct"),
-        length=len(kept) if ids else None,
+        length=len(kept),
         of_step={name: number(values[name], name, where) for name in _STEP if name in values},
     )
 
@@ -261,12 +248,9 @@ def number(value: Any, name: str, where: str) -> float | None:
     """
     if value is None or value != value:  # noqa: PLR0124 - NaN
         return None
-    if isinstance(value, int | float) and abs(value) <= _LARGEST:
+    if isinstance(value, int | float) and abs(value) <= sys.float_info.max:
         return float(value)
     raise UserError(f"{where}: {name} = {str(value)[:40]!r} is not a finite number; write a number or null")
-
-
-_LARGEST = float(np.finfo(np.float64).max)
 
 
 def _whole(value: Any) -> bool:
@@ -290,39 +274,23 @@ def _renamed(record: Mapping[str, Any], names: str, told: Told, more: str = "") 
 
 
 def jsonl(records: Iterator[Record], options: Options, told: Told) -> Iterator[Record]:
-    """A table of tokens as JSON lines: a file, or a folder of files.
+    """A table of tokens as JSON lines, a sequence on each: a file, or a folder of files.
 
-    Needed: `token_id` and `logp` (ln π under the policy at the start of the step). A line is a sequence (its columns are lists)
-    or a token (its columns are numbers, `rollout` says which completion it belongs to, and lines stand in the order of
-    positions). A value of a token may be one number for the sequence. Without `step`, the last number in a file's name is
-    the step where there are several files, and 1 where there is one. The prompt is `prompt_ids`, or the first
-    `prompt_length` token IDs, or those before the first with a mask of 1.
+    Needed: `token_id` and `logp` (ln π under the policy at the start of the step). A value of a token may be one number for the
+    sequence. Without `step`, the last number in a file's name is the step where there are several files, and 1 where there is
+    one. The prompt is `prompt_ids`, or the first `prompt_length` token IDs, or those before the first with a mask of 1.
     """
     for ours in options.columns:
         if ours not in COLUMNS:
             raise UserError(f"--columns {ours}: unknown{nearest(ours, COLUMNS)}")
     theirs = {name: name for name in COLUMNS} | dict(options.columns)
-    tokens: dict[tuple[str, Any, Any], list[dict[str, Any]]] = {}
     for where, record in records:
         values = {ours: record[name] for ours, name in theirs.items() if name in record}
         told.dropped |= set(record) - set(theirs.values())
         for ours in ("token_id", "logp", *sorted(options.columns)):
             if ours not in values:
                 raise UserError(f"{where}: no column '{theirs[ours]}'; name the file's column: --columns {ours}=NAME")
-        if isinstance(values["logp"], list):
-            yield where, values
-        elif not isinstance(values.get("rollout"), int | str):
-            name = theirs["rollout"]
-            raise UserError(f"{where}: a line is a token, so '{name}' must say of which completion, as number or text")
-        else:
-            file = where.rpartition(" line ")[0]
-            tokens.setdefault((file, values.get("step"), values["rollout"]), []).append(values)
-    for (file, _, rollout), rows in tokens.items():
-        joined: dict[str, Any] = {}
-        for row in reversed(rows):  # a column of the sequence has the value of the first line with it
-            joined |= row
-        joined |= {name: [row.get(name) for row in rows] for name in (*_TOKEN, "mask", "position") if name in joined}
-        yield f"{file}, rollout {rollout}", joined
+        yield where, values
 
 
 # -- dumps of trainers --------------------------------------------------------------------------------------------------------
@@ -331,7 +299,6 @@ def jsonl(records: Iterator[Record], options: Options, told: Told) -> Iterator[R
 def nemo_rl(records: Iterator[Record], _: Options, told: Told) -> Iterator[Record]:
     """NeMo-RL's train_data_step{N}.jsonl (written by default): rows padded to one width, each value in a list of length 1."""
     columns = "advantage=advantages behavior_logp=generation_logprobs logp=prev_logprobs reward=rewards"
-    columns += " reward=filtered_rewards"  # of the rows that are left by dynamic sampling
     for where, record in records:
         row = {k: v[0] if isinstance(v, list) and len(v) == 1 else v for k, v in record.items()}
         for name in ("token_ids", "token_loss_mask", "prev_logprobs"):
@@ -346,22 +313,21 @@ def nemo_rl(records: Iterator[Record], _: Options, told: Told) -> Iterator[Recor
         yield where, values | {"mask": mask if row.get("sample_loss_mask", 1) else [0] * length}
 
 
-def _torch_records(paths: Iterable[Path]) -> Iterator[Record]:
-    """The samples of slime's files, with the raw reward of each where the file has it."""
+def _torch_records(path: Path) -> Iterator[Record]:
+    """The samples of a file of slime, with the raw reward of each where the file has it."""
     import torch
 
-    for path in paths:
-        try:
-            data = torch.load(path, map_location="cpu", weights_only=True)
-            samples, raw = data["samples"], data.get("raw_reward")
-        except Exception as problem:
-            text = " ".join(str(problem).split())[:100]
-            raise UserError(f"{path}: is no training data of slime, format 2 ({text}); use --dump-details") from None
-        for index, sample in enumerate(samples):
-            row = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in sample.items()}
-            if raw is not None and len(raw) == len(samples):
-                row["rewards"] = raw[row.get("rollout_position", index)]
-            yield f"{path} sample {index}", row
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True)
+        samples, raw = data["samples"], data.get("raw_reward")
+    except Exception as problem:
+        text = " ".join(str(problem).split())[:100]
+        raise UserError(f"{path}: is no training data of slime, format 2 ({text}); use --dump-details") from None
+    for index, sample in enumerate(samples):
+        row = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in sample.items()}
+        if raw is not None and len(raw) == len(samples):
+            row["rewards"] = raw[row.get("rollout_position", index)]
+        yield f"{path} sample {index}", row
 
 
 def slime(records: Iterator[Record], _: Options, told: Told) -> Iterator[Record]:
@@ -443,120 +409,58 @@ def _stream(node: Mapping[str, Any], name: str) -> list[Any]:
 
 PRIME_RL = (
     "token_id=token_ids position=position_ids mask=loss_mask logp=trainer_logprobs behavior_logp=inference_logprobs entropy=entropy "
-    "advantage=advantages ratio=importance_ratio temperature=temperatures reward=rewards masked=is_masked high=is_masked_high "
-    "low=is_masked_low rl=rl_weights ce=ce_weights ref_kl=ref_kl_weights"
+    "advantage=advantages ratio=importance_ratio temperature=temperatures reward=rewards high=is_masked_high low=is_masked_low"
 )
 """Ours=theirs: a record's values of its tokens; the first five are needed."""
 
 
-def prime_rl(records: Iterator[Record], options: Options, told: Told) -> Iterator[Record]:
+def prime_rl(records: Iterator[Record], __: Options, told: Told) -> Iterator[Record]:
     """prime-rl's token export (enable_token_export): its output folder, or token_exports in it.
 
     Log-probabilities, entropy, advantages, ratios r = π/μ, masks of the default loss and, where the export has them, rewards
-    are known. With `adv_tau` and `kl_tau`, loss_coef is w(−adv_tau·A·r·M + 2·kl_tau·(ln π − ln μ)) / (RL tokens of the
-    step), w the token's weight `rl_weights`; of tokens outside pure RL (weight 0, or in another part of the loss) it is null.
+    are known. `loss_coef` is null: the export has neither the constants of the loss nor whether it is the default one.
     """
-    found, (adv_tau, kl_tau) = [], (options.adv_tau, options.kl_tau)
+    known = "env_name schema_version step export_step rank micro_step micro_sequence_idx export_sequence_idx run_id"
     for where, record in records:
         version = record.get("schema_version")
         if version != PRIME_RL_SCHEMA:
             wrong = f"schema_version {version}, not {PRIME_RL_SCHEMA}; export with a prime-rl that writes it"
             raise UserError(f"{where}: {wrong}")
-        found.append((where, record, _exported(record, where, told)))
-    total = sum(int(tokens["rl"].notna().sum()) for _, _, tokens in found)
-    for where, record, tokens in found:
-        if adv_tau is not None and kl_tau is not None:
-            text = f"loss_coef: of the default loss with adv_tau = {adv_tau:g}, kl_tau = {kl_tau:g}"
-            told.notes[text] = None
-            policy = adv_tau * tokens["advantage"] * tokens["ratio"] * (1 - tokens["masked"])
-            coef = tokens["rl"] * (2 * kl_tau * (tokens["logp"] - tokens["behavior_logp"]) - policy) / total
-            tokens["loss_coef"] = coef.where(tokens["pure"])
-        for _, part in tokens.groupby(
-            (tokens["position"] == 0).cumsum()
-        ):  # packed samples, in which positions begin anew
+        count, given = len(_integers(record.get("token_ids"), "token_ids", where)), {}
+        for place, (ours, theirs) in enumerate(pair.split("=") for pair in PRIME_RL.split()):
+            values = record.get(theirs)
+            if values is None and place >= 5:
+                values = [None] * count
+            if not isinstance(values, list) or len(values) != count:
+                raise UserError(f"{where}: {theirs} is no list of {count} values like token_ids; export the step again")
+            given[ours] = [number(value, theirs, where) for value in values]
+        _renamed(record, PRIME_RL, told, known)
+        tokens = pd.DataFrame(given, dtype=float)
+        tokens["clipped"] = tokens["high"] - tokens["low"]
+        # Packed samples, in which positions begin anew.
+        for _, part in tokens.groupby((tokens["position"] == 0).cumsum()):
             mask = part["mask"] > 0
             if not mask.any():
                 continue
-            known = [name for name in (*_TOKEN, "mask") if name in part and part[name].notna().any()]
-            values: dict[str, Any] = {name: part[name].tolist() for name in known}
-            values |= {"token_id": part["token_id"].astype(int).tolist(), "env": record.get("env_name")}
+            row: dict[str, Any] = {n: part[n].tolist() for n in _TOKEN if n in part and part[n].notna().any()}
+            row |= {"token_id": part["token_id"].astype(int).tolist(), "env": record.get("env_name")}
             # A log-probability that is not finite is null.
-            values |= {"prompt_length": int(mask.argmax()), "mask": (mask & part["logp"].notna()).astype(int).tolist()}
+            row |= {"prompt_length": int(mask.argmax()), "mask": (mask & part["logp"].notna()).astype(int).tolist()}
             for reward in part["reward"][mask].dropna().tolist()[:1]:
-                values |= {"reward": reward, "reward_parts": {"total": reward}}
-            yield where, values
-
-
-def _exported(record: dict[str, Any], where: str, told: Told) -> pd.DataFrame:
-    """The tokens of a record, with columns of PRIME_RL, `clipped` and `pure` (no other part of the loss); weight: NaN outside RL."""
-    ids = _integers(record.get("token_ids"), "token_ids", where)
-    pairs = [pair.split("=") for pair in PRIME_RL.split()]
-    columns: dict[str, Any] = {}
-    for ours, theirs in pairs:
-        values = record.get(theirs)
-        if values is None and pairs.index([ours, theirs]) >= 5:
-            values = [None] * len(ids)
-        if not isinstance(values, list) or len(values) != len(ids):
-            raise UserError(f"{where}: {theirs} is no list of {len(ids)} values like token_ids; export the step again")
-        columns[ours] = [number(value, theirs, where) for value in values]
-    known = (
-        "losses env_name schema_version step export_step rank micro_step micro_sequence_idx export_sequence_idx run_id"
-    )
-    _renamed(record, PRIME_RL, told, known)
-    tokens = pd.DataFrame(columns, dtype=float)
-    tokens["clipped"] = tokens["high"] - tokens["low"]
-    tokens["pure"] = (tokens[["ce", "ref_kl"]].fillna(0) == 0).all(axis=1)
-    # prime-rl leaves tokens of weight 0 out of the denominator.
-    tokens["rl"] = tokens["rl"].fillna(1).where(lambda weight: (tokens["mask"] > 0) & (weight != 0))
-    if record.get("losses") is not None:  # since 2026-09, in place of the weights
-        parts = [{name for name, of in (losses or {}).items() if (of or {}).get("mask")} for losses in record["losses"]]
-        tokens["rl"] = [1.0 if "rl" in names else math.nan for names in parts]
-        tokens["pure"] &= pd.Series([names <= {"rl"} for names in parts], dtype=bool)
-    return tokens
-
-
-# -- verl's rollout files -----------------------------------------------------------------------------------------------------
-
-
-def verl(records: Iterator[Record], _: Options, told: Told) -> Iterator[Record]:
-    """Verl's rollout files, N.jsonl in the folder that `trainer.rollout_data_dir` names: texts and rewards, no tokens.
-
-    Accuracy where the reward function gives `acc`. Completions of a prompt are a group: by `uid` where the file has it, else
-    by equal prompts.
-    """
-    told.notes["the files have no tokens"] = None
-    known = ("input", "output", "gts", "score", "step", "uid", "request_id")
-    for where, record in records:
-        for name in ("input", "output"):
-            if not isinstance(record.get(name), str):
-                raise UserError(f"{where}: {name} is no text; give a file that verl wrote")
-        numbers = {k: v for k, v in record.items() if k not in known and isinstance(v, int | float)}
-        values = {"prompt": record["input"], "completion": record["output"], "reward": record.get("score")}
-        values["reward_parts"] = {name: float(v) for name, v in numbers.items() if abs(v) <= _LARGEST}
-        if isinstance(uid := record.get("uid"), str):
-            values["group"] = uid.rsplit("_", 2)[0]  # {sample}_{rollout}_{output}
-        yield where, values | {"correct": bool(record["acc"]) if record.get("acc") in (0, 1) else None}
+                row |= {"reward": reward, "reward_parts": {"total": reward}}
+            yield where, row
 
 
 @dataclass(frozen=True)
 class Format:
-    """How the files of a trainer are read.
+    """How the files of a trainer are read."""
 
-    Attributes:
-        patterns: of its files in the folder, separated by spaces; the first that has any.
-        name: regular expression of their paths; its group is the step.
-        rows: the records of files with one step, options, what to tell the user -> rows of COLUMNS.
-        written: how its trainer writes token IDs, log-probabilities and advantages.
-        a_step: whether a file has one step, so that steps are read one after the other.
-        records: reads files.
-    """
-
-    patterns: str
-    name: str
-    rows: Callable[[Iterator[Record], Options, Told], Iterator[Record]]
-    written: str
-    a_step: bool = True
-    records: Callable[[Iterable[Path]], Iterator[Record]] = json_lines
+    patterns: str  # of its files in the folder, separated by spaces; the first that has any
+    name: str  # regular expression of their paths; its group is the step
+    rows: Callable[[Iterator[Record], Options, Told], Iterator[Record]]  # records of one step -> rows of COLUMNS
+    written: str  # how its trainer writes token IDs, log-probabilities and advantages
+    a_step: bool = True  # whether a file has one step, so that steps are read one after the other
+    records: Callable[[Path], Iterator[Record]] = read_file
 
 
 FORMATS = {
@@ -591,12 +495,6 @@ FORMATS = {
         open_instruct,
         "run open-instruct with --save_traces (RUN_rollouts_N.jsonl)",
         a_step=False,
-    ),
-    "verl": Format(
-        "*.jsonl",
-        r"(?:.*/)?(\d+)\.jsonl$",
-        verl,
-        "verl's rollout files (N.jsonl in trainer.rollout_data_dir) have text only; for tokens use sharpscope's recorder for verl",
     ),
     "jsonl": Format(
         "*.jsonl",

@@ -1,12 +1,8 @@
-"""Export of scalars (tables steps, updates, eval and probes) to TensorBoard and Weights & Biases.
-
-Everything stays on the machine unless `online` is set for Weights & Biases. A scalar is named by `_NAMES` and its column.
-"""
+"""Export of scalars (tables steps, updates, eval and probes) to TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -18,9 +14,6 @@ import pandas as pd
 
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces import TABLES, Run, load_run
-
-Write = Callable[[int, dict[str, float]], Any]
-"""Writes the scalars of a step."""
 
 
 def export(
@@ -40,7 +33,7 @@ def export(
         to: tensorboard | wandb.
         out: folder for the logger's files.
         project: project name (not for TensorBoard).
-        online: upload to Weights & Biases; all other logging is local.
+        online: upload to Weights & Biases; all other logging stays on the machine.
         follow: continue until every run has ended.
         interval_s: time between reads while following [s].
 
@@ -60,7 +53,7 @@ def export(
     paths = {Path(run_dir).resolve().name: run_dir for run_dir in run_dirs}
     if len(paths) < len(run_dirs):
         raise UserError("runs: two folders have one name; export them separately")
-    writers: dict[str, Write] = {}
+    writers: dict[str, Callable[[int, dict[str, float]], Any]] = {}  # which write the scalars of a step
     sent = {name: set[tuple[int, str]]() for name in paths}
     try:
         with ExitStack() as stack:
@@ -88,12 +81,10 @@ def scalars(run: Run) -> dict[int, dict[str, float]]:
         numbers = [c.name for c in TABLES[table].columns if c.type[:3] in ("int", "flo")]
         names = ["value", "std_error"] if table == "probes" else [n for n in numbers if n not in TABLES[table].key]
         for row in getattr(run, table).to_dict("records"):
-            label = "/".join(
-                part for part in (part.format(**row) for part in pattern.split("/")) if part not in ("", "None")
-            )
+            label = "/".join(part for part in pattern.format(**row).split("/") if part not in ("", "None"))
             label += "" if pd.isna(row.get("rho")) else f"/rho{row['rho']:g}"
             for name in names if row.get("quantity") != "density" else ():
-                if not pd.isna(row[name]) and math.isfinite(row[name]):
+                if pd.notna(row[name]) and math.isfinite(row[name]):
                     key = label if name == "value" else f"{label}/{name}"
                     result.setdefault(int(row["step"]), {})[key] = float(row[name])
     return dict(sorted(result.items()))
@@ -105,18 +96,17 @@ _NAMES = {
     "eval": "eval/{split}/{level}/T{temperature:g}@{k}",
     "probes": "probes/{probe}/{probe_set}/{functional}/{parameters}/{quantity}",
 }
-"""Table -> beginning of its scalars' names."""
+"""Table -> beginning of its scalars' names, before the column's."""
 
 
-def _tensorboard(stack: ExitStack, out: Path, name: str, config: Any, _project: str, _online: bool) -> Write:
+def _tensorboard(stack: ExitStack, out: Path, name: str, _config: Any, _project: str, _online: bool) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     writer: Any = stack.enter_context(SummaryWriter(str(out / name)))
-    writer.add_text("config", f"```json\n{json.dumps(config, indent=2, default=str)}\n```")
     return lambda step, row: [writer.add_scalar(key, value, step) for key, value in row.items()]
 
 
-def _wandb(stack: ExitStack, out: Path, name: str, config: Any, project: str, online: bool) -> Write:
+def _wandb(stack: ExitStack, out: Path, name: str, config: Any, project: str, online: bool) -> Any:
     import wandb
 
     out.mkdir(parents=True, exist_ok=True)
@@ -125,14 +115,9 @@ def _wandb(stack: ExitStack, out: Path, name: str, config: Any, project: str, on
     mode: Any = "online" if online else "offline"  # whatever the environment says
     given: dict[str, Any] = {"project": project, "name": name, "config": config, "dir": str(out)}
     run = wandb.init(**given, mode=mode, reinit="create_new", settings=settings)
-
-    def close() -> None:
-        """End the run."""
-        run.finish()
-        if wandb.run is None:  # not used elsewhere in this process; teardown ensures that the file is written
-            wandb.teardown()
-
-    stack.callback(close)
+    # Where no other run is open, teardown ensures that the file is written.
+    stack.callback(lambda: wandb.teardown() if wandb.run is None else None)
+    stack.callback(run.finish)
     return lambda step, row: run.log(row, step=step)
 
 

@@ -24,6 +24,7 @@ from sharpscope.config.methods import parse_method
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
 from sharpscope.integrations.core import Recorder, dropout_of
+from sharpscope.integrations.guard import ended_by
 from sharpscope.integrations.steps import Work, prompt_texts, sequences_of
 from sharpscope.objective import Method, k3
 from sharpscope.policy import Rollouts
@@ -37,7 +38,6 @@ def record(
     *,
     out: str | Path = "runs/recorded",
     tokenizer: Any = None,
-    weights: str | Method | None = None,
     rotation: str | Method | None = None,
     task: str | None = None,
     correct: float | Callable[[float], bool] | None = None,
@@ -51,7 +51,7 @@ def record(
 
     A trainer (TRL's GRPOTrainer, SFTTrainer, DPOTrainer or a transformers Trainer): call it once, before
     `trainer.train()`. A loop: give the model and its optimizer, call `tokens` before `backward` and `step` before
-    `optimizer.step()` on what this function returns. Without `weights` the training is bitwise the same, and an error of the recorder ends
+    `optimizer.step()` on what this function returns. The training is bitwise the same, and an error of the recorder ends
     the recording, not the training. `sharpscope show`, `tokens` and `analyze` read the folder, also while it trains.
 
     Args:
@@ -60,8 +60,6 @@ def record(
         out: folder of the run; where there is something already, `out`-2, -3, …. A trainer that resumes from a
             checkpoint continues the trace in it.
         tokenizer: of the loop.
-        weights: for GRPOTrainer: a method, the name of one (`grpo-sg`, `ar`, `grpo-sg+weight.preset=calibrated`) or
-            `module:function`, whose token weights multiply TRL's surrogate, through per-token advantages; None changes nothing.
         rotation: token weights, as a method, the name of one (`grpo-sg`) or `module:function`: at the measured steps, how far they
             would turn the gradient of this training (columns gradient_rotation, gradient_scale), which does not use them. For
             GRPOTrainer and loops.
@@ -85,28 +83,23 @@ def record(
     judge = correct if correct is None or callable(correct) else partial(lt, float(correct))
     options: dict[str, Any] = {"recording": recording, "correct": judge, "critical": critical_sharpness}
     if rotation is not None:
-        options["rotate"] = method = _weighting(rotation)
-        if weights is not None:
-            raise UserError("rotation: the training uses weights already; give one of the two")
-        if method.tokens is None and isinstance(method.weight, UniformWeight):
-            raise UserError(f"rotation = {method.name!r}: has no token weights; give one such as grpo-sg")
+        if isinstance(rotation, str):
+            rotation = parse_method(rotation).with_preset("auto", "paper").model_copy(update={"name": rotation})
+        if rotation.tokens is None and isinstance(rotation.weight, UniformWeight):
+            raise UserError(f"rotation = {rotation.name!r}: has no token weights; give one such as grpo-sg")
+        options["rotate"] = rotation
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(
-            f"record: {optimizer!r} is no optimizer; name the folder: record(trainer, out={str(optimizer)!r})"
-        )
+        wrong = f"{optimizer!r} is no optimizer; name the folder"
+        raise UserError(f"record: {wrong}: record(trainer, out={str(optimizer)!r})")
     if not isinstance(model, nn.Module):
-        return _record_trainer(model, out, task, weights, options)
+        return _record_trainer(model, out, task, options)
     if optimizer is None or tokenizer is None:
         raise UserError("record: a model needs its optimizer and tokenizer; record(model, optimizer, tokenizer=…)")
-    if weights is not None:
-        raise UserError("weights: a loop of your own applies its own; leave them out")
     options |= {"temperature": temperature, "task": task or "loop"}
     return LoopRecorder(model, optimizer, tokenizer, out, steps=steps, updates=updates_per_step, **options)
 
 
-def _record_trainer(
-    trainer: Any, out: str | Path, task: str | None, weights: str | Method | None, options: dict[str, Any]
-) -> Any:
+def _record_trainer(trainer: Any, out: str | Path, task: str | None, options: dict[str, Any]) -> Any:
     """The recorder of a trainer, after its checks."""
     from transformers import Trainer
 
@@ -116,26 +109,17 @@ def _record_trainer(
     if not isinstance(trainer, Trainer):
         raise UserError(f"record: {name} is no trainer and no torch module; give one of them")
     grpo = "GRPOTrainer" in (kind.__name__ for kind in kinds)
-    if (weights is not None or "rotate" in options) and not grpo:
-        raise UserError(f"weights, rotation: {name} has no surrogate that they multiply; leave them out")
+    if "rotate" in options and not grpo:
+        raise UserError(f"rotation: {name} has no surrogate that token weights multiply; leave it out")
     if any(kind.__module__.startswith("trl.") for kind in kinds):
-        from sharpscope.integrations.trl import GrpoRecorder, check_grpo, check_version, token_weights_of
+        from sharpscope.integrations.trl import GrpoRecorder, check_grpo, check_version
 
-        check_version()
+        check_version("DPOTrainer" in (kind.__name__ for kind in kinds))
         if grpo:
             check_grpo(trainer)
-            if weights is not None:
-                options["weights"] = token_weights_of(trainer, _weighting(weights))
             return GrpoRecorder(trainer, out, task=task or "trl", **options)
     kind = check_supervised(trainer)
     return SupervisedRecorder(trainer, out, kind, task=task or kind, **options)
-
-
-def _weighting(given: str | Method) -> Method:
-    """A method as given, or by its name or token weights."""
-    if isinstance(given, Method):
-        return given
-    return parse_method(given).with_preset("auto", "paper").model_copy(update={"name": given})
 
 
 class LoopRecorder(Recorder):
@@ -216,25 +200,22 @@ class LoopRecorder(Recorder):
         self._loss_fn = loss_fn
         self.together(partial(self._gradient, loss))
 
-    def close(self) -> None:
-        """End the run. It is also ended when the process ends."""
+    def close(self, error: BaseException | None = None) -> None:
+        """End the run, as failed where an error ended the loop. It is also ended when the process ends."""
         atexit.unregister(self._at_exit)
-        self.end(partial(self.stop, "finished", "the loop has ended"))
+        status, reason = ended_by(error) if error else ("finished", "the loop has ended")
+        self.end(partial(self.stop, status, reason))
         self.unhook()
 
     def __enter__(self) -> LoopRecorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            self.end(partial(self.stop, status, f"{type(error).__name__}: {error}"))
-        self.close()
+        self.close(error)
 
     def _at_exit(self) -> None:
         """End the run with the error that has ended the process, if one has; an interactive session goes on after errors."""
-        error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-        self.__exit__(None, error, None)
+        self.close(None if hasattr(sys, "ps1") else getattr(sys, "last_value", None))
 
     # -- one micro-batch ---------------------------------------------------------------------------------------------
 
@@ -259,10 +240,9 @@ class LoopRecorder(Recorder):
 
         def known(name: str, like: Tensor) -> Tensor:
             """(n, T) of a value of tokens, `like` outside the loss and where it is not given."""
-            value = given.get(name)
-            return (
-                like if value is None else torch.where(inside, sequences.gather(value.detach(), shift).to(like), like)
-            )
+            if name not in given:
+                return like
+            return torch.where(inside, sequences.gather(given[name].detach(), shift).to(like), like)
 
         theirs = torch.where(inside, sequences.gather(logp.detach(), shift), 0.0)
         change = theirs - known("old_logp", theirs)

@@ -39,6 +39,9 @@ NORMS, EXACT, CRITICAL, ROTATION = 8, 8, 12, 3
 of a critical sharpness, at most, divided by the updates of an epoch; of a rotation."""
 
 
+_PARTS = ("generation_s", "training_s", "recording_s")
+
+
 class Places(NamedTuple):
     """Steps of norms and shares, those of the critical sharpness, how many spikes may be measured besides, and why a set is empty."""
 
@@ -50,32 +53,20 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What a step of a training does.
+    """What a step of a training does."""
 
-    Attributes:
-        epochs: how often it trains on its completions.
-        parts: updates in an epoch.
-        rows: completions of an update.
-        generated: whether it draws the completions.
-        reference: whether the loss runs a reference model too.
-    """
-
-    epochs: int = 1
-    parts: int = 1
-    rows: int = 8
-    generated: bool = False
-    reference: bool = False
+    epochs: int = 1  # how often it trains on its completions
+    parts: int = 1  # updates in an epoch
+    rows: int = 8  # completions of an update
+    generated: bool = False  # whether it draws the completions
+    reference: bool = False  # whether the loss runs a reference model too
 
 
 def places(steps: int, work: Work, *, critical: bool, rotation: bool = False, exact: int = 1) -> Places:
     """The default places of a training: the first and the last step and others between, as many as the price allows.
 
-    Args:
-        steps: of the training; 0: not known, then ever further apart.
-        work: of a step.
-        critical: whether the critical sharpness is measured; it is left out where it does not fit and the others do.
-        rotation: whether the rotation by token weights is.
-        exact: recording.exact_tokens.
+    With `steps` 0, the number is not known, and they are ever further apart. The critical sharpness is left out where it does not
+    fit and the others do. `exact` is recording.exact_tokens.
     """
     budget = MOST_SHARE * ((TRAINING + work.reference) * work.epochs + GENERATION * work.generated)  # passes a step
     cost = NORMS + EXACT * exact / max(work.rows, 1) + ROTATION * rotation
@@ -107,7 +98,6 @@ class Batch:
     rollout_batch: RolloutBatch
     tokens: StepTokens
     labels: list[Hashable]  # (N,) names of the rows' groups
-    shared: bool = False  # whether every process has it
 
     @property
     def device(self) -> torch.device:
@@ -115,9 +105,9 @@ class Batch:
         return self.rollout_batch.rollouts.completion_mask.device
 
     def to(self, device: torch.device) -> Batch:
-        """The batch with its completions on a device, shared by all processes."""
+        """The batch with its completions on a device."""
         rollouts = self.rollout_batch.rollouts.to(device)
-        return replace(self, rollout_batch=replace(self.rollout_batch, rollouts=rollouts), shared=True)
+        return replace(self, rollout_batch=replace(self.rollout_batch, rollouts=rollouts))
 
 
 @dataclass(frozen=True)
@@ -143,10 +133,9 @@ class Step:
 
     batches: list[Batch] = field(default_factory=list)
     updates: list[UpdateResult] = field(default_factory=list)
+    collected: int = 0  # batches that every process has
     micro: int = 0
-    seconds: dict[str, float] = field(
-        default_factory=lambda: {"generation_s": 0.0, "training_s": 0.0, "recording_s": 0.0}
-    )
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
     gradient: tuple[float, float, float] = (math.nan, math.nan, 1.0)  # loss, norm, clip factor of the present update
     rotation: UpdateRotation | None = None  # of the present update's gradient
     layers: dict[str, float] = field(default_factory=dict)  # norms of that gradient by layer and kind
@@ -163,20 +152,13 @@ class Step:
     def use(
         self, serial: int, rows: Tensor, known: Mapping[str, Tensor] = MappingProxyType({})
     ) -> Callable[[Tensor], None]:
-        """Record that a micro-batch of the present update uses some rows of a batch.
+        """Record that a micro-batch of the present update uses the rows (n,) of a batch; returns what takes ∂L/∂log π (n, T) of them.
 
-        Args:
-            serial: of the batch.
-            rows: (n,) in the batch, on the CPU.
-            known: what the loss does with their tokens, (n, T) each or (n, 1); without it the ratio is 1 and nothing is clipped.
-                `ratio`: π/π_old, of tokens or sequences. `log_ratio`: ln π − ln π_old of the token [nats].
-                `clipped`: −1 the lower bound acts, 1 the upper, 0 none; else it acts where the advantage is not 0 and the
-                coefficient is. `kl`: k3 [nats]. `correction`: factor of the loss for the sampler's policy. `ref_logp`: ln π of
-                the reference policy [nats]. `kl_share`: part of the coefficient that a KL term has; else 0 without a
-                reference and not known with one.
-
-        Returns:
-            A function to call in the backward pass with ∂L/∂log π (n, T) of the rows' tokens.
+        `known` is what the loss does with their tokens, (n, T) each or (n, 1); without it the ratio is 1 and nothing is clipped.
+        `ratio`: π/π_old, of tokens or sequences. `log_ratio`: ln π − ln π_old of the token [nats]. `clipped`: −1 the lower
+        bound acts, 1 the upper, 0 none; else it acts where the advantage is not 0 and the coefficient is. `kl`: k3 [nats].
+        `correction`: factor of the loss for the sampler's policy. `ref_logp`: ln π of the reference policy [nats]. `kl_share`:
+        part of the coefficient that a KL term has; else 0 without a reference and not known with one.
         """
         batch, derived = self.batch(serial), "clipped" not in known
         mask = batch.rollout_batch.rollouts.completion_mask[rows.to(batch.device)].bool().cpu()
@@ -207,14 +189,14 @@ class Step:
         count = distributed.world_size()
         if count == 1:
             return
-        new = [batch.to(torch.device("cpu")) for batch in self.batches if not batch.shared]
+        new = [batch.to(torch.device("cpu")) for batch in self.batches[self.collected :]]
         pending = [
             replace(use, columns=use.columns | {name: use.columns[name] / count for name in ("coef", "kl_coef")})
             for use in self.pending
         ]
         parts = distributed.gather((new, pending, self.gaps, [float(loss) / count for loss in self.losses]))
-        shared = [batch for batch in self.batches if batch.shared]
-        self.batches = shared + [batch.to(device) for theirs, *_ in parts for batch in theirs]
+        self.batches[self.collected :] = [batch.to(device) for theirs, *_ in parts for batch in theirs]
+        self.collected = len(self.batches)
         self.pending = [use for _, uses, _, _ in parts for use in uses]
         if not self.updates:  # later there are no new ones
             self.gaps = [gap for _, _, gaps, _ in parts for gap in gaps]
@@ -318,14 +300,9 @@ class Sequences:
 
 
 def sequences_of(ids: Tensor, present: Tensor, counted: Tensor, tokenizer: Any, *, pairs: bool = False) -> Sequences:
-    """Rows (B, L) as rollouts; the rows of a pair (DPO: chosen, rejected) become adjacent.
+    """Rows (B, L) of tokens, `present` 1 on tokens and 0 on padding, `counted` on those in the loss, as rollouts.
 
-    Args:
-        ids: (B, L) token IDs.
-        present: (B, L) 1 on tokens, 0 on padding.
-        counted: (B, L) bool, tokens in the loss.
-        tokenizer: for texts.
-        pairs: whether row i and row i + B/2 are a pair.
+    With `pairs` (DPO), row i and row i + B/2 are a pair and become adjacent.
 
     Raises:
         UserError: a row's first token is in the loss, predicted from padding.
@@ -364,11 +341,16 @@ def unused_tokens(stats: TokenStats, advantage: Tensor) -> StepTokens:
     )
 
 
-def same_prompts(rollouts: Rollouts, group_size: int) -> bool:
+def first_rows(rollouts: Rollouts) -> list[int]:
+    """The first row of each group."""
+    groups = rollouts.group.tolist()
+    return [groups.index(group) for group in dict.fromkeys(groups)]
+
+
+def same_prompts(rollouts: Rollouts) -> bool:
     """Whether the rows of every group have one prompt, so that it can be run once for all of them."""
     ids = rollouts.input_ids[:, : rollouts.prompt_width] * rollouts.attention_mask[:, : rollouts.prompt_width]
-    grouped = ids.view(-1, group_size, ids.shape[1])
-    return bool((grouped == grouped[:, :1]).all())
+    return torch.equal(ids, ids[torch.tensor(first_rows(rollouts))[rollouts.group.cpu()]])
 
 
 def prompt_texts(rollouts: Rollouts, tokenizer: Any) -> list[str]:

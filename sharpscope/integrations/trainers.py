@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -27,6 +26,7 @@ from transformers import TrainerCallback
 from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.integrations.core import Recorder, dropout_of, original_forward
+from sharpscope.integrations.guard import ended_by
 from sharpscope.integrations.steps import Work, sequences_of
 from sharpscope.policy.loading import has_adapters
 from sharpscope.policy.sharding import reshard
@@ -77,9 +77,8 @@ class TrainerRecorder(Recorder):
             setattr(trainer, name, getattr(self, original))
         self.callback: Any = TrainerCallback()
         vars(self.callback)["on_train_begin"] = lambda *_, **__: self._train_begins()
-        vars(self.callback)["on_save"] = lambda *_, **__: self.safely(
-            self.flush
-        )  # from there a resumed training goes on
+        # From a checkpoint a resumed training goes on.
+        vars(self.callback)["on_save"] = lambda *_, **__: self.safely(self.flush)
         trainer.add_callback(self.callback)
         trainer._sharpscope = self
 
@@ -100,17 +99,13 @@ class TrainerRecorder(Recorder):
             del trainer._sharpscope
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:
-        status, reason = "finished", "all steps done"
         try:
-            return self._original["train"](*args, **kwargs)
-        except KeyboardInterrupt:
-            status, reason = "interrupted", "stopped by the user"
-            raise
+            result = self._original["train"](*args, **kwargs)
         except BaseException as error:
-            status, reason = "failed", f"{type(error).__name__}: {error}"
+            self.end(partial(self.stop, *ended_by(error)))
             raise
-        finally:
-            self.end(partial(self.stop, status, reason))
+        self.end(partial(self.stop, "finished", "all steps done"))
+        return result
 
     def _train_begins(self) -> None:
         self.recording = True
@@ -243,10 +238,8 @@ class SupervisedRecorder(TrainerRecorder):
     rules: Mapping[str, Any] = {rule: {"action": "off"} for rule in OF_ROLLOUTS}
 
     def __init__(self, trainer: Any, out: str | Path, kind: str, *, critical: bool | int, **options: Any) -> None:
-        factors = {
-            "loss_type": "dft",
-            "use_weighting": True,
-        }  # options by which the loss has factors without a gradient
+        # Options by which the loss has factors without a gradient.
+        factors = {"loss_type": "dft", "use_weighting": True}
         held = [f"{name} = {value!r}" for name, value in factors.items() if getattr(trainer.args, name, None) == value]
         self.pairs = kind == "dpo"
         reference = self.pairs and not getattr(trainer.args, "precompute_ref_log_probs", False)
@@ -284,19 +277,17 @@ class SupervisedRecorder(TrainerRecorder):
     def _tokens(self, inputs: Mapping[str, Any], found: Any) -> None:
         """Add the micro-batch to the step, and take the coefficients of its tokens from what was found in its loss."""
         text = f"the loss of {type(self.trainer).__name__} uses neither the model's loss nor its log-probabilities"
-        odd = [
-            f"the batch has the input '{key}', which probes do not get" for key in sorted(set(inputs) - _KNOWN_INPUTS)
-        ]
-        refuse((not found.kind, text), (odd, "; ".join(odd)))
+        odd = ", ".join(f"'{key}'" for key in sorted(set(inputs) - _KNOWN_INPUTS))
+        refuse((not found.kind, text), (odd, f"the batch has the input {odd}, which probes do not get"))
         ids: Tensor = inputs["input_ids"]
         present = torch.ones_like(ids) if inputs.get("attention_mask") is None else inputs["attention_mask"]
         counted = inputs["completion_mask"].bool() if self.pairs else inputs["labels"] != IGNORED
         other = not self.pairs and bool((inputs["labels"][counted] != ids[counted]).any())
         refuse((other, "labels differ from the input's own tokens"))
         sequences = sequences_of(ids, present, counted, self.policy.tokenizer, pairs=self.pairs)
-        rollouts, n, size = sequences.rollouts, len(sequences.rollouts), 2 if self.pairs else 1
+        rollouts, n = sequences.rollouts, len(sequences.rollouts)
         parts = [{"chosen": 1.0 - row % 2} if self.pairs else {} for row in range(n)]
-        made = self.open_batch(rollouts, torch.zeros(n, dtype=torch.float64), parts=parts, size=size)
+        made = self.open_batch(rollouts, torch.zeros(n, dtype=torch.float64), parts=parts)
         ours, mask = made.tokens.stats.logp, rollouts.completion_mask.bool()
         keep = self._step.use(made.serial, torch.arange(n))
         tokens, number = int(mask.sum()), found.labels
@@ -323,39 +314,23 @@ class SupervisedRecorder(TrainerRecorder):
         """
         found = SimpleNamespace(kind="", values=None, labels=0.0, keep=lambda _: None)
 
-        def take(kind: str, values: Tensor, labels: float = 0.0) -> bool:
-            """Hook the first tensor with a gradient; returns whether it is this one."""
-            if found.kind or not values.requires_grad or not torch.is_grad_enabled():
-                return False
-            found.kind, found.values, found.labels = kind, values.detach(), labels
-            values.register_hook(lambda gradient: found.keep(gradient))  # noqa: PLW0108 - `keep` is set later
-            return True
-
         def hook(module: Any, args: Any, given: dict[str, Any], output: Any) -> None:
-            """Look at an output of the model."""
-            logp, loss, labels = getattr(output, "log_probs", None), getattr(output, "loss", None), given.get("labels")
-            if isinstance(logp, Tensor):
-                take("log_probs", logp)
-            elif isinstance(loss, Tensor) and labels is not None:
-                count = given.get("num_items_in_batch")
-                take("loss", loss, float((labels[:, 1:] != IGNORED).sum() if count is None else count))
-
-        # TRL's DPO before 1.16 computes log-probabilities by a function
-        module: Any = import_module("trl.trainer.dpo_trainer") if self.pairs else None
-        softmax: Any = getattr(module, "selective_log_softmax", None)
-
-        def hooked(*args: Any, **kwargs: Any) -> Tensor:
-            """The function's log-probabilities, of which the first that require a gradient are hooked."""
-            logp: Tensor = softmax(*args, **kwargs)
-            # TRL sets prompts to 0 in place, and a view that is written to loses its hook
-            return logp.clone() if take("log_probs", logp) else logp
+            """Hook the first output of the model that requires a gradient."""
+            logp, labels, count = (
+                getattr(output, "log_probs", None),
+                given.get("labels"),
+                given.get("num_items_in_batch"),
+            )
+            values = getattr(output, "loss", None) if logp is None and labels is not None else logp
+            if found.kind or not isinstance(values, Tensor) or not values.requires_grad:
+                return
+            found.kind, found.values = "loss" if logp is None else "log_probs", values.detach()
+            if labels is not None:
+                found.labels = float((labels[:, 1:] != IGNORED).sum() if count is None else count)
+            values.register_hook(lambda gradient: found.keep(gradient))  # noqa: PLW0108 - `keep` is set later
 
         handle = self.model.register_forward_hook(hook, with_kwargs=True)
-        if softmax is not None:
-            module.selective_log_softmax = hooked
         try:
             yield found
         finally:
             handle.remove()
-            if softmax is not None:
-                module.selective_log_softmax = softmax

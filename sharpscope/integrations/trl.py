@@ -1,4 +1,4 @@
-"""Record TRL's GRPOTrainer, and add token weights to its loss.
+"""Record TRL's GRPOTrainer.
 
 Completions are known as whole batches, before their updates. Rows keep their number through TRL's shuffle, and a hook on the
 log-probabilities inside TRL's own loss gives each token's coefficient. A step is the fewest micro-steps that are whole batches
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,36 +19,31 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sharpscope import distributed
 from sharpscope.config.method import PpoClip
-from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
 from sharpscope.integrations.core import dropout_of
 from sharpscope.integrations.steps import Work
 from sharpscope.integrations.trainers import TrainerRecorder, check_setup, refuse, rows_of_update
-from sharpscope.objective import Method, gradient_killed, k3, named_method
-from sharpscope.policy import Completions, Rollouts, join_rollouts
+from sharpscope.objective import gradient_killed, k3
+from sharpscope.policy import Completions, Rollouts
 from sharpscope.policy.head import backbone
 from sharpscope.policy.token_stats import flat_stats, spread
-from sharpscope.recording.rows import evaluation_row
 
 ROW = "sharpscope_row"  # (n, 2): serial number of the batch, row in it
-OLDEST, NEWEST = (1, 0), (1, 16)
+OLDEST, OLDEST_OF_DPO, NEWEST = (1, 0), (1, 16), (1, 16)
 EXCLUDED = ("1.15.0",)
-#: Losses in which a non-negative factor on a token's advantage multiplies that token's surrogate and nothing else.
-WEIGHTABLE = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo")
 SAME = 1e-4
 """Mean gap between TRL's log-probabilities and the recorder's [nats] below which TRL's own forward pass gives the statistics."""
 #: Losses with a factor of the ratio that has no gradient.
 HELD_CONSTANT = ("cispo", "vespo")
 
 
-def check_version() -> None:
-    """Check the installed TRL; warn of one that is newer than those tested."""
+def check_version(dpo: bool) -> None:
+    """Check the installed TRL, for DPO or not; warn of one that is newer than those tested."""
     try:
         installed = version("trl")
     except PackageNotFoundError:
@@ -56,6 +51,7 @@ def check_version() -> None:
     numbers = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
     old = installed in EXCLUDED or numbers < OLDEST
     refuse((old, f"TRL {installed} is not supported; pip install 'trl>=1.0,!=1.15.0'"))
+    refuse((dpo and numbers < OLDEST_OF_DPO, f"DPO with TRL {installed} is not supported; pip install 'trl>=1.16'"))
     if numbers > NEWEST:
         newest = "{}.{}".format(*NEWEST)
         warnings.warn(f"TRL {installed} is newer than {newest}, the newest that was tested", stacklevel=3)
@@ -79,28 +75,6 @@ def generate_every(trainer: Any) -> int:
     return int(trainer.args.steps_per_generation * trainer.num_iterations)
 
 
-def token_weights_of(trainer: Any, method: Method) -> Method:
-    """The method whose token weights are added to TRL's loss.
-
-    Raises:
-        UserError: it has none, they are not a factor on the surrogate, or it differs from GRPO in more than weights; or TRL's
-            loss does not keep them apart.
-    """
-    plain, uniform = named_method("grpo"), isinstance(method.weight, UniformWeight) and method.tokens is None
-    rest = method.model_copy(update={"name": plain.name, "weight": plain.weight, "tokens": plain.tokens})
-    if method.tokens is None:  # ar: TRL's own options set its clip and aggregation
-        rest = rest.model_copy(update={"clip": plain.clip, "aggregate": plain.aggregate})
-    name, loss, usable = f"weights = '{method.name}'", trainer.loss_type, ", ".join(WEIGHTABLE)
-    inside = "they act on the ratio inside the clip, which TRL's advantages cannot carry; use grpo-sg"
-    more = "this method is more than token weights on GRPO, or has none; give one such as grpo-sg or ar"
-    refuse(
-        (loss not in WEIGHTABLE, f"loss_type = '{loss}' does not keep token weights apart; use one of {usable}"),
-        (method.weight_on != "surrogate", f"{name}: {inside}"),
-        (rest != plain or uniform, f"{name}: {more}, and set the rest by TRL's own options"),
-    )
-    return method.with_preset("auto", "paper")
-
-
 class GrpoRecorder(TrainerRecorder):
     """What `record` returns for a GRPOTrainer."""
 
@@ -112,30 +86,24 @@ class GrpoRecorder(TrainerRecorder):
         "_get_per_token_logps_and_entropies": "_logps",
     }
 
-    def __init__(
-        self, trainer: Any, out: str | Path, *, critical: bool | int, weights: Method | None = None, **options: Any
-    ) -> None:
+    def __init__(self, trainer: Any, out: str | Path, *, critical: bool | int, **options: Any) -> None:
         args, loss, held = trainer.args, str(trainer.loss_type), trainer.loss_type in HELD_CONSTANT
         notes = [f"critical sharpness is not measured: loss_type '{loss}' holds factors constant"] if held else []
         for name, off in (("min_p", None), ("repetition_penalty", 1.0)):
             if (value := getattr(args, name, off)) not in (off, None):
                 notes.append(f"completions were drawn with {name} = {value:g}, which log-probabilities do not show")
-        self.weights, self.group_size, self.period = weights, int(trainer.num_generations), generate_every(trainer)
+        self.group_size, self.period = int(trainer.num_generations), generate_every(trainer)
         self._current: dict[str, Any] | None = None
         self._scored: tuple[Tensor, list[list[int]]] | None = None
-        self._evaluated: list[Tensor] = []
         parts = max(1, int(args.steps_per_generation) // args.gradient_accumulation_steps)
         self.work = Work(int(trainer.num_iterations), parts, rows_of_update(args), generated=True)
         # Whether the first update of a step uses all its completions, so that their statistics can come from its loss.
         whole = int(args.steps_per_generation) <= args.gradient_accumulation_steps  # `parts` rounds down
-        self._can_read_loss = whole and weights is None and not args.torch_compile
-        self._can_read_loss &= distributed.world_size() == 1 and not dropout_of(trainer.model)
+        whole &= distributed.world_size() == 1
+        self._can_read_loss = whole and not args.torch_compile and not dropout_of(trainer.model)
         self._reads_loss = False
         options |= {"temperature": float(trainer.temperature), "beta": float(trainer.beta)}
-        label = loss if weights is None else weights.name
-        super().__init__(trainer, out, label, notes, critical=0 if held else critical, **options)
-        self._serial = 0  # the same in all processes, which have the same batches
-        self.callback.on_evaluate = lambda *_, **__: self.safely(self.evaluated)
+        super().__init__(trainer, out, loss, notes, critical=0 if held else critical, **options)
 
     # -- one batch of completions ------------------------------------------------------------------------------------
 
@@ -148,53 +116,43 @@ class GrpoRecorder(TrainerRecorder):
     def _generate(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         training, started = self.model.training, time.perf_counter()
         output: dict[str, Any] = self._original["_generate_and_score_completions"](inputs)
-        self.together(lambda: self._generated(output, training, started))
+        if training:
+            self.together(lambda: self._generated(output, started))
         return output
 
-    def _generated(self, output: dict[str, Any], training: bool, started: float) -> None:
+    def _generated(self, output: dict[str, Any], started: float) -> None:
         if self._scored is None:
             return
-        (rewards, ids), self._scored = self._scored, None
+        rewards, ids = self._scored
         total = (rewards * self.trainer.reward_weights.cpu()[None]).nansum(1)
         total[rewards.isnan().all(1)] = math.nan  # TRL counts it as 0
-        if not training:
-            self._evaluated.append(total)
-            return
         done = time.perf_counter()
         self._step.seconds["generation_s"] += done - started
         self._open(output, rewards, ids, total)
         self._step.seconds["recording_s"] += time.perf_counter() - done
 
     def _open(self, output: dict[str, Any], rewards: Tensor, ids: list[list[int]], total: Tensor) -> None:
-        """Add the new batch of all processes: measure π_old on it, number its rows and, if asked for, weight their tokens."""
+        """Add the new batch: measure π_old on it, and number its rows."""
         advantage = output["advantages"]
         if advantage.dim() != 1:
             raise UserError(f"advantages have shape {tuple(advantage.shape)}; recording needs one a completion")
-        tokenizer, device = self.policy.tokenizer, advantage.device
         # TRL has gathered the rewards, in the order of processes; rows and advantages are each process's own.
-        rows = torch.arange(len(advantage), device=device) + distributed.rank() * len(advantage)
-        part = rollouts_of(output, ids, total[rows.to(total.device)], tokenizer, self.policy.eos_ids)
-        parts = distributed.gather((part.to(torch.device("cpu")), advantage.detach().cpu()))
-        rollouts = join_rollouts(*(each for each, _ in parts)).to(device)
-        rollouts = replace(rollouts, group=torch.arange(len(rollouts), device=device) // self.group_size)
+        n, tokenizer = len(advantage), self.policy.tokenizer
+        mine = torch.arange(n) + distributed.rank() * n
+        prompt = mine // self.group_size  # a group may be in two processes
+        rollouts = rollouts_of(output, ids, total[mine], tokenizer, self.policy.eos_ids)
+        rollouts = replace(rollouts, group=(prompt - prompt[0]).to(advantage.device))
+        number = self._serial // distributed.world_size()  # of the batch, the same in all processes
         names = self.trainer.reward_func_names
-        of_functions = [dict(zip(names, row, strict=True)) for row in rewards.tolist()]
+        parts = [dict(zip(names, row, strict=True)) for row in rewards[mine].tolist()]
         if missing := int(total.isnan().sum()):
             text = f"{missing} of {len(total)} completions got no reward from any reward function (NaN; TRL counts 0)"
             self._event("nan_reward", "warning", text, missing / len(total), 0.0)
-        every = torch.cat([each for _, each in parts]).to(device)
         measured = self.observers.schedule.due("norms", self.step_number)
         self._reads_loss = self._can_read_loss and self.gap < SAME and not measured
-        options: dict[str, Any] = {"parts": of_functions, "size": self.group_size, "measure": not self._reads_loss}
-        batch = self.open_batch(rollouts, every, shared=True, **options)
-        if self.weights is not None:
-            self.weights, plan = self.plan_of(self.weights, batch.rollout_batch, batch.tokens.stats)
-            batch.tokens.weight = plan.weight.to(batch.tokens.weight)
-            for text in plan.warnings:
-                self._warn("method", "warning", text)
-            factor = (plan.weight * plan.keep.to(plan.weight)).to(advantage)[rows]
-            output["advantages"] = advantage[:, None] * factor[:, : output["completion_ids"].shape[1]]  # (n, T)
-        output[ROW] = torch.stack([torch.full_like(rows, self._serial), rows], 1)
+        labels = [(number, group) for group in prompt.tolist()]
+        self.open_batch(rollouts, advantage.detach(), labels, parts, measure=not self._reads_loss)
+        output[ROW] = torch.stack([torch.full((n,), self._serial), torch.arange(n)], 1).to(advantage.device)
 
     # -- one micro-batch ---------------------------------------------------------------------------------------------
 
@@ -257,21 +215,6 @@ class GrpoRecorder(TrainerRecorder):
 
         self._kept.append(again)
 
-    def evaluated(self) -> None:
-        """Write the evaluation that has just ended as one row over all its prompts."""
-        total = torch.cat(self._evaluated) if self._evaluated else torch.zeros(0)
-        self._evaluated = []
-        k = int(getattr(self.trainer, "num_generations_eval", self.trainer.num_generations))
-        total = total[: len(total) // k * k]
-        if len(total):
-            judge: Callable[[float], bool] = self.correct or (lambda _: False)
-            correct = np.array([judge(value) for value in total.tolist()], dtype=bool).reshape(-1, k)
-            of = (self.step_number - 1, self.task, "heldout", "all")
-            row = evaluation_row(*of, correct, total.tolist(), self.temperature)
-            if self.correct is None:
-                row |= dict.fromkeys(("accuracy", "std_error", "pass_at_k"))
-            self.writer.append("eval", {name: [value] for name, value in row.items()})
-
 
 def rollouts_of(
     output: dict[str, Any], ids: Sequence[Sequence[int]], reward: Tensor, tokenizer: Any, eos_ids: Any
@@ -303,13 +246,7 @@ def rollouts_of(
 
 @torch.no_grad()
 def token_loss(trainer: Any, inputs: dict[str, Any], logp: Tensor) -> dict[str, Tensor]:
-    """What a trainer's loss does with the tokens of a micro-batch, see `Step.use`.
-
-    Args:
-        trainer: whose options apply.
-        inputs: TRL's batch of n rows.
-        logp: (n, T) [nats], what the trainer's loss differentiates.
-    """
+    """What a trainer's loss does with the tokens of TRL's batch of n rows, see `Step.use`; `logp` (n, T) is what it differentiates."""
     inside, logp = inputs["completion_mask"].bool(), logp.detach()
     if inputs.get("tool_mask") is not None:
         inside = inside & inputs["tool_mask"].bool()
@@ -318,8 +255,7 @@ def token_loss(trainer: Any, inputs: dict[str, Any], logp: Tensor) -> dict[str, 
     change = deviation = torch.zeros_like(logp) if old is None else torch.where(inside, logp - old, 0.0)
     if sequences:
         change = (change.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True).clamp(min=1)).expand(logp.shape)
-    ratio, advantage = change.exp(), inputs["advantages"]
-    advantage = (advantage if advantage.dim() == 2 else advantage[:, None]).expand(logp.shape)
+    ratio, advantage = change.exp(), inputs["advantages"][:, None].expand(logp.shape)
     clipped = _clipped(trainer, ratio, advantage)
     made = {"ratio": torch.where(inside, ratio, 1.0), "log_ratio": deviation, "clipped": clipped * inside}
     if inputs.get("importance_sampling_ratio") is not None:

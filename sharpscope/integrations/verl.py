@@ -3,9 +3,7 @@
 `train_mini_batch` gets one batch of completions and makes a step of one or more updates (`train_batch`). Each row carries its
 number through verl's mini- and micro-batches. A hook on the log-probabilities that the loss differentiates gives ∂L/∂log π;
 FSDP averages gradients over the data-parallel processes, so this divided by their number is the token's coefficient in the
-loss of the whole batch. After the step the processes' rows are gathered, and the first process writes them. At the first step and
-every few steps each process measures the local score norms of its own tokens through the shards, before the first update, and
-between the gradient of the first update and the optimizer's step the critical sharpness, by more evaluations of its loss.
+loss of the whole batch. After the step the processes' rows are gathered, and the first process writes them.
 
 The entropy bonus acts on all logits of a position and is not in `loss_coef`.
 """
@@ -16,13 +14,11 @@ import atexit
 import functools
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,20 +31,8 @@ from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.integrations.completions import Completion, step_events, step_tables
 from sharpscope.integrations.guard import Guard, reason_of, warn_stopped
-from sharpscope.policy import completions_of
-from sharpscope.probes import Estimate, columns, guarded
-from sharpscope.probes.token_gradients import ShardedProbes
 from sharpscope.recording import run_folder
-from sharpscope.recording.health import refusal
-from sharpscope.recording.norms import (
-    clip_factor,
-    gradient_norm,
-    gradient_norms,
-    layer_groups,
-    update_norm,
-    update_norms,
-)
-from sharpscope.recording.observers import critical_rows
+from sharpscope.recording.norms import gradient_norms, layer_groups, update_norm, update_norms
 from sharpscope.recording.rows import update_columns
 from sharpscope.recording.step import UpdateResult, UpdateTokens
 from sharpscope.rules.judging import Event
@@ -56,37 +40,19 @@ from sharpscope.traces import RunLock, TraceWriter, create_run_dir, create_run_i
 from sharpscope.traces.files import now
 
 ROW = "sharpscope_row"
-STRATEGIES = ("fsdp", "fsdp2")
-NORMS, CRITICAL = "SHARPSCOPE_VERL_NORMS_EVERY", "SHARPSCOPE_VERL_CRITICAL_EVERY"
-"""Environment variables: intervals of score norms and of critical sharpness, both also measured at the first step and, where verl
-gives their number, at the last; 0: never [steps]."""
-NORMS_EVERY, CRITICAL_EVERY, ROUNDS = 10, 50, 10
-"""Default intervals [steps]; that of critical sharpness is larger where it would be measured more than ROUNDS times."""
-LOSSES = ("vanilla", "gspo", "sapo", "gpg", "geo_mean", "dro")
-"""Values of `policy_loss.loss_mode` whose loss has the gradient that the update descends; others hold factors of it constant."""
 NEEDED = ("prompts", "responses", "response_mask", "old_log_probs", "advantages")
 _REWARDS = ("token_level_scores", "rm_scores", "token_level_rewards")
 
 
 def install(folder: str) -> None:
     """Wrap verl's training worker, once per process; every actor's step is recorded to `folder`."""
-    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+    from verl.workers.engine_workers import TrainingWorker
 
-    interval(NORMS, NORMS_EVERY)
-    interval(CRITICAL, CRITICAL_EVERY)
     if getattr(TrainingWorker, "_sharpscope", False):
         return
     step, update = TrainingWorker.train_mini_batch, TrainingWorker.train_batch
-    build = ActorRolloutRefWorker.init_model
 
-    @functools.wraps(build)  # keeps what verl's dispatcher reads from the function
-    def init_model(self: Any) -> Any:
-        """As verl's; an actor that cannot be recorded is refused before it is built."""
-        if "actor" in self.role:
-            check_actor(self.config)
-        return build(self)
-
-    @functools.wraps(step)
+    @functools.wraps(step)  # keeps what verl's dispatcher reads from the function
     def train_mini_batch(self: Any, data: Any) -> Any:
         """As verl's; an actor's step is recorded."""
         if any(name not in data for name in NEEDED):  # another worker: a critic, or supervised fine-tuning
@@ -98,77 +64,32 @@ def install(folder: str) -> None:
     @functools.wraps(update)
     def train_batch(self: Any, data: Any) -> Any:
         """As verl's; an update of a recorded step is recorded."""
-        recorder = getattr(self, "_sharpscope_recorder", None)
-        if recorder is None or recorder.rows is None or ROW not in data:
+        rows = self._sharpscope_recorder.rows if ROW in data else None
+        if rows is None:
             return update(self, data)
-        return recorder.update(data, lambda: update(self, data))
+        return self._sharpscope_recorder.update(rows, lambda: update(self, data))
 
     TrainingWorker.train_mini_batch, TrainingWorker.train_batch = train_mini_batch, train_batch
-    ActorRolloutRefWorker.init_model = init_model
     TrainingWorker._sharpscope = True
 
 
-def interval(variable: str, default: int) -> int:
-    """The interval that an environment variable sets [steps].
+def check_engine(config: Any) -> None:
+    """Check the configuration of a worker's engine.
 
     Raises:
-        UserError: it is not a whole number of at least 0.
+        UserError: the engine or an option is not supported; the message names it.
     """
-    text = os.environ.get(variable, str(default))
-    if not text.isdecimal():
-        raise UserError(f"{variable} = {text!r}: must be a whole number of at least 0 [steps]; 0 leaves it out")
-    return int(text)
-
-
-def check_actor(config: Any) -> None:
-    """Check that an actor with verl's configuration (actor_rollout_ref) can be recorded, before it is built.
-
-    Raises:
-        UserError: an engine or option is not supported; the message names it.
-    """
-    from verl.utils.config import omega_conf_to_dataclass
-
-    if config.actor.strategy in STRATEGIES:  # else there may be no `engine`
-        check_engine(omega_conf_to_dataclass(config.actor).engine, bool(config.model.get("use_fused_kernels", False)))
-    else:
-        check_engine(config.actor, False)
-
-
-def check_engine(config: Any, fused: bool) -> None:
-    """Check an engine's configuration, and whether the model uses fused kernels.
-
-    Raises:
-        UserError: an engine or option is not supported; the message names it.
-    """
-    if config.strategy not in STRATEGIES:
-        raise UserError(f"verl: strategy = {config.strategy} is not recorded; use fsdp2, or unset SHARPSCOPE_VERL")
+    if config.strategy not in ("fsdp", "fsdp2"):
+        raise UserError(f"verl: strategy = {config.strategy} is not recorded; use fsdp2")
     parts, dtype = config.ulysses_sequence_parallel_size, str((config.mixed_precision or {}).get("param_dtype", ""))
     half = "mixed_precision.param_dtype = fp16 scales the loss by a changing factor; use bf16 or fp32"
     for wrong, message in (
-        (fused, "use_fused_kernels = True gives no log-probabilities to hook; set it to False"),
+        (config.use_fused_kernels, "use_fused_kernels = True gives no log-probabilities to hook; set it to False"),
         (parts > 1, f"ulysses_sequence_parallel_size = {parts} divides sequences; set it to 1"),
         (dtype in ("fp16", "float16", "16", "16-mixed"), half),
     ):
         if wrong:
             raise UserError(f"verl: {message}")
-
-
-def check_loss(loss_fn: Any) -> None:
-    """Check that the loss at other weights is that whose gradient the update descends.
-
-    Raises:
-        UserError: it holds factors constant, or is not known.
-    """
-    name = getattr(getattr(loss_fn, "func", loss_fn), "__name__", type(loss_fn).__name__)
-    if name != "ppo_loss":
-        raise UserError(f"the loss {name} is not known; critical sharpness needs verl's ppo_loss")
-    config = loss_fn.keywords["config"]
-    mode = config.policy_loss.get("loss_mode", "vanilla")
-    if mode not in LOSSES:
-        why = "the loss has factors that its gradient treats as constants, or is not known"
-        raise UserError(f"policy_loss.loss_mode = {mode}: {why}; measured for {', '.join(LOSSES)}")
-    if config.use_kl_loss and config.kl_loss_type.endswith("+"):
-        raise UserError(f"kl_loss_type = {config.kl_loss_type}: its gradient is not that of its value")
 
 
 @dataclass
@@ -190,7 +111,6 @@ class _Rows:
     mask: Tensor  # (N, T) bool
     old: Tensor  # (N, T) ln π at the start of the step [nats]
     entropy: Tensor  # NaN where it is not known
-    norm: Tensor  # local score norm at the start of the step, NaN where it was not measured
     updates: list[UpdateResult] = field(default_factory=list)
     uses: list[_Use] = field(default_factory=list)
 
@@ -209,11 +129,7 @@ class VerlRecorder(Guard):
         self.worker, self.folder, self.recording = worker, folder, True
         self.rows: _Rows | None = None
         self.count, self.seconds = 0, 0.0
-        self.first = distributed.is_rank_zero()
         self.writer: TraceWriter | None = None
-        self.events: list[Event] = []
-        self.probes: list[Estimate] = []
-        self.critical_lr: float | None = None  # found last
 
     def give_up(self, error: Exception) -> None:
         """End the recording because of an error of its own; the training goes on."""
@@ -246,65 +162,25 @@ class VerlRecorder(Guard):
         return output
 
     def _begin(self, data: Any) -> None:
-        """Take the step's batch, and measure what is due before its first update."""
+        """Take the step's batch."""
         worker = self.worker
         if self.count == 0:
-            check_engine(worker.engine_config, bool(worker.engine_config.use_fused_kernels))
+            check_engine(worker.engine_config)
             total = getattr(worker.optimizer_config, "total_training_steps", None)
             self.steps = int(total or -1)  # of the training, if known
-            self.every = {"score_norm_local": interval(NORMS, NORMS_EVERY)}
-            self.every["critical_sharpness"] = interval(CRITICAL, max(CRITICAL_EVERY, -(-self.steps // ROUNDS)))
-            self.norms = ShardedProbes(worker.engine.module)
             whole = worker.engine_config.strategy == "fsdp2"
             self.groups = layer_groups(worker.engine.module) if whole else None
-            for name in () if whole else self.every:
-                self._refuse(name, UserError(f"strategy = {worker.engine_config.strategy}: needs fsdp2"))
         mask, old = _dense(data["response_mask"]).bool(), _dense(data["old_log_probs"]).double()
         if old.shape[1] < mask.shape[1]:
             raise UserError("verl: old_log_probs is shorter than response_mask, so tokens cannot be matched")
-        entropy, norm = (torch.full(mask.shape, torch.nan, dtype=torch.float64) for _ in range(2))
+        entropy = torch.full(mask.shape, torch.nan, dtype=torch.float64)
         if "entropy" in data:
             entropy = _dense(data["entropy"]).double()[:, : mask.shape[1]]
-        if self._due("score_norm_local"):
-            self._score_norms(data, mask, norm)
-        self.rows = _Rows(data, mask, old[:, : mask.shape[1]], entropy, norm)
+        self.rows = _Rows(data, mask, old[:, : mask.shape[1]], entropy)
 
-    def _due(self, name: str) -> bool:
-        """Whether `name` is measured in the coming step."""
-        step, every = self.count + 1, self.every[name]
-        return every > 0 and (step == 1 or step % every == 0 or step == self.steps)
-
-    def _score_norms(self, data: Any, mask: Tensor, into: Tensor) -> None:
-        """Write the local score norms (n, T) of this process's response tokens; all processes call it."""
-        prompts, responses = _parts(data)
-        counted = [row[: len(ids)].tolist() for row, ids in zip(mask, responses, strict=True)]
-        made = completions_of(prompts, responses, counted)
-        whole = torch.cat([torch.zeros_like(made.input_ids[:, : made.prompt_width]), made.completion_mask], 1)
-        offload = bool(data["disable_auto_offload"]) if "disable_auto_offload" in data else False
-        try:
-            temperature = _temperature(data)
-            if any(value is None for value in distributed.gather(temperature)):
-                raise UserError("temperature: differs between rows; norms are of one temperature")
-            with self.worker.engine.eval_mode(disable_auto_offload=offload):
-                measured = self.norms.local(made.input_ids, whole, made.attention_mask, float(temperature or 1.0))
-        except UserError as problem:
-            self._refuse("score_norm_local", problem)
-            return
-        values = measured.values[:, made.prompt_width :].double().cpu()
-        into[:, : values.shape[1]] = torch.where(made.completion_mask.bool(), values, torch.nan)
-
-    def _refuse(self, name: str, problem: UserError) -> None:
-        """Report that `name` is not measured from here on."""
-        if self.every[name]:
-            self.events.append(refusal(self.count + 1, name, problem))
-        self.every[name] = 0
-
-    def update(self, data: Any, train: Callable[[], Any]) -> Any:
+    def update(self, rows: _Rows, train: Callable[[], Any]) -> Any:
         """Run one `train_batch` with a loss that is watched."""
-        worker, rows = self.worker, self.rows
-        if rows is None:
-            return train()
-        inner, engine = worker.loss_fn, worker.engine
+        worker, engine, inner = self.worker, self.worker.engine, self.worker.loss_fn
         make_update, replaced = engine.optimizer_step, vars(engine).get("optimizer_step")
 
         def watched(**given: Any) -> Any:  # in distillation verl also calls it with the logits
@@ -314,14 +190,9 @@ class VerlRecorder(Guard):
             return inner(**given)
 
         def measured() -> float:
-            """The optimizer step of verl, with critical sharpness before it and the update's size after it."""
-            hooks: list[Any] = []
-            self._timed(lambda: self.together(lambda: hooks.extend(self._before(rows, data, inner))))
+            """The optimizer step of verl, and the norms of its gradient and update."""
             norm = float(make_update())
-            for hook in hooks:
-                hook.remove()
-            # Here, as verl clears the gradients, which tell which parameters moved, before train_batch returns.
-            self._timed(lambda: self.together(lambda: self._after(rows, norm)))
+            self._timed(lambda: self.together(lambda: self._updated(rows, norm)))
             return norm
 
         worker.loss_fn, engine.optimizer_step = watched, measured
@@ -343,86 +214,26 @@ class VerlRecorder(Guard):
         work()
         self.seconds += time.perf_counter() - started
 
-    def _before(self, rows: _Rows, data: Any, loss_fn: Any) -> list[Any]:
-        """Take the gradient's norms, and return a hook that measures the critical sharpness where it is due."""
-        engine = self.worker.engine
-        self.lr = float(engine.optimizer.param_groups[0]["lr"])
-        self.gradient = (
-            None
-            if self.groups is None
-            else gradient_norms([p for p in engine.module.parameters() if p.requires_grad], self.groups)
-        )
-        if rows.updates or not self._due("critical_sharpness"):
-            return []
-        norm = gradient_norm(engine.module.parameters()) if self.gradient is None else self.gradient.total
-        factor = clip_factor(norm, float(engine.optimizer_config.clip_grad))
-        # verl clips the gradient and then calls the optimizer, unless the gradient is not finite.
-        critical = partial(self._critical, rows, data, loss_fn, factor)
-        return [engine.optimizer.register_step_pre_hook(lambda *_: self._timed(lambda: self.together(critical)))]
-
-    def _after(self, rows: _Rows, norm: float) -> None:
-        """Take the size of the update that verl has made, if it has (`norm` is finite)."""
-        optimizer, groups = self.worker.engine.optimizer, self.groups
-        size, layers = math.nan, None
+    def _updated(self, rows: _Rows, norm: float) -> None:
+        """Take the norms of the update that verl has made, if it has (`norm` is finite), and of its gradient before clipping."""
+        engine, config, size, layers = self.worker.engine, self.worker.engine_config, math.nan, None
+        optimizer, parameters = engine.optimizer, [p for p in engine.module.parameters() if p.requires_grad]
         adam = isinstance(optimizer, torch.optim.AdamW) and not any(g["amsgrad"] for g in optimizer.param_groups)
-        if adam and math.isfinite(norm):
-            if groups is None or self.gradient is None:
-                size = self._update_norm(optimizer)
-            else:
-                moved = update_norms(optimizer, groups)
-                size, layers = moved.total, (self.gradient.layers, moved.layers)
-        skipped = not math.isfinite(norm)
-        rows.updates.append(UpdateResult(math.nan, norm, norm, size, 1.0, skipped, lr=self.lr, layers=layers))
+        if adam and math.isfinite(norm) and self.groups is not None:
+            gradient, moved = gradient_norms(parameters, self.groups), update_norms(optimizer, self.groups)
+            clipped = gradient.total / norm if norm else 1.0
+            size, layers = moved.total, ({name: v / clipped for name, v in gradient.layers.items()}, moved.layers)
+        elif adam and math.isfinite(norm):
+            # FSDP 1: each process's parameters are its part, which several hold if fsdp_size divides the processes.
+            processes = distributed.world_size()
+            copies = processes // config.fsdp_size if 0 < config.fsdp_size < processes else 1
+            size = math.sqrt(distributed.sum_values(update_norm(optimizer) ** 2) / copies)
+        lr, skipped = float(optimizer.param_groups[0]["lr"]), not math.isfinite(norm)
+        rows.updates.append(UpdateResult(math.nan, norm, norm, size, 1.0, skipped, lr=lr, layers=layers))
 
     def _made(self, rows: _Rows, metrics: dict[str, Any]) -> None:
-        """Take the loss and the gradient norm that verl reports of the update."""
-        norm, loss = float(metrics.get("grad_norm", math.nan)), float(np.mean(metrics.get("loss", math.nan)))
-        rows.updates[-1] = replace(rows.updates[-1], loss=loss, grad_norm=norm, plain_norm=norm)
-
-    def _update_norm(self, optimizer: torch.optim.AdamW) -> float:
-        """The size of the update just made with FSDP 1, over all processes."""
-        norm, config = update_norm(optimizer), self.worker.engine_config
-        # FSDP 1: each process's parameters are its part, as plain tensors, which several hold if fsdp_size divides the processes.
-        processes, size = distributed.world_size(), config.fsdp_size
-        copies = processes // size if 0 < size < processes else 1
-        return math.sqrt(distributed.sum_values(norm**2) / copies)
-
-    def _critical(self, rows: _Rows, data: Any, loss_fn: Any, factor: float) -> None:
-        """Measure the critical sharpness of the update; all processes call it, when verl has multiplied the gradient by `factor`."""
-        engine = self.worker.engine
-        processes = engine.get_data_parallel_size()
-
-        def loss() -> float:
-            """The loss of the update's batch at the present weights, over all processes."""
-            losses: list[float] = []
-
-            def kept(**given: Any) -> Any:
-                """The loss of verl, whose value is kept."""
-                found = loss_fn(**given)
-                losses.append(float(found[0]))  # a micro-batch's part of the loss
-                return found
-
-            distributed.gather(None)  # the forward passes exchange weights
-            with guarded(engine.module), torch.no_grad():
-                engine.forward_backward_batch(data, loss_function=kept, forward_only=True)
-            return distributed.sum_values(math.fsum(losses)) / processes
-
-        try:
-            check_loss(loss_fn)
-            compute = engine._autocast_dtype
-            scale = distributed.sum_values(sum(float(use.coef[use.used].abs().sum()) for use in rows.uses))
-            lr = float(self.worker.optimizer_config.lr)
-            options: dict[str, Any] = {"scale": scale, "last": self.critical_lr, "usual_lr": lr, "compute": compute}
-            model, optimizer = engine.module, engine.optimizer
-            critical, found = critical_rows(model, optimizer, loss, start=None, clip_factor=factor, **options)
-            if critical.outcome == "found":
-                self.critical_lr = critical.lr
-            self.probes += found
-            if not critical.converged:
-                text = f"critical sharpness: {critical.why}"
-                self.events.append(Event(self.count + 1, "probe", "info", math.nan, math.nan, "none", text))
-        except UserError as problem:
-            self._refuse("critical_sharpness", problem)
+        """Take the loss that verl reports of the update."""
+        rows.updates[-1] = replace(rows.updates[-1], loss=float(np.mean(metrics.get("loss", math.nan))))
 
     def _watch(self, rows: _Rows, output: Mapping[str, Any], data: Any) -> None:
         """Take what the loss is about to do with a micro-batch's tokens, and hook the log-probabilities."""
@@ -462,19 +273,13 @@ class VerlRecorder(Guard):
         assert rows is not None
         parts = distributed.gather((_completions(rows), rows.changes()))
         self.count += 1
-        if not self.first:
+        if not distributed.is_rank_zero():
             return
-        if self.writer is None:
-            self._open(rows.data)
-        assert self.writer is not None
-        writer, step = self.writer, self.count
+        writer, step = self.writer or self._open(rows.data), self.count
         given = [one for completions, _ in parts for one in completions]
         tables = step_tables(step, given, self.worker.model_config.tokenizer)
-        for event in [*step_events(step, tables, "verl"), *self.events]:
+        for event in step_events(step, tables, "verl"):
             writer.append("events", event.row())
-        if self.probes:
-            writer.append("probes", {"step": step, **columns(self.probes)})
-        self.events, self.probes = [], []
         ratios = [np.concatenate([one[index] for _, one in parts]) for index in range(len(rows.updates))]
         results = [replace(one, summary=_summary(ratio)) for one, ratio in zip(rows.updates, ratios, strict=True)]
         unclipped = dict.fromkeys(("clip_fraction_low", "clip_fraction_high", "clip_factor"))
@@ -491,7 +296,7 @@ class VerlRecorder(Guard):
         writer.flush()
         update_run_info(self.folder, steps_done=step)
 
-    def _open(self, data: Any) -> None:
+    def _open(self, data: Any) -> TraceWriter:
         worker = self.worker
         next_ = f"sharpscope show {self.folder}; sharpscope tokens {self.folder} --by loss_coef"
         sys.stderr.write(f"sharpscope: recording the actor's updates to {self.folder} (try: {next_})\n")
@@ -515,18 +320,17 @@ class VerlRecorder(Guard):
             "trainer": {"name": "verl", **loss},
         }
         create_run_info(made, json.loads(json.dumps(info, default=str)))
-        self.lock = RunLock(made)
-        self.lock.__enter__()
-        self.writer = TraceWriter(made)
+        self.stack = ExitStack()
+        self.stack.enter_context(RunLock(made))
+        self.writer = self.stack.enter_context(TraceWriter(made))
         atexit.register(self._close, "finished", "the process ended")
+        return self.writer
 
     def _close(self, status: str, reason: str) -> None:
         """End the run and free its folder."""
         atexit.unregister(self._close)
-        assert self.writer is not None
-        self.writer.flush()
-        update_run_info(self.folder, status=status, finished=now(), end=reason)
-        self.lock.__exit__(None, None, None)
+        with self.stack:  # flushes and unlocks
+            update_run_info(self.folder, status=status, finished=now(), end=reason)
 
 
 def _summary(log_ratio: np.ndarray) -> dict[str, float]:
@@ -557,7 +361,7 @@ def _completions(rows: _Rows) -> list[Completion]:
             again[row]["ratio"] += use.change[place, later].exp().tolist()
             again[row]["loss_coef"] += use.coef[place, later].tolist()
     columns = {"logp": rows.old, "entropy": rows.entropy, "advantage": _dense(data["advantages"]).double()}
-    columns |= {"ratio": ratio, "loss_coef": coef, "score_norm_local": rows.norm}
+    columns |= {"ratio": ratio, "loss_coef": coef}
     if "rollout_log_probs" in data:
         columns["behavior_logp"] = _dense(data["rollout_log_probs"]).double()
     name = next((name for name in _REWARDS if name in data), None)
@@ -567,9 +371,8 @@ def _completions(rows: _Rows) -> list[Completion]:
         if uids is not None and uids[row].startswith("pad"):
             continue
         at = rows.mask[row].nonzero()[:, 0]
-        tokens = {
-            n: np.ma.masked_invalid(values[row, at].numpy()).tolist() for n, values in columns.items()
-        }  # NaN: None
+        masked = {name: np.ma.masked_invalid(values[row, at].numpy()) for name, values in columns.items()}
+        tokens = {name: values.tolist() for name, values in masked.items()}  # NaN: None
         tokens |= {"position": at.tolist(), "token_id": [reply[position] for position in at.tolist()]}
         tokens["update"] = np.ma.masked_less(update[row, at].numpy(), 0).tolist()
         made = Completion(prompt + reply, len(prompt), tokens, again[row], length=len(reply))

@@ -301,8 +301,6 @@ def test_mistakes_are_named(tmp_path: Path):
         sharpscope.record(model, out=tmp_path / "a")
     with pytest.raises(UserError, match="name the folder"):
         sharpscope.record(object(), "runs/x")
-    with pytest.raises(UserError, match="weights: a loop of your own"):
-        sharpscope.record(model, optimizer, tokenizer=tokenizer(), out=tmp_path / "a", weights="grpo-sg")
     assert not (tmp_path / "a").exists()
     b = drawn(model, 0)
     for given, message in (

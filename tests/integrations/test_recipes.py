@@ -38,14 +38,7 @@ def clipped(logp: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, mask
 class PolicyLoss(nn.Module):
     """As OpenRLHF's (models/loss.py)."""
 
-    def forward(
-        self,
-        log_probs: Any,
-        old_log_probs: Any,
-        advantages: Any,
-        action_mask: Any = None,
-        rollout_log_probs: Any = None,
-    ) -> Any:
+    def forward(self, log_probs, old_log_probs, advantages, action_mask=None, rollout_log_probs=None):
         loss = clipped(log_probs, old_log_probs, advantages, action_mask)
         return loss, loss.detach(), loss.detach(), None
 
@@ -65,13 +58,8 @@ class OpenRlhf:
 
     def training_step(self, experience: Any, kl_ctl: float, step: int) -> None:
         logp = logps(self.actor.model, experience.sequences, experience.attention_mask)[:, -LENGTH:]
-        loss, *_ = self.actor_loss_fn(
-            logp,
-            experience.action_log_probs,
-            experience.advantages,
-            action_mask=experience.action_mask,
-            rollout_log_probs=experience.rollout_log_probs,
-        )
+        known = {"action_mask": experience.action_mask, "rollout_log_probs": experience.rollout_log_probs}
+        loss, *_ = self.actor_loss_fn(logp, experience.action_log_probs, experience.advantages, **known)
         loss.backward()
         self.strategy.optimizer_step(self.actor_optim, self.actor, None, name="actor")
 
@@ -97,32 +85,18 @@ def skyrl(model: Any, optimizer: Any, out: Path | None, patch: pytest.MonkeyPatc
         register = staticmethod(losses.__setitem__)
         get = staticmethod(losses.__getitem__)
 
-    def regular(
-        log_probs: Any,
-        old_log_probs: Any,
-        advantages: Any,
-        config: Any,
-        loss_mask: Any = None,
-        rollout_logprobs: Any = None,
-    ) -> Any:
+    def regular(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None):
         return clipped(log_probs, old_log_probs, advantages, loss_mask), {}
 
     losses["regular"] = regular
     names = "skyrl skyrl.backends skyrl.backends.skyrl_train skyrl.backends.skyrl_train.utils"
     for name in (*names.split(), "skyrl.backends.skyrl_train.utils.ppo_utils"):
         patch.setitem(sys.modules, name, ModuleType(name))
-    patch.setattr(
-        sys.modules["skyrl.backends.skyrl_train.utils.ppo_utils"],
-        "PolicyLossRegistry",
-        PolicyLossRegistry,
-        raising=False,
-    )
+    sys.modules["skyrl.backends.skyrl_train.utils.ppo_utils"].PolicyLossRegistry = PolicyLossRegistry
     rec = recipe("skyrl")["record_skyrl"](model, optimizer, tokenizer(), out) if out else None
     for step in range(2):
         b = drawn(model, step)
-        positions = (b["attention"].cumsum(1) - 1).clamp(min=0)
-        logits = model(input_ids=b["ids"], attention_mask=b["attention"], position_ids=positions).logits[:, :-1]
-        logp = logits.log_softmax(-1).gather(2, b["ids"][:, 1:, None])[..., 0][:, -LENGTH:]
+        logp = logps(model, b["ids"], b["attention"])[:, -LENGTH:]
         old, advantage = b["old"][:, -LENGTH:], b["advantages"][:, None].expand(-1, LENGTH)
         compute = losses["recorded" if rec else "regular"]
         loss, _ = compute(logp, old, advantage, config=None, loss_mask=b["mask"][:, -LENGTH:], rollout_logprobs=old)
@@ -146,7 +120,7 @@ def areal(model: Any, optimizer: Any, out: Path | None, patch: pytest.MonkeyPatc
     for name in ("areal", "areal.trainer", "areal.trainer.ppo"):
         patch.setitem(sys.modules, name, ModuleType(name))
     patch.setitem(sys.modules, "areal.trainer.ppo.actor", actor)
-    patch.setattr(sys.modules["areal.trainer.ppo"], "actor", actor, raising=False)
+    sys.modules["areal.trainer.ppo"].actor = actor
     rec = recipe("areal")["record_areal"](model, optimizer, tokenizer(), out) if out else None
     for step in range(2):
         b = drawn(model, step)
@@ -191,16 +165,15 @@ def test_a_recipe_records_the_loss_and_changes_nothing(train, tmp_path: Path, mo
 def test_gradients_that_are_kept_elsewhere_are_not_zero(tmp_path: Path):
     """As with DeepSpeed: coefficients are known, norms are not."""
     model = small_model()
-    rec = sharpscope.record(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), tokenizer=tokenizer(), out=tmp_path / "run"
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rec = sharpscope.record(model, optimizer, tokenizer=tokenizer(), out=tmp_path / "run")
     b = drawn(model, 0)
     logp = logps(model, b["ids"], b["attention"])
     rec.tokens(logp, b["ids"], b["mask"], advantages=b["advantages"])
     (logp * b["mask"][:, 1:]).sum().backward()
     model.zero_grad()
     rec.step()
-    rec.optimizer.step()
+    optimizer.step()
     rec.close()
     run = sharpscope.load_run(tmp_path / "run")
     assert (
@@ -211,12 +184,8 @@ def test_gradients_that_are_kept_elsewhere_are_not_zero(tmp_path: Path):
 
 def test_tinkers_writer_makes_a_table(tmp_path: Path):
     def datum(ids: list[int], mask: list[int]) -> Any:
-        inputs = {
-            "target_tokens": ids[1:],
-            "mask": mask,
-            "logprobs": [-0.5 * m for m in mask],
-            "advantages": [2.0 * m for m in mask],
-        }
+        inputs = {"target_tokens": ids[1:], "mask": mask, "logprobs": [-0.5 * m for m in mask]}
+        inputs |= {"advantages": [2.0 * m for m in mask]}
         tensors = {name: torch.tensor(values) for name, values in inputs.items()}
         return SimpleNamespace(model_input=SimpleNamespace(to_ints=lambda: ids[:-1]), loss_fn_inputs=tensors)
 

@@ -161,8 +161,6 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[
     ("name", "rows", "loss"),
     [
         ("sft", 8, oracle.nll),
-        ("dpo", 16, None),
-        ("sft_fsdp2", 8, oracle.nll),
         ("dpo_fsdp2", 16, None),
     ],
 )
@@ -246,18 +244,6 @@ def test_two_processes_of_grpo_make_one_trace(two_processes, name):
         assert row["clip_fraction_low"] + row["clip_fraction_high"] > 0
     critical = run.probes[run.probes["quantity"] == "critical_sharpness"] if "quantity" in run.probes else run.probes
     assert len(critical)
-
-
-def test_two_processes_share_one_plan_of_weights(two_processes):
-    """The weights are those of all completions: calibrated on both processes' first batch, and in TRL's loss."""
-    folder, every = two_processes
-    for one, two in zip(every[0]["weighted", True], every[1]["weighted", True], strict=True):
-        assert all(torch.equal(one[key], two[key]) for key in one)
-    run = sharpscope.load_run(folder / "weighted")
-    tokens = run.tokens()
-    assert tokens["weight"].nunique() > 10 and run.info["calibration"]["kind"] == "sigmoid"
-    expected = -tokens["weight"] * tokens["advantage"] / len(tokens)
-    np.testing.assert_allclose(tokens["loss_coef"], expected, rtol=1e-5, atol=1e-8)
 
 
 def test_a_loop_in_two_processes_makes_one_trace(tmp_path: Path):
@@ -344,8 +330,8 @@ def test_other_trainers_and_mistakes_are_refused(tmp_path: Path):
     with pytest.raises(UserError, match="is no trainer"):
         record(object(), out=tmp_path / "run")
     one = sft_trainer(tmp_path / "t")
-    with pytest.raises(UserError, match="weights, rotation: SFTTrainer has no surrogate"):
-        record(one, out=tmp_path / "run", weights="grpo-sg")
+    with pytest.raises(UserError, match="rotation: SFTTrainer has no surrogate"):
+        record(one, out=tmp_path / "run", rotation="grpo-sg")
     with pytest.raises(UserError, match="heldout_influence_every"):
         record(one, out=tmp_path / "run", recording={"heldout_influence_every": 5})
     one.compute_loss_func = lambda *_: None
@@ -404,26 +390,23 @@ def test_several_turns_count_their_own_tokens_only(tmp_path: Path):
 
 def test_a_spike_of_fine_tuning_is_explained_by_its_tokens(tmp_path: Path):
     """A gradient norm that jumps on a step with a normal-looking batch: one sequence has tokens that do not belong there."""
-    one = plain_trainer(
-        tmp_path / "t", max_steps=14, learning_rate=1e-6, per_device_train_batch_size=4, gradient_accumulation_steps=1
-    )
-    model, calls, usual = one.model, [], [2, 3, *range(4, 14)]
+    sizes = {"max_steps": 14, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    one = plain_trainer(tmp_path / "t", learning_rate=1e-6, **sizes)
+    model, calls, usual, unlikely = one.model, [], [2, 3, *range(4, 14)], 30
     warm = torch.optim.Adam(model.parameters(), lr=0.02)
     for _ in range(60):  # until the model finds the usual sequence likely
         warm.zero_grad()
         model(input_ids=torch.tensor([usual]), labels=torch.tensor([usual])).loss.backward()
         warm.step()
-    unlikely = 30
 
     def collate(_: Any) -> dict[str, torch.Tensor]:
         calls.append(None)
         ids = torch.tensor([usual[: 12 - (len(calls) + row) % 3] + [0] * ((len(calls) + row) % 3) for row in range(4)])
         if len(calls) == 13:
             ids[2, 8] = unlikely
-        there = (torch.arange(12) < 9).expand(4, 12) | (ids > 0)
-        labels = ids.masked_fill(~there, -100)
+        labels = ids.masked_fill(ids == 0, -100)
         labels[:, :3] = -100
-        return {"input_ids": ids, "attention_mask": there.long(), "labels": labels}
+        return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
 
     one.data_collator = collate
     record(one, out=tmp_path / "run", recording={"token_gradients_every": 0})
@@ -435,7 +418,5 @@ def test_a_spike_of_fine_tuning_is_explained_by_its_tokens(tmp_path: Path):
     worst = spike.tokens.head(2)  # the unlikely token, and the next one, whose context it is
     assert set(worst["rollout"]) == {2} and set(worst["position"]) == {5, 6} and unlikely in set(worst["token_id"])
     assert worst["attribution"].sum() > 0.99
-    assert run.tokens()["attribution"].notna().groupby(run.tokens()["step"]).any().tolist() == [False] * 12 + [
-        True,
-        False,
-    ]
+    measured = run.tokens().dropna(subset=["attribution"])
+    assert set(measured["step"]) == {13}

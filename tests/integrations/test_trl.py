@@ -131,36 +131,50 @@ def test_each_use_of_a_token_has_the_coefficient_of_trls_loss(watched):
     assert (tokens["clipped"] == 0).mean() > (uses["clipped"] == 0).mean()
 
 
+def doubtful(tokens: Any) -> torch.Tensor:
+    """Weights 1 − π/2."""
+    return 1 - tokens.logp.exp() / 2
+
+
 def test_the_rotation_by_weights_is_that_of_a_training_with_them(tmp_path: Path):
     """The first update's gradient of two trainings, with weights in TRL's loss and without, a reference away from the policy."""
     gradients = []
-    for weights in (None, "grpo-sg+weight.preset=calibrated"):
+    for weighted in (False, True):
         one = trainer(tmp_path / "t", beta=0.5, max_steps=1, max_grad_norm=0.0)
         draw = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in one.ref_model.parameters():
                 parameter += 0.05 * torch.randn(parameter.shape, generator=draw)
-        options: dict[str, Any] = {"weights": weights}
-        if weights is None:
-            options = {"rotation": "grpo-sg+weight.preset=calibrated", "recording": {"rotation_every": 1}}
-        record(one, out=tmp_path / f"run-{weights is None}", **options)
+        if weighted:
+            compute, logps = one._compute_loss, one._get_per_token_logps_and_entropies
+
+            def loss(model: Any, inputs: Any, compute: Any = compute, logps: Any = logps) -> torch.Tensor:
+                ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+                seen = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+                with torch.no_grad():
+                    logp = logps(model, ids, seen, inputs["completion_ids"].shape[1])[0]
+                return compute(model, inputs | {"advantages": inputs["advantages"][:, None] * (1 - logp.exp() / 2)})
+
+            one._compute_loss = loss
+        else:
+            options = {"rotation": f"{__name__}:doubtful", "recording": {"rotation_every": 1}}
+            record(one, out=tmp_path / "run", **options)
         watch = Watch()
         one.add_callback(watch)
         one.train()
         gradients.append(torch.cat([g.double().flatten() for g in watch.gradients[0]]))
-    plain, weighted = gradients
-    angle = np.degrees(np.arccos(float(plain @ weighted / plain.norm() / weighted.norm())))
-    (row,) = sharpscope.load_run(tmp_path / "run-True").updates.itertuples()
+    plain, turned = gradients
+    angle = np.degrees(np.arccos(float(plain @ turned / plain.norm() / turned.norm())))
+    (row,) = sharpscope.load_run(tmp_path / "run").updates.itertuples()
     assert angle > 1 and row.gradient_rotation == pytest.approx(angle, rel=1e-3)
-    shown = CliRunner().invoke(app, ["show", str(tmp_path / "run-True")]).output
-    assert f"would turn the gradient of run-True by {angle:.1f}° on average" in " ".join(shown.split())
-    assert row.gradient_scale == pytest.approx(float(weighted.norm() / plain.norm()), rel=1e-4)
+    shown = CliRunner().invoke(app, ["show", str(tmp_path / "run")]).output
+    assert f"would turn the gradient of run by {angle:.1f}° on average" in " ".join(shown.split())
+    assert row.gradient_scale == pytest.approx(float(turned.norm() / plain.norm()), rel=1e-4)
 
 
 def test_weights_that_turn_nothing_or_cannot_be_compared_are_refused(tmp_path: Path):
     for given, message in (
         ({"rotation": "dapo"}, "has no token weights"),
-        ({"rotation": "grpo-sg", "weights": "ar"}, "one of"),
         ({"recording": {"rotation_every": 1}}, r"recording\.rotation_every: say by which token weights"),
         ({"recording": {"token_gradient_every": 5}}, "token_gradient_every: unknown"),
     ):
@@ -413,41 +427,16 @@ def test_versions_of_trl(tmp_path: Path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_evaluations_of_trl_are_rows_of_the_eval_table(tmp_path: Path):
-    one = trainer(tmp_path / "t", eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8, max_steps=2)
-    record(one, out=tmp_path / "run", correct=-0.2)
-    seen: list[float] = []
-    total = one._calculate_rewards
-
-    def remember(*arguments: Any, **named: Any) -> torch.Tensor:
-        found = total(*arguments, **named)
-        if not one.model.training:
-            seen.extend(found.sum(1).tolist())
-        return found
-
-    one._calculate_rewards = remember
-    one.train()
-    rows = sharpscope.load_run(tmp_path / "run").eval
-    assert rows["step"].tolist() == [1, 2] and (rows["n"] == 4).all() and (rows["k"] == 4).all()
-    both = np.array(seen).reshape(2, 16)
-    np.testing.assert_allclose(rows["reward_mean"], both.mean(1), atol=1e-6)
-    np.testing.assert_allclose(rows["accuracy"], (both > -0.2).mean(1))
-
-
 def test_detach_gives_the_trainer_back(tmp_path: Path):
     one = trainer(tmp_path / "t")
-    before = {name: getattr(one, name) for name in GrpoRecorder.wrapped}
-    callbacks = list(one.callback_handler.callbacks)
+    before, callbacks = {name: getattr(one, name) for name in GrpoRecorder.wrapped}, one.callback_handler.callbacks[:]
     recorder = record(one, out=tmp_path / "run")
-    assert all(getattr(one, name) != before[name] for name in GrpoRecorder.wrapped)
     with pytest.raises(UserError, match="recorded already"):
         record(one, out=tmp_path / "other")
     recorder.detach()
     recorder.detach()  # a second time does nothing
     assert all(getattr(one, name) == before[name] and name not in vars(one) for name in GrpoRecorder.wrapped)
-    assert one.callback_handler.callbacks == callbacks
-    one.train()
-    assert not (tmp_path / "run").exists()
+    assert one.callback_handler.callbacks == callbacks and not (tmp_path / "run").exists()
 
 
 class Fail(TrainerCallback):
@@ -465,13 +454,6 @@ def test_a_training_that_fails_leaves_a_readable_run(tmp_path: Path):
     run = sharpscope.load_run(tmp_path / "run")
     assert run.info["status"] == "failed" and "no space left" in run.info["end"]
     assert run.steps["step"].tolist() == [1, 2] and not (tmp_path / "run" / "lock.json").exists()
-
-
-def test_the_asynchronous_trainer_is_refused_by_name(tmp_path: Path):
-    experimental = pytest.importorskip("trl.experimental.async_grpo")
-    one = experimental.AsyncGRPOTrainer.__new__(experimental.AsyncGRPOTrainer)
-    with pytest.raises(UserError, match=r"AsyncGRPOTrainer is not recorded"):
-        record(one, out=tmp_path / "run")
 
 
 def test_the_samplers_correction_is_recorded(tmp_path: Path):

@@ -79,7 +79,7 @@ def trainer(
     own = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 7, "loss_type": "grpo"}
     torch.manual_seed(0)  # of the adapters, which peft draws from the global generator; training seeds it anew
     made = (kind or GRPOTrainer)(
-        model=tiny_model(architecture, vocab=VOCABULARY, dtype=torch.float32, scale=0.3, **(model or {})),
+        model=small_model(architecture, model),
         reward_funcs=list(rewards or (evens, shortness)),
         rollout_func=rollout_func,
         peft_config=peft_config,
@@ -104,35 +104,17 @@ PAIRS = [
 
 def settings(folder: Path, **arguments: Any) -> dict[str, Any]:
     """Arguments of a trainer: 3 updates of 2 micro-batches with 2 rows each, unless `arguments` say otherwise."""
-    return (
-        dict(
-            output_dir=str(folder),
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            max_steps=3,
-            learning_rate=0.01,
-            save_strategy="no",
-            logging_steps=1,
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-            gradient_checkpointing=False,
-            lr_scheduler_type="constant",
-            seed=3,
-        )
-        | arguments
-    )
+    own = {"max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.01}
+    own |= {"output_dir": str(folder), "use_cpu": True, "bf16": False, "seed": 3, "lr_scheduler_type": "constant"}
+    own |= {"report_to": [], "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
+    return own | {"dataloader_pin_memory": False, "gradient_checkpointing": False} | arguments
 
 
-def small_model(architecture: str = "qwen2", model: dict[str, Any] | None = None) -> Any:
+def small_model(architecture: str = "qwen2", model: Any = None) -> Any:
     return tiny_model(architecture, vocab=VOCABULARY, dtype=torch.float32, scale=0.3, **(model or {}))
 
 
-def sft_trainer(
-    folder: Path, *, architecture: str = "qwen2", model: dict[str, Any] | None = None, **arguments: Any
-) -> Any:
+def sft_trainer(folder: Path, *, architecture: str = "qwen2", model: Any = None, **arguments: Any) -> Any:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -145,9 +127,7 @@ def sft_trainer(
     )
 
 
-def dpo_trainer(
-    folder: Path, *, architecture: str = "qwen2", model: dict[str, Any] | None = None, **arguments: Any
-) -> Any:
+def dpo_trainer(folder: Path, *, architecture: str = "qwen2", model: Any = None, **arguments: Any) -> Any:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
@@ -163,14 +143,7 @@ def dpo_trainer(
     )
 
 
-def plain_trainer(
-    folder: Path,
-    *,
-    kind: Any = None,
-    architecture: str = "qwen2",
-    model: dict[str, Any] | None = None,
-    **arguments: Any,
-) -> Any:
+def plain_trainer(folder: Path, *, kind: Any = None, **arguments: Any) -> Any:
     """A transformers Trainer whose labels leave out prompts, on the right-padded rows of `PAIRS`."""
     from transformers import Trainer, TrainingArguments
 
@@ -186,7 +159,7 @@ def plain_trainer(
         return {"input_ids": padded, "attention_mask": there, "labels": padded.masked_fill(counted == 0, -100)}
 
     return (kind or Trainer)(
-        model=small_model(architecture, model),
+        model=small_model(),
         processing_class=words,
         train_dataset=PAIRS * 4,
         data_collator=collate,
@@ -259,33 +232,15 @@ def our_run(folder: Path, case: Case) -> Any:
     given = batch()
     small_model().save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
-    config = build_config(
-        values={
-            "policy.model": str(folder / "model"),
-            "task.kind": "custom",
-            "task.factory": "tests.toy_task:vowels",
-            "out": str(folder / "ours"),
-            "threads": 1,
-            "steps": 1,
-            "rollout.prompts_per_step": len(given.prompts) // GROUP,
-            "rollout.group_size": GROUP,
-            "rollout.max_new_tokens": 8,
-            "update.mini_batches": 1,
-            "update.inner_epochs": EPOCHS,
-            "evaluation.every": 0,
-            "checkpoint.every": 0,
-            "probes.preset": "off",
-            "optimizer.lr": LR,
-            "method.advantage.kind": "group",
-            "method.advantage.scale": case.scale,
-            "method.aggregate": case.aggregate,
-            "method.kl.coef": KL,
-            "recording.token_gradients_every": 1,
-            "recording.exact_tokens": 100,
-            "recording.group_share": 1.0,
-            "recording.heldout_influence_every": 0,
-        }
-    )
+    values = {"policy.model": str(folder / "model"), "out": str(folder / "ours"), "threads": 1, "steps": 1}
+    values |= {"task.kind": "custom", "task.factory": "tests.toy_task:vowels", "rollout.max_new_tokens": 8}
+    values |= {"rollout.prompts_per_step": len(given.prompts) // GROUP, "rollout.group_size": GROUP}
+    values |= {"update.mini_batches": 1, "update.inner_epochs": EPOCHS, "optimizer.lr": LR}
+    values |= {"evaluation.every": 0, "checkpoint.every": 0, "probes.preset": "off", "method.kl.coef": KL}
+    values |= {"method.advantage.kind": "group", "method.advantage.scale": case.scale}
+    values |= {"method.aggregate": case.aggregate, "recording.heldout_influence_every": 0}
+    values |= {"recording.token_gradients_every": 1, "recording.exact_tokens": 100, "recording.group_share": 1.0}
+    config = build_config(values=values)
 
     def drawn(*_: Any) -> Any:
         made = completions_of(given.prompts, given.completions)
@@ -319,11 +274,6 @@ def check_equal(ours: Any, theirs: Any, columns: list[str]) -> None:
         np.testing.assert_allclose(two[column], one[column], rtol=1e-5, atol=1e-6 * size, err_msg=column)
     assert len(ours.updates) == len(theirs.updates) == EPOCHS
     for column in ("grad_norm", "update_norm", "loss", "kl_old_k3", "ratio_max", "lr", "tokens"):
-        np.testing.assert_allclose(
-            theirs.updates[column].astype(float),
-            ours.updates[column].astype(float),
-            rtol=1e-5,
-            atol=1e-6,
-            err_msg=column,
-        )
+        one, two = (run.updates[column].astype(float) for run in (ours, theirs))
+        np.testing.assert_allclose(two, one, rtol=1e-5, atol=1e-6, err_msg=column)
     assert ours.updates["ratio_max"].iloc[1] > 1.01  # the second update is off policy

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._init_utils
 
+from tests.integrations.trainers import whole_weights
+
 STEPS, ROWS, EPSILON, KL = 2, 8, 0.2, 0.05  # rows of each process
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
@@ -30,9 +32,8 @@ def rows(rank: int, step: int) -> dict[str, list]:
     def ids(low: int, high: int) -> torch.Tensor:
         return torch.randint(2, 37, (int(torch.randint(low, high, (1,), generator=draw)),), generator=draw)
 
-    found: dict[str, list] = {
-        name: [] for name in ("prompts", "responses", "response_mask", "advantages", "noise", "uid", "reward")
-    }
+    names = ("prompts", "responses", "response_mask", "advantages", "noise", "uid", "reward")
+    found: dict[str, list] = {name: [] for name in names}
     for row in range(ROWS):
         prompt, response = ids(2, 5), ids(2, 7)
         mask = torch.ones(len(response), dtype=torch.long)
@@ -79,69 +80,29 @@ def nested(given: dict[str, list], plain: Any) -> dict[str, list]:
     }
 
 
-def worker_of(
-    model: str,
-    actor_options: dict[str, Any],
-    optimizer_options: dict[str, Any],
-    packed: bool,
-    engine_options: dict[str, Any] | None = None,
-) -> Any:
+def worker_of(model: str, plan: dict[str, Any]) -> Any:
     """verl's TrainingWorker with FSDP2 in float32 and the loss of PPO."""
+    import verl.workers.config as of
     from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import (
-        FSDPActorConfig,
-        FSDPEngineConfig,
-        FSDPOptimizerConfig,
-        HFModelConfig,
-        TrainingWorkerConfig,
-    )
     from verl.workers.engine_workers import TrainingWorker
     from verl.workers.utils.losses import ppo_loss
 
-    settings = HFModelConfig(
-        path=model,
-        use_remove_padding=packed,
-        enable_gradient_checkpointing=False,
-        override_config={"attn_implementation": "sdpa"},
-    )
-    options = {
-        "strategy": "fsdp2",
-        "use_torch_compile": False,
-        "use_dynamic_bsz": False,
-        "micro_batch_size_per_gpu": 2,
-        "max_token_len_per_gpu": 1024,
-        "infer_max_token_len_per_gpu": 1024,
-        "infer_micro_batch_size_per_gpu": 2,
-        "mixed_precision": FP32,
-    }
-    engine = FSDPEngineConfig(**(options | (engine_options or {})))
-    options = {"lr": 0.01, "clip_grad": 1.0, "total_training_steps": 10, "lr_warmup_steps": 0, "weight_decay": 0.01}
-    optimizer = FSDPOptimizerConfig(**(options | optimizer_options))
-    worker = TrainingWorker(
-        TrainingWorkerConfig(
-            model_type="language_model",
-            model_config=settings,
-            engine_config=engine,
-            optimizer_config=optimizer,
-            checkpoint_config=CheckpointConfig(),
-            profiler_config=None,
-        )
-    )
+    given = {"path": model, "use_remove_padding": bool(plan.get("packed")), "enable_gradient_checkpointing": False}
+    settings = of.HFModelConfig(**given, override_config={"attn_implementation": "sdpa"})
+    given = {"strategy": "fsdp2", "use_torch_compile": False, "use_dynamic_bsz": False, "mixed_precision": FP32}
+    given |= {"micro_batch_size_per_gpu": 2, "infer_micro_batch_size_per_gpu": 2}
+    given |= {"max_token_len_per_gpu": 1024, "infer_max_token_len_per_gpu": 1024}
+    engine = of.FSDPEngineConfig(**(given | plan.get("engine", {})))
+    given = {"lr": 0.01, "clip_grad": 1.0, "total_training_steps": 10, "lr_warmup_steps": 0, "weight_decay": 0.01}
+    optimizer = of.FSDPOptimizerConfig(**(given | plan.get("optimizer", {})))
+    given = {"model_type": "language_model", "model_config": settings, "engine_config": engine, "profiler_config": None}
+    given |= {"optimizer_config": optimizer, "checkpoint_config": CheckpointConfig()}
+    worker = TrainingWorker(of.TrainingWorkerConfig(**given))
     worker.reset()
-    options = {
-        "strategy": engine.strategy,
-        "rollout_n": 1,
-        "ppo_mini_batch_size": 8,
-        "ppo_micro_batch_size_per_gpu": 2,
-        "clip_ratio": EPSILON,
-        "clip_ratio_low": EPSILON,
-        "clip_ratio_high": EPSILON,
-        "use_kl_loss": True,
-        "kl_loss_coef": KL,
-        "kl_loss_type": "low_var_kl",
-        "optim": optimizer,
-    }
-    worker.set_loss_fn(partial(ppo_loss, config=FSDPActorConfig(**(options | actor_options))))
+    given = {"strategy": engine.strategy, "rollout_n": 1, "ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 2}
+    given |= dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high"), EPSILON)
+    given |= {"use_kl_loss": True, "kl_loss_coef": KL, "kl_loss_type": "low_var_kl", "optim": optimizer}
+    worker.set_loss_fn(partial(ppo_loss, config=of.FSDPActorConfig(**(given | plan.get("actor", {})))))
     return worker
 
 
@@ -170,17 +131,11 @@ def main(model: str, out: Path, plan: dict[str, Any]) -> None:
     torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states = lambda *_: None
     if rank == 1 and "SHARPSCOPE_TEST_FAIL" in os.environ:
         _fail(os.environ["SHARPSCOPE_TEST_FAIL"])
-    packed = bool(plan.get("packed", False))
-    worker = worker_of(model, plan.get("actor", {}), plan.get("optimizer", {}), packed, plan.get("engine", {}))
+    worker = worker_of(model, plan)
     weights: list[dict[str, torch.Tensor]] = []
 
     def keep() -> None:
-        weights.append(
-            {
-                k: v.full_tensor().clone() if hasattr(v, "full_tensor") else v.clone()
-                for k, v in worker.engine.module.state_dict().items()
-            }
-        )
+        weights.append(whole_weights(worker.engine.module))
 
     update = worker.engine.optimizer_step
 
@@ -190,15 +145,8 @@ def main(model: str, out: Path, plan: dict[str, Any]) -> None:
 
     worker.engine.optimizer_step = watched
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    options = {
-        "mini_batch_size": 8,
-        "epochs": 2,
-        "seed": 7,
-        "dataloader_kwargs": {"shuffle": True},
-        "temperature": 1.0,
-        "global_batch_size": 8,
-        "calculate_entropy": False,
-    }
+    options = {"mini_batch_size": 8, "global_batch_size": 8, "epochs": 2, "seed": 7, "temperature": 1.0}
+    options |= {"dataloader_kwargs": {"shuffle": True}, "calculate_entropy": False}
     batches = []
     drawn = [rows(rank, step) for step in range(1, plan.get("steps", STEPS) + 1)]
     for given in plan["batches"][rank] if "batches" in plan else drawn:
