@@ -63,7 +63,6 @@ def packed(rng: np.random.Generator, step: int, **changes: Any) -> dict[str, Any
         "is_masked_high": high,
         "is_masked_low": [False] * 10,
         "rl_weights": rng.uniform(0.5, 2, 10).tolist(),
-        "temperatures": [0.7] * 5 + [1.0] * 5,
     }
     return record | changes
 
@@ -83,7 +82,8 @@ NAMES = {"step": "s", "token_id": "ids", "logp": "lp", "advantage": "adv", "mask
 def export(tmp_path: Path) -> tuple[Path, dict[int, list[dict[str, Any]]]]:
     """Three steps of two ranks, the last of them not complete; and the records by step."""
     rng = np.random.default_rng(0)
-    records = {step: [packed(rng, step, rank=rank) for rank in (0, 1)] for step in (0, 1, 2)}
+    temperatures = [0.7] * 5 + [1.0] * 5
+    records = {step: [packed(rng, step, rank=n, temperatures=temperatures) for n in (0, 1)] for step in (0, 1, 2)}
     for step, own in records.items():
         folder = tmp_path / "outputs" / "token_exports" / f"step_{step}"
         for record in own:
