@@ -34,6 +34,8 @@ from sharpscope.config.token_weights import (
 )
 from sharpscope.errors import UserError
 from sharpscope.objective import Method, calibrate, method_names, named_method, token_weights
+from sharpscope.traces import load_run
+from sharpscope.training import train
 from tests.objective.data import make_case
 
 SG = SigmoidWeight(percentiles="gradient")
@@ -161,6 +163,22 @@ def test_a_mistake_in_a_method_is_one_line(text: str, says: str):
     with pytest.raises(UserError) as error:
         parse_methods([text])
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+LOOP = ("lopti", "holder", "dapo", "lp-reg", "grpo-sam", "otb", "gdpo", "maxrl")
+"""Methods that ask something else of the training loop than plain GRPO."""
+
+
+@pytest.mark.parametrize("method", LOOP)
+def test_a_method_trains_one_step(method: str, toy_config):
+    config = toy_config(method=method, steps=1, update__mini_batches=2, evaluation__every=0, probes__preset="off")
+    if method == "gdpo":
+        advantage = config.method.advantage.model_copy(update={"weights": {"vowels": 1.0}})
+        config = config.model_copy(update={"method": config.method.model_copy(update={"advantage": advantage})})
+    run = load_run(train(config).run_dir)
+    assert run.status == "finished" and float(run.steps["grad_norm"].iloc[0]) > 0
+    assert run.steps["updates"].iloc[0] == 2 * config.method.pass_count
+    assert bool((run.tokens()["weight"] >= 0).all())
 
 
 # -- what a method is compared with, and the largest rotation that bounded weights allow -------------------------------

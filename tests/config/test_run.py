@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharpscope.config import RunConfig, build_config, named_method, read_recorded, settings_of, to_yaml
+from sharpscope.config.token_weights import SigmoidWeight
 from sharpscope.errors import UserError
 
 
@@ -191,3 +192,36 @@ def test_the_configuration_of_a_recorded_run_is_read(tmp_path: Path):
     (tmp_path / "config.yaml").rename(tmp_path / "run.json")
     with pytest.raises(UserError, match="recorded from another trainer"):
         read_recorded(tmp_path)
+
+
+# -- configurations under experiments/paper ----------------------------------------------------------------------------
+
+PAPER = sorted((Path(__file__).resolve().parents[2] / "experiments" / "paper").glob("*.yaml"))
+
+
+def preset(name: str):
+    return build_config(next(path for path in PAPER if path.name.startswith(name)))
+
+
+@pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
+def test_a_preset_is_a_valid_configuration_that_says_what_is_ours(path):
+    text = path.read_text()
+    config = build_config(path)
+    assert "Ours" in text and "From the paper" in text
+    weight = config.method.weight.with_preset("auto", "paper")  # what any model but the embedded ones gets
+    assert isinstance(weight, SigmoidWeight)
+    assert weight.constants() == {"alpha": 2.0, "tau": 9.0, "mu": 0.25, "L": 1.0, "U": 1.4, "u0": 0.0}
+    assert config.policy.dtype == "bfloat16" and config.update.gradient_checkpointing
+    given = yaml.safe_load(text)
+    assert given["method"]["name"] == "grpo-sg" and given["policy"]["model"] == config.policy.model
+
+
+def test_the_presets_have_the_published_settings():
+    config = preset("knights_knaves")
+    assert (config.task.sizes, config.task.train_size, config.task.heldout_size) == ((3, 4, 5, 6, 7), 900, 100)
+    assert (config.rollout.prompts_per_step, config.rollout.group_size, config.rollout.temperature) == (64, 8, 0.7)
+    assert (config.optimizer.lr, config.steps, config.method.kl.coef) == (1e-6, 350, 0.001)
+    assert (config.method.clip.low, config.method.clip.high) == (0.2, 0.24)
+    task, config = preset("search_r1").task, preset("deepscaler")
+    assert (task.style, task.turns, task.top) == ("search_r1", 4, 3)
+    assert config.evaluation.samples == 16 and config.task.scorer == "math"

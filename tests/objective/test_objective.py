@@ -8,7 +8,6 @@ from dataclasses import replace
 from decimal import Decimal, localcontext
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -239,38 +238,24 @@ def correction_factor(batch: oracle.Batch, level: str, spec: Correction, i: int,
 
 
 @pytest.mark.parametrize(("level", "spec"), CORRECTIONS)
-@pytest.mark.parametrize("name", ["dapo", "gspo", "vespo"])
+@pytest.mark.parametrize("name", ["grpo", "vespo"])
 def test_corrections_for_the_sampler(name: str, level: str, spec: Correction):
     """The factor multiplies the surrogate and not the KL term; in VESPO it enters the product of ratios."""
+    given = named_method(name).model_dump() | {"correction": spec, "kl": Kl(coef=0.07)}
     if name == "vespo" and level != "token":
         with pytest.raises(ValueError, match=r"clip\.kind=vespo needs correction"):
-            Method.model_validate(named_method(name).model_dump() | {"correction": spec})
+            Method.model_validate(given)
         return
-    method = named_method(name)
-    method = method.model_copy(update={"correction": spec, "kl": Kl(coef=0.07)})
-    seen = set()
+    method, seen = Method.model_validate(given), set()
     for seed in range(3):
         case = make_case(method, seed)
         batch = as_batch(case, beta=0.07)
-        adv = oracle.advantages(batch)
         factor = {k: correction_factor(batch, level, spec, *k) for k in batch.tokens()}
         seen |= {round(f, 6) for f in factor.values()}
-        if name == "vespo":
-            wanted = oracle.vespo(batch, lambda i, t, factor=factor: factor[i, t])
-        elif name == "dapo":
-            wanted = oracle.total(
-                batch,
-                lambda i, t, f=factor, a=adv, b=batch: f[i, t] * oracle.ppo(oracle.ratio(b, i, t), a[i], 0.2, 0.28),
-                how="token",
-            )
-        else:
-            wanted = oracle.total(
-                batch,
-                lambda i, t, f=factor, a=adv, b=batch: (
-                    f[i, t] * oracle.ppo(oracle.sequence_ratio(b, i), a[i], 3e-4, 4e-4)
-                ),
-            )
-        compare(method, case, wanted, 0, seed)
+        weighted = (
+            oracle.vespo(batch, lambda i, t, f=factor: f[i, t]) if name == "vespo" else clipped(batch, weight=factor)
+        )
+        compare(method, case, weighted, 0, seed)
     assert len(seen) > 1
     assert (0.0 in seen) != isinstance(spec, TruncatedCorrection)  # something is masked, something is not
 
@@ -394,15 +379,11 @@ def test_clip_cov_draws_the_share_inside_the_band_and_says_when_that_is_less_tha
     # c = (ln π + 2)·(A − 0) = ±2: tokens 0 and 3 have +2, the others −2
     step = step_of(logp=[0.0, 0.0, -4.0, -4.0], advantage=[1.0, -1.0, 1.0, -1.0])
     method = named_method("clip-cov")
-    dropped = {tuple(kept(method, step, seed)).index(False) for seed in range(20)}
-    assert dropped == {0, 3}
+    assert {tuple(kept(method, step, seed)).index(False) for seed in range(20)} == {0, 3}
     assert sum(kept(method, step)) == 3
     assert "less than one token" in prepare(method, step, torch.Generator()).warnings[0]
     half = method.model_copy(update={"tokens": ClipCovTokens(share=0.75)})
     assert kept(half, step) == [False, True, True, False]  # three wanted, two in the band
-    assert prepare(half, step, torch.Generator()).warnings == ()
-    outside = method.model_copy(update={"tokens": ClipCovTokens(low=2.0, high=5.0)})
-    assert all(kept(outside, step))
     with pytest.raises(ValueError, match="generator"):
         prepare(method, step)
 
@@ -423,7 +404,7 @@ def test_weight_summary_by_value():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_weighted_percentiles_against_brute_force(seed: int):
-    """The smallest value with at least q % of the mass at or below it; with equal masses, of the sorted values."""
+    """The smallest value with at least q % of the mass at or below it."""
     g = torch.Generator().manual_seed(seed)
     value = torch.randint(0, 12, (4, 9), generator=g).double()  # ties
     mass = torch.rand(4, 9, generator=g, dtype=torch.float64) * (torch.rand(4, 9, generator=g) < 0.7)
@@ -432,5 +413,3 @@ def test_weighted_percentiles_against_brute_force(seed: int):
     inside, masses = value[mask].tolist(), mass[mask].tolist()
     for q in (0.5, 10, 37, 50, 90, 100):
         assert percentile(value, mask, q, mass) == oracle.mass_percentile(inside, masses, q / 100)
-        repeated = np.percentile(inside, q, method="inverted_cdf")
-        assert percentile(value, mask, q, torch.full_like(mass, 0.25)) == repeated
