@@ -94,17 +94,8 @@ def local_slice(size: int) -> slice:
 
 
 def balance(work: Sequence[int]) -> list[int]:
-    """Indices into `work` (costs ≥ 0) assigned to this process, so that total costs are about equal.
-
-    Greedy: the largest item goes to the process with the smallest total. Every process computes the same assignment.
-    """
-    loads, assigned = [0] * world_size(), []
-    for index in sorted(range(len(work)), key=lambda i: -work[i]):
-        to = loads.index(min(loads))
-        loads[to] += work[index]
-        if to == rank():
-            assigned.append(index)
-    return sorted(assigned)
+    """Indices into `work` (costs ≥ 0) assigned to this process: dealt from the largest down, so that totals are about equal."""
+    return sorted(sorted(range(len(work)), key=lambda i: -work[i])[rank() :: world_size()])
 
 
 @dataclass(frozen=True)
@@ -143,19 +134,17 @@ def broadcast(value: T) -> T:
 
 def rank_zero_call(function: Callable[[], T]) -> T:
     """Call `function` in rank 0 only. Every process returns its result or raises its exception."""
-    if world_size() == 1:
-        return function()
     result: Any = None
+    problem: Exception | None = None
     if is_rank_zero():
         try:
-            result = (True, function())
+            result = function()
         except Exception as error:
-            broadcast((False, error))
-            raise
-    succeeded, value = broadcast(result)
-    if not succeeded:
-        raise value
-    return value
+            problem = error
+    result, problem = broadcast((result, problem))
+    if problem is not None:
+        raise problem
+    return result
 
 
 def sum_values(value: float) -> float:
@@ -189,10 +178,7 @@ def exchange_rows(index: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def map_rows(rows: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """`compute(rows)` (n, …) for a function that treats the `rows` (n,) independently; each process computes a part.
-
-    Every process gets all results, or raises the UserError of the first process that has one.
-    """
+    """`compute(rows)` (n, …) for independent `rows` (n,), of which each process computes a part; a UserError is one in all."""
     if world_size() == 1:
         return compute(rows)
     part = rows[local_slice(len(rows))]
@@ -209,10 +195,7 @@ def sum_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def sum_gradients(parameters: Sequence[Tensor]) -> None:
-    """Replace every `.grad` by its sum over the processes; FSDP2 has summed those of sharded parameters already.
-
-    A parameter whose gradient is None in every process keeps None.
-    """
+    """Replace every `.grad` that some process has by its sum over the processes; FSDP2 has summed those of sharded parameters."""
     replicated = [p for p in parameters if not hasattr(p, "to_local")]
     if world_size() == 1 or not replicated:
         return

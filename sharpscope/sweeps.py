@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -68,9 +68,8 @@ class SweepPart(Spec):
     @field_validator("base", "grid", "settings")
     @classmethod
     def _check_fields(cls, value: Any) -> Any:
-        for path, given in (
-            item for fields in ((value,) if isinstance(value, dict) else value) for item in fields.items()
-        ):
+        layers = [value] if isinstance(value, dict) else value
+        for path, given in itertools.chain.from_iterable(layer.items() for layer in layers):
             if path in _RESERVED:
                 raise ValueError(f"{path} = {given!r} does not belong here; {_RESERVED[path]}")
             if given == ():
@@ -127,11 +126,6 @@ class PlannedRun:
         if status == "running":
             return "running" if has_writer(self.run_dir) else "interrupted"
         return status
-
-    @property
-    def steps_done(self) -> int:
-        """Number of recorded steps."""
-        return int(read_run_info(self.run_dir)["steps_done"]) if (self.run_dir / "run.json").exists() else 0
 
 
 def read_sweep(source: Path | Mapping[str, Any]) -> SweepSpec:
@@ -194,28 +188,26 @@ def _check_existing(run: PlannedRun) -> None:
     """Check that an existing run has the planned settings; settings that exist in only one version are not compared."""
     if not (run.run_dir / "run.json").exists():
         return
-    existing = recorded_settings(read_run_info(run.run_dir)["config"])
-    differences = list(_differences(existing, run.config.model_dump(mode="json")))
-    if differences:
-        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
-        other = f"other settings ({'; '.join(differences[:3])}{more})"
+    existing = _flat(recorded_settings(read_run_info(run.run_dir)["config"]))
+    planned = _flat(run.config.model_dump(mode="json"))
+    common = [path for path in planned if path in existing and path not in NOT_COMPARED]
+    changed = [
+        f"{path} = {existing[path]}, planned {planned[path]}" for path in common if existing[path] != planned[path]
+    ]
+    if changed:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        other = f"other settings ({'; '.join(changed[:3])}{more})"
         raise UserError(f"sweep: {run.run_dir} contains a run with {other}; choose another --out")
 
 
-def _differences(existing: Mapping[str, Any], planned: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key in planned:
-        path = f"{prefix}{key}"
-        if key not in existing or path in NOT_COMPARED:
-            continue
-        old, new = existing[key], planned[key]
-        if isinstance(old, Mapping) and isinstance(new, Mapping) and old.get("kind") == new.get("kind"):
-            yield from _differences(old, new, f"{path}.")
-        elif old != new:
-            yield f"{path} = {_kind(old)}, planned {_kind(new)}"
-
-
-def _kind(value: Any) -> str:
-    return str(value["kind"]) if isinstance(value, Mapping) and "kind" in value else str(value)
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by path; a part that is set is an ellipsis, beside its own settings."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        is_part = isinstance(value, Mapping)
+        flat[f"{prefix}{key}"] = "…" if is_part else value
+        flat |= _flat(value, f"{prefix}{key}.") if is_part else {}
+    return flat
 
 
 def run_name(method: str, settings: Mapping[str, Any], seed: int) -> str:
@@ -229,28 +221,22 @@ def run_name(method: str, settings: Mapping[str, Any], seed: int) -> str:
 
 # -- execution ---------------------------------------------------------------------------------------------------------
 
-Ending = Literal["finished", "skipped", "held", "failed", "interrupted"]
-"""How a run of a sweep ended: `skipped`: it had finished before; `held`: another process writes it; `failed`: with an error or by a health
-rule; `interrupted`: the next call resumes it."""
+Ending = Literal["finished", "already finished", "run by others", "failed", "interrupted"]
+"""How a run of a sweep ended: `failed`: with an error or by a health rule; `interrupted`: the next call resumes it."""
 
 
 def execute(
-    runs: Sequence[PlannedRun],
-    *,
-    workers: int,
-    threads: int,
-    retry: bool = False,
-    on_progress: Callable[[Sequence[PlannedRun]], None] = lambda active: None,
+    runs: Sequence[PlannedRun], *, workers: int, threads: int, tell: Callable[[str], None] = lambda text: None
 ) -> dict[PlannedRun, tuple[Ending, str]]:
-    """Execute the unfinished runs of a sweep in processes of `threads` threads; with `retry` also failed ones.
+    """Execute the runs of a sweep that are planned or interrupted in processes of `threads` threads.
 
     After Ctrl-C every active run completes its step and saves a checkpoint, and the next call resumes it; a second one stops
-    them. `on_progress` is called several times a second with the active runs.
+    them. `tell` is called with a line on each run that has ended.
 
     Returns:
         How each run ended, and why it failed, was interrupted other than by the user, or is held.
     """
-    pending = [run for run in runs if run.status not in ("finished", "running", "" if retry else "failed")]
+    pending = [run for run in runs if run.status in ("planned", "interrupted")]
     active: dict[PlannedRun, subprocess.Popen[bytes]] = {}
     stopped = threading.Event()
     limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
@@ -262,65 +248,56 @@ def execute(
         for process in list(active.values()):
             process.send_signal(signal.SIGINT)
 
-    def work(run: PlannedRun) -> tuple[int, str]:
-        """Exit code and output of a run; 0 and empty where the user stopped it."""
-        if stopped.is_set():
-            return 0, ""
-        command = _command(run, Path(folder), threads)
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
-        active[run] = process = subprocess.Popen(command, env=environment, **pipes)
-        if stopped.is_set():
-            process.send_signal(signal.SIGINT)
-        output = process.communicate()[0].decode("utf-8", "replace")
-        del active[run]
-        return (0, "") if stopped.is_set() else (process.returncode, output)
+    def work(run: PlannedRun) -> tuple[Ending, str]:
+        """Execute a run unless the user has stopped the sweep; how it ended."""
+        code, output = 0, b""
+        if not stopped.is_set():
+            command = _command(run, Path(folder), threads)
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+            active[run] = process = subprocess.Popen(command, env=environment, **pipes)
+            if stopped.is_set():
+                process.send_signal(signal.SIGINT)
+            output = process.communicate()[0]
+            del active[run]
+            code = 0 if stopped.is_set() else process.returncode
+        ended = ending(run, True, code, output.decode("utf-8", "replace"))
+        tell(f"{run.name}: {ended[0]}")
+        return ended
 
     previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with tempfile.TemporaryDirectory(prefix="sharpscope-sweep-") as folder, ThreadPoolExecutor(workers) as pool:
             jobs = {run: pool.submit(work, run) for run in pending}
-            while wait(jobs.values(), timeout=0.2).not_done:
-                on_progress(list(active))
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return {run: ending(run, run in jobs, *(jobs[run].result() if run in jobs else (0, ""))) for run in runs}
+    return {run: jobs[run].result() if run in jobs else ending(run, False, 0, "") for run in runs}
 
 
 def ending(run: PlannedRun, executed: bool, code: int, text: str) -> tuple[Ending, str]:
     """How a run ended and why, given the exit code and the output of its worker (0 and empty without one)."""
     status = run.status
     if status == "finished":
-        return ("finished" if executed else "skipped"), ""
+        return ("finished" if executed else "already finished"), ""
     if status == "running":
-        return "held", held_text(run.run_dir)
-    # A positive exit code is an error of the program, which would repeat.
-    if status == "failed" or (code > 0 and code != INTERRUPTED) or (code < 0 and status == "planned"):
-        return "failed", _reason(run, code, text)
-    return "interrupted", _reason(run, code, text) if code < 0 else ""
+        return "run by others", held_text(run.run_dir)
+    if code in (0, INTERRUPTED) and status != "failed":
+        return "interrupted", ""
+    errors = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")]
+    end = read_run_info(run.run_dir).get("end") if status == "failed" else None
+    reason = errors[-1] if errors else str(end or f"exit code {code} {text.strip().rpartition(chr(10))[2]}")
+    # A negative code is a signal; a positive one is an error of the program, which would repeat.
+    return ("interrupted" if code < 0 and status == "interrupted" else "failed"), reason
 
 
 INTERRUPTED = 130
 """Exit code of a run that Ctrl-C ended."""
 
 
-def _reason(run: PlannedRun, code: int, text: str) -> str:
-    """Why a run did not finish: the worker's error, the end in run.json, the signal, or the last line of output."""
-    lines = text.strip().splitlines()
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    if errors:
-        return errors[-1]
-    if run.status == "failed" and read_run_info(run.run_dir).get("end"):
-        return str(read_run_info(run.run_dir)["end"])
-    if code < 0:
-        return f"process ended by signal {-code} ({signal.strsignal(-code)})"
-    return lines[-1] if lines else f"exit code {code} without output"
-
-
 def _command(run: PlannedRun, configs: Path, threads: int) -> list[str]:
     """Command line that starts a run, or resumes it from its last checkpoint."""
     base = [sys.executable, "-m", "sharpscope", "run", "--quiet"]
-    if run.status in ("interrupted", "failed"):
+    if run.status == "interrupted":
         return [*base, "--resume", str(run.run_dir)]
     path = configs / f"{run.name}.yaml"
     path.write_text(to_yaml(run.config.model_copy(update={"threads": threads})), encoding="utf-8")

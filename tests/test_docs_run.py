@@ -170,7 +170,7 @@ def folder(files, tmp_path, monkeypatch):
     shutil.copytree(files, tmp_path, symlinks=True, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("webbrowser.open", lambda *_: True)
+    monkeypatch.setattr("typer.launch", lambda _: 0)
     return tmp_path
 
 
@@ -186,7 +186,7 @@ def test_the_commands_of_a_page_run(page, folder, monkeypatch):
         more = ADDED.get(words[1], [])
         if words[1] == "demo":  # has no --set
             monkeypatch.setattr("sharpscope.config.build_config", lambda values: build_config(values=values | DEMO))
-        if "--tokens" in words:  # of another policy than the one at hand
+        if "--rollouts" in words:  # of another policy than the one at hand
             more = [*more, "--force"]
         if words[1] == "fork" and "--without-tokens" not in words:
             more = [*more, "--batches", "1"]

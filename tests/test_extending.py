@@ -105,6 +105,6 @@ def test_own_weights_of_the_guide(tmp_path, monkeypatch, capsys):
     assert named_method("mine:flat_top").weight.bounds == (0.5, 1.0)
     assert all("mine:flat_top" in line for line in commands.strip().splitlines())
     with pytest.raises(SystemExit) as ended:
-        main(["config", "--yaml", "--method", "flat=mine:flat_top"])
-    assert ended.value.code == 0 and "label: flat\n" in capsys.readouterr().out
+        main(["methods", "flat=mine:flat_top"])
+    assert ended.value.code == 0 and "mine:flat_top" in capsys.readouterr().out
     del sys.modules["mine"]

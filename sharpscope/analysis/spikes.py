@@ -107,7 +107,7 @@ def recorded_by(run: Run, option: str) -> str:
     if option.split(".", maxsplit=1)[0] in run.config:
         return f" ({option})"
     if option == "recording.token_gradients_every":
-        return " (sharpscope probe --tokens RUN --model CHECKPOINT)"
+        return " (sharpscope probe --rollouts RUN --model CHECKPOINT)"
     return ""
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json as json_
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,28 +49,26 @@ def print_sections(sections: Sequence[Section], json: bool = False) -> None:
 
 
 def check_names(option: str, given: Iterable[str], valid: Iterable[str]) -> None:
-    """Refuse names that are not valid.
-
-    Raises:
-        UserError: the first of them, with the closest valid name.
-    """
+    """Refuse names that are not valid: a UserError with the closest valid name."""
     for name in given:
         if name not in valid:
             raise UserError(f"{option} {name}: unknown{nearest(name, valid)}")
 
 
-@contextmanager
-def progress(message: str) -> Iterator[Callable[[str], None]]:
-    """Show `message`, and yield a function that shows the next one: in a status line, or as lines without a terminal."""
-    from rich.console import Console
+def read_pairs(option: str, texts: Iterable[str], example: str) -> dict[str, str]:
+    """OURS=THEIRS of an option as a mapping."""
+    pairs = {}
+    for text in texts:
+        ours, _, theirs = text.partition("=")
+        if not (ours and theirs):
+            raise UserError(f"{option} {text}: must have the form OURS=THEIRS, such as {example}")
+        pairs[ours] = theirs
+    return pairs
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        typer.echo(f"  {message}", err=True)
-        yield lambda text: typer.echo(f"  {printable(text)}", err=True)
-        return
-    with console.status(message) as status:
-        yield lambda text: status.update(printable(text))
+
+def tell(text: str) -> None:
+    """Print a line on what is done."""
+    typer.echo(f"  {printable(text)}", err=True)
 
 
 METHODS = "Methods, separated by commas: [label=]name[+field=value…]; a name is a method, or module:function."
@@ -82,7 +79,6 @@ Methods = Annotated[str | None, Option(help=METHODS)]
 Set = Annotated[
     list[str] | None, Option("--set", help="Field, such as rollout.group_size=16 (`sharpscope config`). Repeatable.")
 ]
-Threads = Annotated[int | None, Option(min=1, help="CPU threads. Default: those of the configuration.")]
 Json = Annotated[bool, Option("--json", help="Print JSON.")]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import Runs, printable, progress
+from sharpscope.cli.console import Runs, printable, read_pairs, split, tell
 
 
 def export(
@@ -27,7 +27,6 @@ def export(
 
     Examples:
       sharpscope export runs/first --to tensorboard --out logs --follow
-
       sharpscope export runs/study --to reduced --out runs/reduced
     """
     from sharpscope.analysis import nothing_found, reduce_runs
@@ -43,8 +42,7 @@ def export(
         _tell(f"{len(files)} files", files, out)
     elif to == "reduced":
         named = [item for path in runs for item in load_runs(path).by_name.items()]
-        with progress("reducing") as update:
-            written, skipped = reduce_runs(named, out, tell=lambda name: update(f"reducing {name}"))
+        written, skipped = reduce_runs(named, out, tell=lambda name: tell(f"reducing {name}"))
         for line in skipped:
             typer.echo(f"  skipped: {printable(line)}")
         files = [file for folder in written for file in folder.rglob("*") if file.is_file()]
@@ -82,12 +80,7 @@ def import_(
     from sharpscope.errors import UserError
     from sharpscope.integrations.importers import Options, import_files, recognize
 
-    pairs: dict[str, str] = {}
-    for pair in (part.strip() for given in columns or () for part in given.split(",")):
-        ours, equals, theirs = pair.partition("=")
-        if not (ours and equals and theirs):
-            raise UserError(f"--columns {pair}: not of the form OURS=THEIRS; write for example logp=logprobs")
-        pairs[ours] = theirs
+    pairs = read_pairs("--columns", [part for given in columns or () for part in split(given)], "logp=logprobs")
     kind = recognize(source) if kind == "auto" else kind
     if pairs and kind != "jsonl":
         raise UserError(f"--columns: belongs to the format jsonl, not {kind}; leave it out")
@@ -108,4 +101,4 @@ def next_command(folder: Path) -> str:
         return f"sharpscope show {folder}"
     if "loss_coef" not in missing:
         return f"sharpscope tokens {folder} --by loss_coef"
-    return f"sharpscope probe --tokens {folder} --model CHECKPOINT  (norms of the tokens; sharpscope show {folder} says what is null)"
+    return f"sharpscope probe --rollouts {folder} --model CHECKPOINT  (norms of the tokens; sharpscope show {folder} says what is null)"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import METHODS, Model, Set, Task, Threads, print_sections, split
+from sharpscope.cli.console import METHODS, Model, Set, Task, print_sections, split, tell
 
 if TYPE_CHECKING:
     from sharpscope.analysis.sections import Section
@@ -32,7 +31,6 @@ def fork(
     set_: Annotated[
         list[str] | None, Option("--set", help="Field of the run, or fork.NAME (`sharpscope config fork`). Repeatable.")
     ] = None,
-    threads: Threads = None,
     out: Annotated[Path | None, Option(help="Folder for the rows. Default: RUN, or forks/MODEL.")] = None,
 ) -> None:
     """Compare single updates from the same state: of several methods, or of one step with and without its leading tokens.
@@ -42,29 +40,21 @@ def fork(
 
     Examples:
       sharpscope fork --model embedded:knights_knaves --methods grpo,grpo-sg,ar --batches 10
-
       sharpscope fork runs/first --checkpoint 0 --checkpoint 50 --methods grpo,strong=grpo-sg+weight.U=4
-
       sharpscope fork runs/first --step 40 --without-tokens top:12
     """
     from sharpscope.config import parse_overrides
 
-    fork_settings = [text for text in set_ or [] if text.startswith("fork.")]
-    given: dict[str, Any] = parse_overrides(fork_settings).get("fork", {})
-    given |= {"overrides": [text for text in set_ or [] if text not in fork_settings], "threads": threads}
-    given |= {"model": model, "task": task, "on_progress": lambda text: typer.echo(f"  {text}", err=True)}
-    arms: dict[str, Any] = {
-        "methods": methods and split(methods),
-        "outcomes": outcomes and split(outcomes),
-        "batches": batches,
-    }
-    arms |= {"checkpoint": checkpoint, "out": out}
-    arms = {name: value for name, value in arms.items() if value not in (None, [])}
+    own = [text for text in set_ or [] if text.startswith("fork.")]
+    given: dict[str, Any] = {"model": model, "task": task, "on_progress": tell, **parse_overrides(own).get("fork", {})}
+    given["overrides"] = [text for text in set_ or [] if text not in own]
+    arms: dict[str, Any] = {"methods": split(methods), "outcomes": split(outcomes), "batches": batches}
+    arms = {name: value for name, value in {**arms, "checkpoint": checkpoint, "out": out}.items() if value}
     try:
         if without_tokens is None and step is None:
             _methods(run, **given | arms)
         else:
-            _without(run, step, without_tokens, arms, **given)
+            _without(run, step, without_tokens, next(iter(arms), None), **given)
     except KeyboardInterrupt:
         typer.echo("interrupted: what was measured is kept; repeat the command to continue", err=True)
         raise typer.Exit(130) from None
@@ -75,8 +65,6 @@ def _methods(run: Path | None, **given: Any) -> None:
     from sharpscope.analysis.forks import fork_differences, fork_sections
     from sharpscope.forks import fork as run_fork
 
-    if len(given.get("methods", ("", ""))) == 1:
-        typer.echo("one method: it is compared with nothing; give --methods two or more", err=True)
     forked = run_fork(run, **given)
     rows = forked.forks
     differences = fork_differences(rows[rows["fork"] == rows["fork"].iloc[-1]])
@@ -84,20 +72,18 @@ def _methods(run: Path | None, **given: Any) -> None:
     typer.echo(f"Written: {forked.path}/traces/forks\nview:    sharpscope analyze {forked.path}")
 
 
-def _without(run: Path | None, step: int | None, tokens: str | None, arms: dict[str, Any], **given: Any) -> None:
+def _without(run: Path | None, step: int | None, tokens: str | None, extra: str | None, **given: Any) -> None:
     """Make a step with and without its leading tokens, and print what each does."""
     from sharpscope.analysis.forks import without_sections
     from sharpscope.errors import UserError
     from sharpscope.forks.without import without_tokens
 
-    if run is None or step is None or tokens is None:
-        raise UserError("--without-tokens: needs a run and --step, as in fork RUN --step 40 --without-tokens top:12")
-    if arms:
-        option = next(iter(arms)).replace("_", "-")
-        raise UserError(f"--{option}: does not go with --without-tokens, which makes one step of the run as it was")
-    kind, _, count = tokens.partition(":")
-    if kind != "top" or not count.isdecimal() or not int(count):
-        raise UserError(f"--without-tokens {tokens}: give the number of leading tokens, as in top:12")
+    kind, _, count = (tokens or "").partition(":")
+    if run is None or step is None or kind != "top" or not count.isdecimal() or not int(count):
+        example = "fork RUN --step 40 --without-tokens top:12"
+        raise UserError(f"--without-tokens {tokens}: needs a run, --step and a number, as in {example}")
+    if extra is not None:
+        raise UserError(f"--{extra}: does not go with --without-tokens, which makes one step of the run as it was")
     forked, name = without_tokens(run, step, int(count), **given)
     print_sections(without_sections(forked, name))
     typer.echo(f"Written: {forked.path}/traces/forks (fork {name})")
@@ -111,10 +97,8 @@ def rotate(
     checkpoint: Annotated[str | None, Option(help="50 or step-000050; 0: the start. Default: the last.")] = None,
     seed: Annotated[int | None, Option(help="Seed of the batch, with --model. Default: 0.")] = None,
     set_: Set = None,
-    threads: Threads = None,
     warm_up: Annotated[int, Option(min=0, help="With --model: batches that fill the optimizer's moments.")] = 0,
     measure: Annotated[bool, Option("--measure", help="Make each update, measure, take it back.")] = False,
-    plot: Annotated[bool, Option("--plot", help="Also plot token weights over logit and probability.")] = False,
     out: Annotated[Path | None, Option(help="Folder. Default: rotation, or RUN/rotation.")] = None,
 ) -> None:
     """Show how far methods turn the gradient, and the optimizer's step, of one batch from plain GRPO's. Nothing is trained.
@@ -124,15 +108,12 @@ def rotate(
 
     Examples:
       sharpscope rotate --model embedded:knights_knaves --methods grpo-sg,ar,cispo
-
       sharpscope rotate --methods grpo-sg,strong=grpo-sg+weight.U=4,grpo+tokens.kind=high_entropy --seed 3
-
-      sharpscope rotate runs/first --checkpoint 50 --methods mine:flat_top --plot
+      sharpscope rotate runs/first --checkpoint 50 --methods grpo-sg,mine:flat_top
     """
     from sharpscope.forks import rotate as compare
 
     out = out or (Path("rotation") if run is None else run / "rotation")
-    started = time.perf_counter()
     rotations = compare(
         None if methods is None else split(methods),
         run=run,
@@ -143,11 +124,10 @@ def rotate(
         overrides=set_ or (),
         warm_up=warm_up,
         measure=measure,
-        threads=threads,
-        on_progress=lambda text: typer.echo(f"  {time.perf_counter() - started:5.0f} s  {text}", err=True),
+        on_progress=tell,
     )
     print_sections(_sections(rotations))
-    files = rotations.save(out, plot)
+    files = rotations.save(out)
     typer.echo(f"Written: {out}/ ({', '.join(path.name for path in files)})")
 
 
@@ -167,30 +147,28 @@ def _sections(rotations: Rotations) -> list[Section]:
     noise = "unknown for one prompt" if math.isnan(rotations.noise) else f"about {rotations.noise:.0f}°"
     if rotations.noise >= NOISE_BOUND:
         noise = "at least 90°, the bound of its estimate (its two halves share no direction; take more prompts),"
-    notes = [
+    table = rotations.table
+    named = table["method"] + table["reference"].map(lambda of: " *" if of == "unweighted" else "")
+    notes = [f"{name}: {why}" for name, why in zip(named, table["problem"], strict=True) if why]
+    if batch["recorded"] is not None:
+        same = "are those" if batch["recorded"] else "are not those (another machine or version, or --set)"
+        notes.append(f"The completions {same} that the run recorded at this step.")
+    notes += [
         f"Noise of this batch: {noise} between its gradient (plain GRPO) and the expected one.",
         "gradient, update: rotation and ratio of norms against plain GRPO (*: against the same method with weights 1); kept: share of "
         "that gradient on tokens that keep one; dose: length of the difference of both updates, in units of the reference's; bound: the "
-        "largest rotation by weights alone if tokens' gradients are orthogonal; at L, at U: share of the gradient at either bound.",
+        "largest rotation by weights alone if tokens' gradients are orthogonal.",
     ]
-    if batch["recorded"] is not None:
-        same = "are those" if batch["recorded"] else "are not those (another machine or version, or --set)"
-        notes.insert(0, f"The completions {same} that the run recorded at this step.")
-    degree, ratio, share = "{:.1f}°".format, "{:.2f}".format, "{:.1%}".format
-    columns = [
-        ("gradient", "gradient_rotation", degree),
-        ("scale", "gradient_scale", ratio),
-        ("kept", "gradient_kept", share),
-        ("update", "update_rotation", degree),
-        ("scale", "update_scale", ratio),
-        ("dose", "update_difference", ratio),
-        ("bound", "rotation_bound", degree),
-        ("at L", "weight_saturation_low_gradient", share),
-        ("at U", "weight_saturation_high_gradient", share),
-    ]
-    table = rotations.table
-    named = table["method"] + table["reference"].map(lambda of: " *" if of == "unweighted" else "")
-    notes = [f"{name}: {why}" for name, why in zip(named, table["problem"], strict=True) if why][::-1] + notes
-    shown = [table[name].map(form, na_action="ignore").fillna("–") for _, name, form in columns]
-    rows = pd.concat([named, *shown], axis=1).set_axis(["method", *(heading for heading, *_ in columns)], axis=1)
-    return [Section(title, rows), Section("", "\n".join(notes))]
+    columns = {
+        "gradient": ("gradient_rotation", "{:.1f}°"),
+        "scale": ("gradient_scale", "{:.2f}"),
+        "kept": ("gradient_kept", "{:.1%}"),
+        "update": ("update_rotation", "{:.1f}°"),
+        "its scale": ("update_scale", "{:.2f}"),
+        "dose": ("update_difference", "{:.2f}"),
+        "bound": ("rotation_bound", "{:.1f}°"),
+    }
+    shown = {
+        title: table[name].map(form.format, na_action="ignore").fillna("–") for title, (name, form) in columns.items()
+    }
+    return [Section(title, pd.DataFrame({"method": named} | shown)), Section("", "\n".join(notes))]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import Json, Runs, print_json, print_sections, printable, progress
+from sharpscope.cli.console import Json, Runs, print_json, print_sections, printable, read_pairs, tell
 
 if TYPE_CHECKING:
     from sharpscope.diagnose.report import Diagnosis
@@ -24,9 +24,7 @@ def show(
 
     Examples:
       sharpscope show runs/first
-
       sharpscope show runs/grpo-s0 runs/grpo-sg-s0
-
       sharpscope show runs/first --card card.png
     """
     from sharpscope import analysis
@@ -63,9 +61,7 @@ def tokens(
 
     Examples:
       sharpscope tokens runs/first
-
       sharpscope tokens runs/first --spikes
-
       sharpscope tokens runs/first --step 10 --by score_norm --top 20
     """
     from sharpscope import analysis
@@ -94,22 +90,17 @@ def analyze(
 
     Examples:
       sharpscope analyze runs/
-
       sharpscope analyze runs/first runs/second --out report --open
     """
     from sharpscope import analysis
 
-    with progress("reading traces") as update:
-        written = analysis.analyze(runs, out, claims=claims, figures=figures, on_progress=update)
+    written = analysis.analyze(runs, out, claims=claims, figures=figures, on_progress=tell)
     size = written.page.stat().st_size / 2**20
     drawn = f"{len(written.figures)} figures and " if written.figures else ""
     counts = f"{drawn}{len(written.tables)} tables"
     typer.echo(f"{counts}. Written: {written.out}/ (open {written.page}, {size:.1f} MiB, works offline)")
     if open_:
-        import webbrowser
-
-        if not webbrowser.open(written.page.resolve().as_uri()):
-            typer.echo(f"cannot start a browser; open {written.page} yourself", err=True)
+        typer.launch(written.page.resolve().as_uri())
 
 
 def diagnose(
@@ -123,21 +114,12 @@ def diagnose(
 
     Examples:
       sharpscope diagnose output/trainer_state.json
-
       sharpscope diagnose runs/first
-
       sharpscope diagnose wandb.csv --map reward=my/score
     """
     from sharpscope.diagnose import diagnose as run_rules
-    from sharpscope.errors import UserError
 
-    mapping = {}
-    for pair in map_ or []:
-        quantity, equals, key = pair.partition("=")
-        if not equals:
-            raise UserError(f"--map {pair}: give QUANTITY=KEY, for example --map reward=my/score")
-        mapping[quantity] = key
-    found = run_rules(path, mapping)
+    found = run_rules(path, read_pairs("--map", map_ or [], "reward=my/score"))
     layers = _layers(found)
     if json:
         print_json(found.as_dict() | {"layers": layers})

@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import Json, Threads, check_names, print_json, print_sections, printable, split
+from sharpscope.cli.console import Json, check_names, print_json, print_sections, printable, split
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from sharpscope.config.probes import Check, ProbesSpec
+    from sharpscope.config.probes import ProbesSpec
     from sharpscope.probes import Measured
 
 Found = Iterator[tuple[str, int, "Measured"]]
 """Label of the checkpoint, its step (0 for a model), and what was measured."""
-PARTS: dict[str, dict[str, Any]] = {"curvature": {"curvature_prompts": 0}, "perturbation": {"kinds": ()}}
-"""What --probes can name, with the settings that leave it out."""
 WHOLE = 128  # prompts on which curvature is computed by default
+SEED = 0  # of every random vector
 
 
 def probe(
@@ -31,27 +30,18 @@ def probe(
         list[str] | None, Option(help="embedded:NAME, a model folder, or a hub id. Repeatable: side by side.")
     ] = None,
     data: Annotated[Path | None, Option(help="JSONL or Parquet with prompt and completion (and reward).")] = None,
-    tokens: Annotated[Path | None, Option(help="Folder of an imported run: measure its tokens at --model.")] = None,
     rollouts: Annotated[
-        Path | None, Option(help="Batch dumped by another trainer: measure it as a recorded step at a checkpoint.")
+        Path | None, Option(help="Batch dumped by another trainer, or imported run: measure its steps at a checkpoint.")
     ] = None,
-    method: Annotated[
-        str | None, Option(help="Method that gives the tokens of --rollouts or --tokens coefficients.")
-    ] = None,
-    temperature: Annotated[float | None, Option(help="Of --rollouts' log-probabilities. Default: 1.")] = None,
-    steps: Annotated[str | None, Option(help="Steps of --tokens or --rollouts: 10,20. Default: all.")] = None,
-    probes: Annotated[str | None, Option(help="curvature,perturbation. Default: both.")] = None,
-    functional: Annotated[
-        list[str] | None, Option(help="nll or expected_failure, which needs rewards. Repeatable.")
-    ] = None,
+    method: Annotated[str | None, Option(help="Method that gives the tokens of --rollouts coefficients.")] = None,
+    temperature: Annotated[float | None, Option(help="Of a dumped batch's log-probabilities. Default: 1.")] = None,
+    steps: Annotated[str | None, Option(help="Steps of --rollouts: 10,20. Default: all.")] = None,
     all_checkpoints: Annotated[bool, Option("--all-checkpoints", help="Probe every checkpoint of the run.")] = False,
     backend: Annotated[str, Option(help="Eigenvalues and trace by lanczos, or by pyhessian.")] = "lanczos",
     force: Annotated[bool, Option("--force", help="Accept a checkpoint that does not fit.")] = False,
     set_: Annotated[
         list[str] | None, Option("--set", help="Field of `probes`, such as rho=0.05 or check=off. Repeatable.")
     ] = None,
-    seed: Annotated[int, Option(help="Seed of every random vector.")] = 0,
-    threads: Threads = None,
     out: Annotated[Path | None, Option(help="Folder that is written. Default: probe, or RUN-probe.")] = None,
     json: Json = False,
 ) -> None:
@@ -59,57 +49,39 @@ def probe(
 
     Examples:
       sharpscope probe --model embedded:knights_knaves --data completions.jsonl --out probe
-
-      sharpscope probe runs/first --all-checkpoints
-
+      sharpscope probe runs/first --all-checkpoints --set curvature_prompts=0
       sharpscope probe checkpoints/step-100 --rollouts dumped/step_100.jsonl --method grpo --out runs/replayed
     """
-    from sharpscope.config import parse_overrides
-    from sharpscope.config.probes import Backend, ObjectiveName
+    from sharpscope.config import parse_overrides, validate
+    from sharpscope.config.methods import parse_method
+    from sharpscope.config.probes import Backend, ProbesSpec
     from sharpscope.errors import UserError
-    from sharpscope.traces import check_free, free_name, load_run
+    from sharpscope.traces import check_free, free_name
 
-    check_names("--functional", functional or [], get_args(ObjectiveName))
     check_names("--backend", [backend], get_args(Backend))
-    values = parse_overrides(set_ or []) | ({"functionals": functional} if functional else {})
+    values = parse_overrides(set_ or [])
     # The default of the preset needs rewards, which a file of texts need not have.
-    spec = _spec(({} if data is None else {"functionals": ("nll",)}) | values, probes)
-    afterwards: dict[str, Any] = {"steps": steps, "force": force, "method": method, "temperature": temperature}
-    if tokens is None and rollouts is None:
-        _check(run, model, data, all_checkpoints, afterwards)
-        out = out or free_name("probe" if run is None else f"{run}-probe")
+    defaults = {"preset": "standard", "curvature_prompts": WHOLE} | ({} if data is None else {"functionals": ("nll",)})
+    spec: ProbesSpec = validate(ProbesSpec, defaults | values)
+    if not spec.functionals:
+        raise UserError("--set functionals=[]: names nothing; name a loss, such as nll")
+    if rollouts is not None:
+        models = [*(model or []), *([] if run is None else [str(run)])]
+        if len(models) != 1 or data is not None or all_checkpoints:
+            raise UserError("--rollouts: goes with one checkpoint and without --data and --all-checkpoints")
+        if not all(step.isdecimal() for step in split(steps)):
+            raise UserError(f"--steps {steps}: not whole numbers, comma-separated; write for example 10,20")
+        if not rollouts.exists():
+            raise UserError(f"--rollouts {rollouts}: no such file or folder")
+        out = out or free_name("runs/replayed")
         check_free(out)
-        options = {"backend": backend}
-        if run is not None:
-            found = _checkpoints(run, spec, seed, all_checkpoints, threads, options, fixed="rho" in values)
-        else:
-            found = _models(model or [], data, spec, seed, threads, options)
-        _report(found, out, None if run is None else load_run(run).probes, json)
+        options: dict[str, Any] = {"check": spec.check, "force": force}
+        options["steps"] = None if steps is None else [int(step) for step in split(steps)]
+        options["method"] = None if method is None else parse_method(method)
+        _replay(rollouts, models[0], out, temperature, options)
         return
-    models = [*(model or []), *([str(run)] if rollouts is not None and run is not None else [])]
-    surface = data is not None or functional or probes or all_checkpoints
-    if len(models) != 1 or surface or (tokens is not None and (run or rollouts) is not None):
-        raise UserError(
-            "--tokens, --rollouts: go with one checkpoint, --method, --steps, --set, --force, --threads, --out"
-        )
-    out = out or free_name("runs/replayed" if tokens is None else f"{tokens}-probed")
-    check_free(out)
-    _afterwards(tokens, rollouts, models[0], spec.check, threads, out, **afterwards)
-
-
-def _check(
-    run: Path | None, model: list[str] | None, data: Path | None, all_checkpoints: bool, afterwards: dict[str, Any]
-) -> None:
-    """Refuse options of the loss surface that do not go together.
-
-    Raises:
-        UserError: names them.
-    """
-    from sharpscope.errors import UserError
-
-    extra = next((name for name, value in afterwards.items() if value), None)
     problems = {
-        f"--{extra}: goes with --tokens or --rollouts": extra is not None,
+        "--steps, --method, --temperature, --force: go with --rollouts": any((steps, method, temperature, force)),
         "probe: give a run's folder, or --model with --data": (run is None) == (not model),
         "--data: goes with --model; a run is probed on its own probe set": run is not None and data is not None,
         "--all-checkpoints: goes with a run's folder, not with --model": run is None and all_checkpoints,
@@ -118,53 +90,33 @@ def _check(
     for text, wrong in problems.items():
         if wrong:
             raise UserError(text)
+    out = out or free_name("probe" if run is None else f"{run}-probe")
+    check_free(out)
+    if run is not None:
+        found = _checkpoints(run, spec, all_checkpoints, backend, fixed="rho" in values)
+    else:
+        found = _models(model or [], data, spec, backend)
+    _report(found, out, json)
 
 
-def _spec(values: dict[str, Any], probes: str | None) -> ProbesSpec:
-    """The settings of the probes, with these values set, and without the parts that `probes` does not name."""
-    from sharpscope.config import validate
-    from sharpscope.config.probes import ProbesSpec
-    from sharpscope.errors import UserError
-
-    parts = PARTS if probes is None else split(probes)
-    check_names("--probes", parts, PARTS)
-    if not parts:
-        raise UserError(f"--probes: names nothing; choose from {', '.join(PARTS)}")
-    for part, without in PARTS.items():
-        values = values | ({} if part in parts else without)
-    spec: ProbesSpec = validate(ProbesSpec, {"preset": "standard", "curvature_prompts": WHOLE} | values)
-    if not spec.functionals:
-        raise UserError("--set functionals=[]: names nothing; name a loss, such as nll")
-    return spec
-
-
-def _models(
-    models: Sequence[str],
-    data: Path | None,
-    spec: ProbesSpec,
-    seed: int,
-    threads: int | None,
-    options: dict[str, Any],
-) -> Found:
+def _models(models: Sequence[str], data: Path | None, spec: ProbesSpec, backend: str) -> Found:
     """Probe models on a file of texts, all at the radius of the first."""
     from sharpscope.policy import PolicySpec, load_policy
     from sharpscope.probes import read_rows, run, text_batches
     from sharpscope.recording.run_folder import set_threads
 
     assert data is not None
-    set_threads(threads, models[0])
+    set_threads(None, models[0])
     rows, radius = read_rows(data), None
     for model in models:
         policy = load_policy(PolicySpec(model=model))
-        batches = text_batches(policy, rows, spec.functionals, seed=seed, label=data.stem)
-        for measured in run(policy.model, batches, spec, radius=radius, **options):
+        batches = text_batches(policy, rows, spec.functionals, seed=SEED, label=data.stem)
+        for measured in run(policy.model, batches, spec, radius=radius, backend=backend):  # type: ignore[arg-type]
             radius = measured.radius
             yield model, 0, measured
 
 
-def _checkpoints(
-    folder: Path, spec: ProbesSpec, seed: int, every: bool, threads: int | None, options: dict[str, Any], fixed: bool
-) -> Found:
+def _checkpoints(folder: Path, spec: ProbesSpec, every: bool, backend: str, fixed: bool) -> Found:
     """Probe a run's checkpoints on its probe set, at the run's radius unless one is `fixed`."""
     from sharpscope.config import read_recorded
     from sharpscope.errors import UserError
@@ -174,16 +126,13 @@ def _checkpoints(
     from sharpscope.recording.run_folder import set_threads
     from sharpscope.tasks import make_task
     from sharpscope.traces import read_run_info
-    from sharpscope.training.checkpoint import checkpoints, load_checkpoint
-    from sharpscope.training.learner import build_optimizer
+    from sharpscope.training.checkpoint import checkpoints, step_of
 
-    if not folder.is_dir():
-        raise UserError(f"run '{folder}': no such folder; give the folder that holds its run.json")
     saved = checkpoints(folder)
     if not saved:
-        raise UserError(f"run '{folder}' has no checkpoint to probe")
+        raise UserError(f"run '{folder}' has no checkpoint to probe; give the folder of a run that has one")
     config = read_recorded(folder)
-    set_threads(config.threads if threads is None else threads, config.policy.model)
+    set_threads(config.threads, config.policy.model)
     task = make_task(config.task)
     probe_set = run_probe_set(config, task)
     radius, known = None, read_run_info(folder).get("probe_radius")
@@ -191,69 +140,38 @@ def _checkpoints(
         radius = Radius(**known) if known else Radius(float(config.probes.rho))
     for checkpoint in saved if every else saved[-1:]:
         policy = load_policy(config.policy.model_copy(update={"model": str(checkpoint)}), base=config.policy.model)
-        optimizer = build_optimizer(policy.model, config.optimizer)
-        load_checkpoint(checkpoint, policy.model, optimizer)
-        batches = probe_set_batches(
-            probe_set,
-            spec,
-            Drawer(config, policy, task),
-            temperature=config.rollout.temperature,
-            seed=lambda part: seed,
-        )
-        step = int(checkpoint.name.removeprefix("step-"))
-        for measured in run(policy.model, batches, spec, radius=radius, **options):
+        drawer, temperature = Drawer(config, policy, task), config.rollout.temperature
+        batches = probe_set_batches(probe_set, spec, drawer, temperature=temperature, seed=lambda part: SEED)
+        step = step_of(checkpoint)
+        for measured in run(policy.model, batches, spec, radius=radius, backend=backend):  # type: ignore[arg-type]
             radius = measured.radius
             yield f"step {step}", step, measured
 
 
-def _afterwards(
-    tokens: Path | None,
-    rollouts: Path | None,
-    model: str,
-    check: Check,
-    threads: int | None,
-    out: Path,
-    *,
-    method: str | None,
-    temperature: float | None,
-    steps: str | None,
-    force: bool,
-) -> None:
+def _replay(source: Path, model: str, out: Path, temperature: float | None, options: dict[str, Any]) -> None:
     """Copy an imported run, or write a dumped batch as a run, with what a recorded step would have had at `model`."""
-    from sharpscope.config.methods import parse_method
-    from sharpscope.errors import UserError
     from sharpscope.integrations.importers import probe_rollouts
     from sharpscope.policy import PolicySpec, load_policy
     from sharpscope.recording.from_checkpoint import Probed, probe_trace
     from sharpscope.recording.run_folder import set_threads
     from sharpscope.traces import load_run
 
-    if not all(step.isdecimal() for step in split(steps)):
-        raise UserError(f"--steps {steps}: not whole numbers, comma-separated; write for example 10,20")
-    if rollouts is not None and not rollouts.exists():
-        raise UserError(f"--rollouts {rollouts}: no such file or folder")
-
-    def tell(probed: Probed) -> None:
+    def say(probed: Probed) -> None:
         """One line for each step."""
         shares = "norms and shares" if probed.attributed else "norms (not every token has a loss_coef, so no shares)"
         gap = f"|ln π − recorded| {probed.logp_gap:.2g} nats"
         typer.echo(f"step {probed.step}: {shares} of {probed.tokens} tokens; {gap}")
 
-    common: dict[str, Any] = {"check": check, "on_step": tell, "force": force}
-    common["steps"] = None if steps is None else [int(step) for step in split(steps)]
-    common["method"] = None if method is None else parse_method(method)
-    run = None if tokens is None else load_run(tokens)
-    set_threads(threads, model)
+    set_threads(None, model)
     policy = load_policy(PolicySpec(model=model))
-    if run is not None:
-        probe_trace(run, policy, out, **common)
+    if (source / "run.json").exists():
+        probe_trace(load_run(source), policy, out, on_step=say, **options)
     else:
-        assert rollouts is not None
-        probe_rollouts(rollouts, policy, out, temperature=temperature, **common)
+        probe_rollouts(source, policy, out, temperature=temperature, on_step=say, **options)
     typer.echo(f"Written: {out}/ (try: sharpscope tokens {out} --spikes)")
 
 
-def _report(found: Found, out: Path, recorded: pd.DataFrame | None, json: bool) -> None:
+def _report(found: Found, out: Path, json: bool) -> None:
     """Write rows as they are found; then say what they mean, and print them side by side, or both as JSON."""
     import pandas as pd
 
@@ -272,7 +190,7 @@ def _report(found: Found, out: Path, recorded: pd.DataFrame | None, json: bool) 
             typer.echo(f"  not reliable: {printable(f'{label}: {problem}')}", err=True)
     if tables:
         estimates = pd.concat(tables, ignore_index=True)
-        said = sentences(estimates, recorded)
+        said = sentences(estimates)
         if json:
             records = estimates.replace({pd.NA: None}).to_dict("records")
             print_json({"sentences": said, "rows": records, "written": str(out)})
@@ -282,26 +200,14 @@ def _report(found: Found, out: Path, recorded: pd.DataFrame | None, json: bool) 
     typer.echo(f"written to {out}/: {', '.join(sorted(path.name for path in out.iterdir()))}", err=json)
 
 
-def sentences(estimates: pd.DataFrame, recorded: pd.DataFrame | None = None) -> list[str]:
-    """What the estimates say, a sentence or two for each checkpoint and loss, on training prompts where there are some.
-
-    Args:
-        estimates: rows of the `probes` table with a column `checkpoint`.
-        recorded: the `probes` table of the run, for its critical sharpness; None without one.
-    """
-    from sharpscope.analysis.measures import critical_text
-
-    lines = []
+def sentences(estimates: pd.DataFrame) -> list[str]:
+    """What rows of `probes`, with a column `checkpoint`, say of each checkpoint and loss, on training prompts if there are some."""
     sets = estimates["probe_set"].unique()
     chosen = next((name for name in sets if "/train@" in name), sets[0])
     first = estimates[estimates["probe_set"] == chosen]
-    lines += [line for name, rows in first.groupby("functional", sort=False) for line in _compared(str(name), rows)]
+    lines = [line for name, rows in first.groupby("functional", sort=False) for line in _compared(str(name), rows)]
     for (label, name), rows in first.groupby(["checkpoint", "functional"], sort=False):
         lines += [f"{label}, {name}: {text}" for text in _texts(rows.set_index("quantity").to_dict("index"))]
-    if recorded is not None and len(recorded):
-        for step in dict.fromkeys(estimates["step"]):
-            if said := critical_text(recorded[recorded["step"] <= step]):
-                lines.append(f"step {step}, last update measured: {said}")
     return lines
 
 
@@ -369,8 +275,7 @@ def _table(estimates: pd.DataFrame) -> pd.DataFrame:
         else:
             errors = {"± s.e.": "std_error", "± prompts": "prompt_std_error", "saturation": "saturation"}
             row |= {"value": _number(first["value"])} | {title: first[column] for title, column in errors.items()}
-        good = "yes" if same["converged"].ne(False).all() else "NO"
-        rows.append(row | {"conv.": "–" if same["converged"].isna().all() else good})
+        rows.append(row)
     return pd.DataFrame(rows)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import METHODS, Model, Set, Task, print_sections, progress
+from sharpscope.cli.console import METHODS, Model, Set, Task, print_sections, split, tell
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
 
 SWEEP_FIELDS = {"purpose", "base", "methods", "settings", "grid", "seeds", "claims", "parts"}
 """Fields of a YAML file that make it a sweep (`sharpscope.sweeps.SweepSpec`)."""
-LINE_EVERY = 60.0
-"""Interval between lines of progress without a terminal [s]."""
 
 
 def demo(
@@ -59,8 +55,7 @@ def demo(
         if outcome.status != "finished":
             typer.echo(f"{outcome.status}: {outcome.reason}. Written: {outcome.run_dir}/")
             raise typer.Exit(130 if outcome.status == "interrupted" else 1)
-    with progress("making the report") as update:
-        written = analyze([out / "runs"], out / "report", on_progress=update)
+    written = analyze([out / "runs"], out / "report", on_progress=tell)
     Console().print(show_headline([out / "runs"]))
     typer.echo(
         f"\nOpen the report:  {written.page}\n"
@@ -77,7 +72,6 @@ def run(
     seeds: Annotated[str | None, Option(help="Seeds, separated by commas. Makes a sweep.")] = None,
     task: Task = None,
     model: Model = None,
-    label: Annotated[str | None, Option(help="Name of the method in tables and legends.")] = None,
     steps: Annotated[int | None, Option(help="Number of steps.")] = None,
     seed: Annotated[int | None, Option(help="Seed of training.")] = None,
     lr: Annotated[float | None, Option(help="Peak learning rate.")] = None,
@@ -87,28 +81,22 @@ def run(
     quiet: Annotated[bool, Option("--quiet", "-q", help="Disable the live display.")] = False,
     workers: Annotated[int, Option(min=1, help="Sweep: concurrent runs; they share the threads.")] = 1,
     part: Annotated[list[str] | None, Option(help="Sweep: part to run. Repeatable. Default: all.")] = None,
-    retry: Annotated[bool, Option("--retry", help="Sweep: run failed runs again.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Sweep: print the runs, and exit.")] = False,
 ) -> None:
     """Train a policy and record token-level traces; with --methods, --seeds or a sweep's file, several. Repeat to resume a sweep.
 
     Examples:
       sharpscope run --method grpo-sg --steps 20
-
       sharpscope run --methods grpo,flat=mine:flat_top --seeds 0,1,2 --workers 2
-
       sharpscope run --task dataset --set task.path=puzzles.parquet --model path/or/hub-id --out runs/real
-
       sharpscope run experiments/pair.yaml --dry-run
-
       sharpscope run --resume runs/first
-
       accelerate launch --num_processes 2 -m sharpscope run --method grpo-sg
     """
     from sharpscope.config import config_data, make_config, read_recorded, read_yaml
     from sharpscope.errors import UserError
 
-    options = {"method": method, "task": task, "model": model, "steps": steps, "seed": seed, "lr": lr, "label": label}
+    options = {"method": method, "task": task, "model": model, "steps": steps, "seed": seed, "lr": lr}
     if resume is not None:
         others = [config, methods, seeds, out, set_, *options.values()]
         if any(value is not None for value in others):
@@ -120,26 +108,21 @@ def run(
             raise UserError(f"--{one}: goes without --{one}s, which lists all; remove one of the two")
     content = {} if config is None else read_yaml(config)
     if methods is None and seeds is None and not SWEEP_FIELDS & set(content):
-        given = {"--part": part, "--retry": retry, "--dry-run": dry_run}
-        wrong = next((name for name, value in given.items() if value), None)
-        if wrong is not None:
-            raise UserError(f"{wrong}: goes with a sweep; give --methods or --seeds, or a file with methods or parts")
+        if part or dry_run:
+            raise UserError("--part, --dry-run: go with a sweep; give --methods, --seeds or the file of one")
         values = command_values(**options) | ({} if out is None else {"out": str(out)})
         _train(make_config(config_data(content, set_ or (), values)), quiet)
         return
-    if label is not None:
-        raise UserError("--label: goes with one method; in --methods write label=name")
     content = content if SWEEP_FIELDS & set(content) else _as_sweep(content)
     content |= {} if out is None else {"out": str(out)}
     if methods is not None or method is not None:
-        content["methods"] = [method] if methods is None else methods.split(",")
+        content["methods"] = split(methods) or [method]
     if seeds is not None or seed is not None:
-        content["seeds"] = [seed] if seeds is None else _numbers(seeds)
+        content["seeds"] = split(seeds) or [seed]
     changes = config_data(None, set_ or (), command_values(task=task, model=model, steps=steps, lr=lr))
     from sharpscope.sweeps import plan_sweep, read_sweep
 
-    runs = plan_sweep(read_sweep(content), part or (), changes)
-    _sweep(runs, workers, retry, dry_run)
+    _sweep(plan_sweep(read_sweep(content), part or (), changes), workers, dry_run)
 
 
 def evaluate(
@@ -163,9 +146,7 @@ def evaluate(
 
     Examples:
       sharpscope eval embedded:knights_knaves --prompts 500
-
       sharpscope eval path/or/hub-id --task dataset --set task.path=test.parquet --split all
-
       sharpscope eval runs/first --split heldout --temperature 1 --samples 16 -k 1 -k 8
     """
     from sharpscope.analysis.sections import Section
@@ -174,7 +155,7 @@ def evaluate(
 
     if out is not None:
         check_free(out)
-
+    pass_at = sorted(set(k or []))
     rows = evaluate_model(
         str(model),
         task=task,
@@ -183,11 +164,11 @@ def evaluate(
         prompts=prompts,
         samples=samples or max(k or [1]),
         seed=seed,
-        pass_at=sorted(set(k or [])),
+        pass_at=pass_at,
         overrides=set_ or (),
-        on_progress=lambda text: typer.echo(f"  {text}", err=True),
+        on_progress=tell,
     )
-    print_sections([Section(str(rows[0]["task"]), _table(rows))])
+    print_sections([Section(str(rows[0]["task"]), _table(rows, pass_at))])
     if out is not None:
         import pandas as pd
 
@@ -196,21 +177,15 @@ def evaluate(
         typer.echo(f"Written: {out}/eval.csv")
 
 
-def _table(rows: list[dict[str, Any]]) -> pd.DataFrame:
+def _table(rows: list[dict[str, Any]], pass_at: Sequence[int]) -> pd.DataFrame:
     """The results with their 95 % intervals, in percent."""
     import pandas as pd
 
-    from sharpscope.analysis.statistics import accuracy_interval
-
-    pass_at = sorted(int(name[8:]) for name in rows[0] if name[:8] == "pass_at_" and name[8:].isdecimal())
     shown = []
     for row in rows:
         cells = {name: row[name] for name in ("split", "level")} | {"T": f"{row['temperature']:g}"}
         cells |= {"prompts": row["n"], "n": row["k"], "avg@n [95 %]": _with_interval(row, "accuracy")}
         cells |= {f"pass@{k} [95 %]": _with_interval(row, f"pass_at_{k}") if k <= row["k"] else "" for k in pass_at}
-        if any(other["k"] > 1 for other in rows):
-            interval = accuracy_interval(row["pass_at_k"], None, row["n"])
-            cells["pass@n [95 %]"] = f"{row['pass_at_k']:.2%} {interval.percent(2)}"
         shown.append(cells | {"reward": f"{row['reward_mean']:+.3f}"})
     return pd.DataFrame(shown)
 
@@ -221,7 +196,7 @@ def _with_interval(row: dict[str, Any], name: str) -> str:
 
 def command_values(**options: Any) -> dict[str, Any]:
     """Map the options of `run` to configuration paths; options that are None are omitted."""
-    paths = {"model": "policy.model", "lr": "optimizer.lr", "label": "method.label"}
+    paths = {"model": "policy.model", "lr": "optimizer.lr"}
     values = {paths.get(name, name): value for name, value in options.items() if value is not None}
     if "task" in values:
         from sharpscope.tasks import task_choice
@@ -236,14 +211,6 @@ def _as_sweep(content: dict[str, Any]) -> dict[str, Any]:
     name = method.get("name", "grpo") if isinstance(method, dict) else method
     seed, out = content.pop("seed", 0), content.pop("out", "runs")
     return {"base": content, "methods": [name], "seeds": [seed], "out": out}
-
-
-def _numbers(text: str) -> list[int]:
-    from sharpscope.errors import UserError
-
-    if not all(part.strip().isdecimal() for part in text.split(",")):
-        raise UserError(f"--seeds {text}: must be whole numbers separated by commas, such as 0,1,2")
-    return [int(part) for part in text.split(",")]
 
 
 def _train(config: RunConfig, quiet: bool, resume: bool = False) -> None:
@@ -276,45 +243,27 @@ def _train(config: RunConfig, quiet: bool, resume: bool = False) -> None:
         raise typer.Exit(130 if outcome.status == "interrupted" else 1)
 
 
-def _sweep(runs: Sequence[PlannedRun], workers: int, retry: bool, dry_run: bool) -> None:
+def _sweep(runs: Sequence[PlannedRun], workers: int, dry_run: bool) -> None:
     """Execute a sweep and print how its runs ended, or only list them."""
     from sharpscope.recording.run_folder import default_threads
     from sharpscope.sweeps import execute
 
-    fixed = runs[0].config.threads
-    threads = fixed or max(1, max(default_threads(run.config.policy.model) for run in runs) // workers)
     if dry_run:
         for run in runs:
             typer.echo(f"  {run.run_dir}  {run.config.steps} steps  {run.status}")
         typer.echo(f"{len(runs)} runs, {sum(run.status != 'finished' for run in runs)} to do")
         return
-    total, printed = sum(run.config.steps for run in runs), time.monotonic()
-    interval = 1.0 if sys.stderr.isatty() else LINE_EVERY
-
-    def tell(active: Sequence[PlannedRun]) -> None:
-        """The steps done, now and then."""
-        nonlocal printed
-        if time.monotonic() - printed >= interval:
-            printed = time.monotonic()
-            running = ", ".join(f"{run.name} {run.steps_done}/{run.config.steps}" for run in active) or "none"
-            update(f"{sum(run.steps_done for run in runs)} of {total} steps of all runs; running: {running}")
-
-    with progress(f"{len(runs)} runs") as update:
-        ended = execute(runs, workers=workers, threads=threads, retry=retry, on_progress=tell)
-    folder = runs[0].run_dir.parent
-    counts: Counter[str] = Counter(ending for ending, _ in ended.values())
-    words = {"finished": "finished", "skipped": "already finished", "interrupted": "interrupted", "failed": "failed"}
-    words |= {"held": "run by others"} if counts["held"] else {}
-    listed = ", ".join(f"{counts[ending]} {word}" for ending, word in words.items())
-    typer.echo(f"{listed}. Written: {folder}/")
+    fixed = runs[0].config.threads
+    threads = fixed or max(1, max(default_threads(run.config.policy.model) for run in runs) // workers)
+    ended = execute(runs, workers=workers, threads=threads, tell=tell)
+    folder, counts = runs[0].run_dir.parent, Counter(ending for ending, _ in ended.values())
+    typer.echo(f"{', '.join(f'{count} {ending}' for ending, count in counts.items())}. Written: {folder}/")
     for run, (ending, reason) in ended.items():
-        again = "use --retry" if run.status == "failed" else "fix this and repeat the command"
         if reason:
-            typer.echo(
-                f"{words[ending]}: {run.name}: {reason}" + f"  (to run it again, {again})" * (ending == "failed")
-            )
-    if counts["interrupted"]:
-        typer.echo("resume: repeat the command")
+            typer.echo(f"{ending}: {run.name}: {reason}")
+        if run.status == "failed":
+            typer.echo(f"        to go on with it: sharpscope run --resume {run.run_dir}")
     typer.echo(f"view:   sharpscope analyze {folder}")
-    if counts["finished"] + counts["skipped"] < len(runs):
+    if counts["finished"] + counts["already finished"] < len(runs):
+        typer.echo("Repeat the command for runs that are interrupted, or whose mistake is mended.")
         raise typer.Exit(130 if counts["interrupted"] and not counts["failed"] else 1)

@@ -62,8 +62,7 @@ def declare(
 ) -> None:
     """Freeze the rules of a study's claims with a date and a hash, before its runs.
 
-    The radius of its sharpness probes is one of them, so that all runs share it. Where probes.rho is auto, a radius is looked for on
-    the initial policy and named, to be put into the file.
+    The radius of its sharpness probes is one of them, so that all runs share it.
 
     It writes study.declared.json next to study.yaml; commit both. `sharpscope study claims RUNS --study FILE` checks and
     quotes it.
@@ -74,7 +73,7 @@ def declare(
     from sharpscope.analysis.claims.registry import declaration_file, declared_rules
     from sharpscope.analysis.claims.registry import declare as freeze
 
-    what, changed = freeze(file, declared_rules(_terms(file), _radius(file)), why)
+    what, changed = freeze(file, declared_rules(_terms(file), _radius(file, declaring=True)), why)
     for line in changed:
         typer.echo(f"  {printable(line)}")
     typer.echo(f"{file}: {what}. Written: {declaration_file(file)}")
@@ -95,9 +94,7 @@ def claims(
 
     Examples:
       sharpscope study claims data/reference
-
       sharpscope study claims runs/ --claim C7 --details --treatment gspo
-
       sharpscope study claims runs/study --study experiments/studies/1/study.yaml --out results
     """
     from sharpscope.analysis.claims import claim_names, judge
@@ -107,7 +104,7 @@ def claims(
     names, declared = claim_names(claim), UNDECLARED
     laid_out = _study(runs, _terms(file, baseline, treatment), treatment, file)
     if file is not None:
-        declared = quote(file, declared_rules(laid_out.terms, _radius(file, search=False)), laid_out.runs.values())
+        declared = quote(file, declared_rules(laid_out.terms, _radius(file)), laid_out.runs.values())
         typer.echo(printable(declared), err=json)
     verdicts, checks = judge(laid_out, names)
     if json:
@@ -150,28 +147,18 @@ def _study(paths: list[Path], terms: ClaimsSpec, treatment: str | None, file: Pa
     return study_of(loaded, terms.baseline, asked, terms=terms)
 
 
-def _radius(file: Path, search: bool = True) -> float | None:
-    """The radius of a study's sharpness of the expected failure; None where it is not probed, or (without `search`) not fixed.
-
-    Raises:
-        UserError: runs have different radii, or `auto`; then it names one that was found on the initial policy.
-    """
+def _radius(file: Path, declaring: bool = False) -> float | None:
+    """The radius of a study's sharpness of the expected failure; None where it is not probed, or (not `declaring`) not fixed."""
     from sharpscope.errors import UserError
     from sharpscope.sweeps import plan_sweep, read_sweep
 
     configs = [run.config for run in plan_sweep(read_sweep(file))]
-    probed = [config for config in configs if "expected_failure" in config.probes.functionals]
-    radii = {config.probes.rho for config in probed}
+    radii = {config.probes.rho for config in configs if "expected_failure" in config.probes.functionals}
     if len(radii) == 1 and "auto" not in radii:
         return float(radii.pop())
-    if not radii or not search:
-        return None
-    if "auto" not in radii:
-        raise UserError(f"probes.rho: the study has radii {', '.join(map(str, sorted(radii)))}; sharpness needs one")
-    from sharpscope.recording.probe_sets import initial_radius
-
-    found = initial_radius(probed[0])
-    raise UserError(
-        f"probes.rho: auto gives each run a radius of its own, and a study needs one; {found.why or f'set it to {found.rho:.2g} in {file}'} "
-        f"(on the initial policy SAM sharpness is {found.saturation:.2f} of its ceiling; {found.evaluations} losses, {found.seconds:.1f} s)"
-    )
+    if radii and declaring:
+        found = ", ".join(map(str, sorted(radii, key=str)))
+        raise UserError(
+            f"probes.rho: {found}; all runs need one radius, such as that of the row `radius` of a pilot run"
+        )
+    return None

@@ -49,6 +49,7 @@ from sharpscope.traces import (
 from sharpscope.traces.files import RUN_FILE
 from sharpscope.training import DataOrder
 from sharpscope.training.checkpoint import step_of
+from sharpscope.training.rollouts import split_examples
 
 EFFECTIVE_SHARE = 0.5
 """Smallest valid effective sample size of importance weights, as a share of the samples."""
@@ -65,7 +66,6 @@ def fork(
     methods: Sequence[str] | None = None,
     overrides: Sequence[str] = (),
     out: Path | str | None = None,
-    threads: int | None = None,
     on_progress: Tell | None = None,
     **settings: Any,
 ) -> Run:
@@ -84,7 +84,6 @@ def fork(
         methods: arms, see `ForkSpec.methods`; the first is the reference.
         overrides: changes of the run's configuration, `field.subfield=value`.
         out: folder of a run for the rows; None: `run` itself, or `forks/<model>`.
-        threads: CPU threads; None: as configured.
         on_progress: called with a line of text on what is done.
         **settings: fields of `ForkSpec`: batches, outcomes, prompts, samples, …
 
@@ -106,8 +105,7 @@ def fork(
     """
     tell = on_progress or (lambda text: None)
     settings |= {} if methods is None else {"methods": methods}
-    lists = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
-    spec: ForkSpec = validate(ForkSpec, settings | lists)
+    spec: ForkSpec = validate(ForkSpec, settings)
     if (run is None) == (model is None):
         raise UserError("fork: give a run's folder, or --model with --task")
     config = resolve("fork", run, model, task, None, overrides)
@@ -115,7 +113,7 @@ def fork(
     states = saved_states(run, checkpoint)
     source = str(model).removeprefix(EMBEDDED_PREFIX) if run is None else str(Path(run).resolve())
     folder = Path(out or run or Path("forks") / (Path(source).name or "model"))
-    threads = set_threads(config.threads if threads is None else threads, config.policy.model)
+    threads = set_threads(config.threads, config.policy.model)
 
     def measure(state: Path | None) -> Measure:
         start = Start(config, arms, state, warm_up=spec.warm_up, calibrating=spec.batches)
@@ -154,17 +152,14 @@ def _write_state(
     forks = dict(read_run_info(folder)["forks"])
     arms = {arm: method.model_dump(mode="json") for arm, method in start.methods.items()}
     noted = {"arms": forks[name].get("arms", {}) | {str(start.step): arms}}
-    began = time.perf_counter()
-    for count, batch in enumerate(missing, 1):
+    for batch in missing:
         # One append, so that an interruption never leaves a part of a batch.
         rows = list(measure.batch_rows(name, batch))
-        if count == 1:
-            noted |= {} if measure.rho is None else {"rho": measure.rho}
-            update_run_info(folder, forks=forks | {name: forks[name] | noted})
+        noted |= {} if measure.rho is None else {"rho": measure.rho}
+        update_run_info(folder, forks=forks | {name: forks[name] | noted})
         writer.append("forks", {column: [row[column] for row in rows] for column in rows[0]})
         writer.flush()
-        left = (time.perf_counter() - began) / count * (len(missing) - count) / 60
-        tell(f"step {start.step}: batch {batch + 1} of {measure.spec.batches}, {len(arms)} arms; {left:.1f} min left")
+        tell(f"step {start.step}: batch {batch + 1} of {measure.spec.batches}, {len(arms)} arms")
     start.restore()
 
 
@@ -177,10 +172,7 @@ def _begin(folder: Path, config: RunConfig, policy: Policy, threads: int) -> Non
 
 
 def _identity(config: RunConfig, spec: ForkSpec, arms: Mapping[str, Method]) -> str:
-    """First 8 hex digits of a hash of the settings, equal for runs that differ in seed and method only.
-
-    More batches continue the same fork.
-    """
+    """First 8 hex digits of a hash of the settings, equal for runs that differ in seed, method and number of batches only."""
     parts = config.model_dump(mode="json", include={"task", "policy", "rollout", "optimizer", "update", "steps"})
     chosen = spec.model_dump(mode="json", exclude={"batches"})
     text = json.dumps([parts, chosen, [method.model_dump(mode="json") for method in arms.values()]], sort_keys=True)
@@ -188,11 +180,7 @@ def _identity(config: RunConfig, spec: ForkSpec, arms: Mapping[str, Method]) -> 
 
 
 def _describe(folder: Path, name: str, config: RunConfig, spec: ForkSpec, source: str) -> None:
-    """List the fork's settings in run.json.
-
-    Raises:
-        UserError: the folder has this fork from another run or seed.
-    """
+    """List the fork's settings in run.json; a UserError where the folder has this fork from another run or seed."""
     forks = dict(read_run_info(folder).get("forks") or {})
     known = forks.get(name, {})
     made_from = {"source": source, "seed": config.seed, "method": method_label(config.method)}
@@ -292,50 +280,31 @@ class FixedRollouts:
 def matching_scale(
     divergence: Callable[[float], float], target: float, start: float, tolerance: float = 1e-3, evaluations: int = 12
 ) -> tuple[float, bool]:
-    """The scale s > 0 with divergence(s) = target, and whether the tolerance was reached.
+    """The scale s > 0 with divergence(s) = target up to a relative `tolerance`, and whether it was found.
 
-    A divergence grows as s² near 0, so the first step assumes this power; later steps interpolate ln divergence linearly in
-    ln s, within the bracket found so far. The last call of `divergence` is at the returned scale.
-
-    Args:
-        divergence: of the displacement times s.
-        target: wanted value, > 0.
-        start: first scale tried, > 0.
-        tolerance: relative, of the divergence.
-        evaluations: most calls of `divergence`.
+    A divergence grows as s² near 0, so the first step from `start` assumes this power; later steps interpolate ln divergence
+    linearly in ln s, within the bracket found so far. The last of at most `evaluations` calls is at the returned scale.
     """
     low, high, slope = 0.0, math.inf, 2.0
-    scale, before, last = start, math.nan, math.nan  # `before`: the scale before, with the result `last`
+    scale, last = start, (math.nan, math.nan)  # `last`: ln of the scale before and of its divergence
     for _ in range(evaluations):
-        reached = divergence(scale)
+        tried, reached = scale, divergence(scale)
         if abs(reached - target) <= tolerance * target:
-            return scale, True
-        low, high = (scale, high) if reached < target else (low, scale)  # also where it is not finite
+            return tried, True
+        low, high = (tried, high) if reached < target else (low, tried)  # also where it is not finite
         if 0 < reached < math.inf:
-            if 0 < last < math.inf and scale != before:
-                local = math.log(reached / last) / math.log(scale / before)
-                slope = local if 0.25 <= local <= 16 else slope
-            proposal = scale * (target / reached) ** (1 / slope)
-        else:
-            proposal = scale * 4 if reached <= 0 else scale / 2
-        if low > 0 and high < math.inf and not low < proposal < high:
-            proposal = math.sqrt(low * high)
-        before, last, scale = scale, reached, proposal
-        if not 0 < scale < math.inf:
-            break
-    return before, False
+            here = math.log(tried), math.log(reached)
+            local = (here[1] - last[1]) / (here[0] - last[0])
+            slope = local if 0.25 <= local <= 16 else slope
+            scale, last = tried * (target / reached) ** (1 / slope), here
+        if not low < scale < high:
+            scale = math.sqrt(low * high) if 0 < low < high < math.inf else 4 * low or high / 2
+    return tried, False
 
 
 def heldout_order(config: RunConfig, task: Task) -> DataOrder:
-    """The order in which forks take held-out prompts.
-
-    Raises:
-        UserError: the task has none.
-    """
-    examples = task.splits().get("heldout", [])
-    if not examples:
-        raise UserError(f"task.kind = '{config.task.kind}': has no split 'heldout' to measure outcomes on")
-    return DataOrder(examples, derive(config.seed, "fork held-out"))
+    """The order in which forks take held-out prompts; a UserError if the task has none."""
+    return DataOrder(split_examples(task, "heldout"), derive(config.seed, "fork held-out"))
 
 
 def greedy_success(policy: Policy, task: Task, examples: Sequence[Example], rollout: RolloutSpec) -> Tensor:

@@ -6,18 +6,25 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from sharpscope.config import RunConfig, method_names, method_rotation_bound, reference_method
+from sharpscope.config import (
+    RunConfig,
+    method_names,
+    method_rotation_bound,
+    named_method,
+    reference_method,
+    same_at_one_update,
+)
 from sharpscope.config.method import CurvatureTokens, Kl, Method
 from sharpscope.errors import UserError
 from sharpscope.forks.start import Start, Tell, arms_of, as_recorded, resolve, saved_states
-from sharpscope.objective import StepTensors, calibrate, policy_loss, token_bins, token_normalizer, token_weights
+from sharpscope.objective import StepTensors, calibrate, policy_loss, token_bins, token_normalizer
 from sharpscope.policy import TokenStats
 from sharpscope.recording.rows import weight_columns
 from sharpscope.recording.run_folder import set_threads
@@ -34,15 +41,8 @@ CONTROLS = ("grpo-sg-reverse", "grpo-sg-shuffled")
 
 BINS = ("pos_peak", "pos_valley", "neg_peak", "neg_valley")
 """Tokens by the sign of A and by π against Σ π², see `BinTokens`."""
-_NUMBERS = [
-    "gradient_rotation",
-    "gradient_scale",
-    "gradient_kept",
-    "update_rotation",
-    "update_scale",
-    "update_difference",
-]
-_NUMBERS += ["rotation_bound", "weight_mean", "weight_mean_gradient"]
+_NUMBERS = ["gradient_rotation", "gradient_scale", "gradient_kept", "update_rotation", "update_scale"]
+_NUMBERS += ["update_difference", "rotation_bound", "weight_mean", "weight_mean_gradient"]
 _NUMBERS += ["weight_saturation_low_gradient", "weight_saturation_high_gradient"]
 _NUMBERS += [f"entropy_{kind}_{name}" for kind in ("predicted", "measured") for name in BINS]
 _NUMBERS += ["entropy_rank", "kl_rank", "kl_rank_norm"]
@@ -66,15 +66,11 @@ class Rotations:
         noise: estimated angle between plain GRPO's gradient on the batch and its expectation [degrees]; NaN for one prompt.
         batch: `model`, `task`, `seed`, `step`, numbers of `prompts`, `completions`, `tokens` and of `informative_prompts`, whose
             rewards differ, and `recorded`: whether the completions are those that the run has recorded (None: no record).
-        weights: a row per method with token weights and loss token of the batch: `method`, `logit`, `probability`, `weight`.
-        methods: by name, as compared, their constants calibrated.
     """
 
     table: pd.DataFrame
     noise: float
     batch: Mapping[str, Any]
-    weights: pd.DataFrame
-    methods: Mapping[str, Method]
 
     def figure(self) -> Figure:
         """Rays at the angles of gradients and updates, with the angle of the batch's noise shaded."""
@@ -82,27 +78,19 @@ class Rotations:
 
         return rotation_figure(self.table, self.noise)
 
-    def weight_figure(self) -> Figure:
-        """Token weights as functions of logit and probability."""
-        from sharpscope.analysis.figures import weight_functions
-
-        return weight_functions(weight_curves(self.methods))
-
-    def save(self, folder: Path | str, plot: bool = False) -> list[Path]:
-        """Write rotation.csv, .json, .png and .svg, with `plot` also weights.png and .svg, to a folder; returns their paths."""
+    def save(self, folder: Path | str) -> list[Path]:
+        """Write rotation.csv, .json, .png and .svg to a folder; returns their paths."""
         from sharpscope.analysis.figures import save, styled
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         table, record = folder / "rotation.csv", folder / "rotation.json"
         self.table.to_csv(table, index=False)
-        rows = self.table.astype(object).where(self.table.notna(), None).to_dict("records")
         noise = None if math.isnan(self.noise) else self.noise
-        content = {"batch": dict(self.batch), "noise_rotation": noise, "methods": rows}
+        content = {"batch": dict(self.batch), "noise_rotation": noise}
         record.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         with styled():
-            paths = [table, record, *save(self.figure(), folder, "rotation")]
-            return [*paths, *save(self.weight_figure(), folder, "weights")] if plot else paths
+            return [table, record, *save(self.figure(), folder, "rotation")]
 
 
 def rotate(
@@ -116,7 +104,6 @@ def rotate(
     overrides: Sequence[str] = (),
     warm_up: int = 0,
     measure: bool = False,
-    threads: int | None = None,
     on_progress: Tell | None = None,
 ) -> Rotations:
     """Compare the first update of methods with that of plain GRPO, or of the method with weights 1, on one batch.
@@ -136,7 +123,6 @@ def rotate(
         overrides: changes of the configuration, `field.subfield=value`, such as `rollout.prompts_per_step=64`.
         warm_up: with `model`: batches of the first method's reference whose gradients fill AdamW's moments first; the weights stay.
         measure: whether to make every update, measure what it does to entropy and policy on the batch, and take it back.
-        threads: CPU threads; None: as configured.
         on_progress: called with a line of text on what is done.
 
     Returns:
@@ -157,7 +143,7 @@ def rotate(
     config = resolve("rotate", run, model, task, seed, overrides)
     (state,) = saved_states(run, () if checkpoint is None else (checkpoint,))
     chosen = arms_of((*method_names(), *CONTROLS) if methods is None else methods, config)
-    set_threads(config.threads if threads is None else threads, config.policy.model)
+    set_threads(config.threads, config.policy.model)
     if warm_up:
         tell("warming up the optimizer")
     start = _Start(config, chosen, state, measure=measure, warm_up=warm_up)
@@ -186,8 +172,6 @@ def rotate(
         noise = angle if math.isnan(noise) else noise
     table = pd.DataFrame([rows[name] for name in chosen], columns=["method", "reference", *_NUMBERS, "problem"])
     table = table.astype(dict.fromkeys(_NUMBERS, float)).assign(problem=table["problem"].fillna(""))
-    weights = [pd.DataFrame({"method": name, **columns}) for name, columns in start.weights.items()]
-    empty = pd.DataFrame(columns=["method", "logit", "probability", "weight"])
     described = {
         "model": config.policy.model,
         "task": config.task.kind,
@@ -200,8 +184,7 @@ def rotate(
         "informative_prompts": round((1 - batch.zero_variance_share) * len(batch.examples)),
         "recorded": None if run is None else as_recorded(run, start.seed_step, batch.rollouts.texts),
     }
-    weighted = pd.concat(weights, ignore_index=True) if weights else empty
-    return Rotations(table, noise, described, weighted, start.methods)
+    return Rotations(table, noise, described)
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------------
@@ -219,9 +202,6 @@ class _Start(Start):
         self.seed_step = self.step + 1
         self.measure = measure
         self.references: dict[str, list[Gradient]] = {}  # the last reference gradient
-        # Coefficients and the reference's of methods compared so far, the result, and the statistics after the update.
-        self.known: list[tuple[Tensor, Tensor, UpdateRotation, TokenStats | None]] = []
-        self.weights: dict[str, dict[str, np.ndarray]] = {}  # of the batch's tokens, by method
 
     def draw(self) -> RolloutBatch:
         """The batch that the run's next step draws; a divergence in the reward is left out."""
@@ -238,12 +218,11 @@ class _Start(Start):
         plain = grpo == reference.model_copy(update={"name": grpo.name})
         tokens = self.tokens(method, batch, advantage, stats)
         against = self.tokens(reference, batch, step_advantages(reference, batch.rollouts, batch.rewards, stats), stats)
-        rotation, after = self._compared(method, batch, advantage, stats, tokens.loss_coef, against.loss_coef)
+        same = same_at_one_update(method)  # methods with one gradient are compared once
+        simplest = (named_method(same) if same else method.unlabeled).model_copy(update={"kl": method.kl})
+        compare = partial(self._compared, method, batch, advantage, stats)
+        rotation, after = self._once(simplest.model_dump_json(), compare)
         used = batch.rollouts.completion_mask.bool().cpu() & (tokens.update >= 0)
-        self.methods[name] = method
-        if method.weight.kind != "uniform":
-            values = {"logit": stats.logit, "probability": stats.logp.exp(), "weight": tokens.weight}
-            self.weights[name] = {key: value.cpu()[used].double().numpy() for key, value in values.items()}
         mass = (against.loss_coef.abs() * stats.logit_grad_norm.cpu()).double()
         scale, cosine = rotation.update.scale, math.cos(math.radians(rotation.update.angle))
         row = {
@@ -264,23 +243,9 @@ class _Start(Start):
         return row, rotation.noise if plain else math.nan
 
     def _compared(
-        self,
-        method: Method,
-        batch: RolloutBatch,
-        advantage: Tensor,
-        stats: TokenStats,
-        coef: Tensor,
-        against: Tensor,
+        self, method: Method, batch: RolloutBatch, advantage: Tensor, stats: TokenStats
     ) -> tuple[UpdateRotation, TokenStats | None]:
-        """The rotation of a method's update, and with `measure` the batch's statistics after it.
-
-        Methods with the same coefficients (N, T) and reference coefficients have the same gradients and share a result, unless
-        their gradient has parts that are not in the coefficients.
-        """
-        only = method.entropy is None and method.sharpness is None and method.module_clip is None
-        for coefficients, reference, rotation, after in self.known if only else ():
-            if _same(coef, coefficients) and _same(against, reference):
-                return rotation, after
+        """The rotation of a method's update, and with `measure` the batch's statistics after it."""
         moved: list[TokenStats] = []
         rotation = self.learner(method).compare(
             batch.rollouts,
@@ -292,10 +257,7 @@ class _Start(Start):
             references=self.references,
             at_update=(lambda: moved.append(self.scorer.statistics(batch.rollouts))) if self.measure else None,
         )
-        after = moved[0] if moved else None
-        if only:
-            self.known.append((coef, against, rotation, after))
-        return rotation, after
+        return rotation, moved[0] if moved else None
 
     def _changes(
         self,
@@ -343,30 +305,3 @@ class _Start(Start):
         tokens.ratio = torch.ones_like(tokens.ratio)
         tokens.update = torch.where(plan.pass_mask(0).cpu(), 0, tokens.update)
         return tokens
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether coefficients are equal up to rounding."""
-    return bool(torch.allclose(one, other, rtol=1e-6, atol=1e-6 * float(other.abs().max())))
-
-
-def weight_curves(methods: Mapping[str, Method]) -> pd.DataFrame:
-    """Weights of methods on grids of the logit and of the probability.
-
-    Returns:
-        Columns method, axis (logit | probability), x and weight. Methods whose weight also depends on other values have no rows.
-    """
-    import pandas as pd
-
-    rows = []
-    for name, method in methods.items():
-        for axis, x in (("logit", np.linspace(-5.0, 35.0, 401)), ("probability", np.linspace(0.001, 0.999, 500))):
-            values = torch.from_numpy(x)
-            column = {"logit": values} if axis == "logit" else {"logp": values.log()}
-            step = StepTensors.from_columns(**column)  # type: ignore[arg-type]
-            try:
-                weight = token_weights(method.weight, step, torch.Generator().manual_seed(0))[:, 0].numpy()
-            except (UserError, ValueError):
-                continue  # it depends on other values
-            rows += [(name, axis, a, b) for a, b in zip(x, weight, strict=True)]
-    return pd.DataFrame(rows, columns=["method", "axis", "x", "weight"])

@@ -17,10 +17,10 @@ from sharpscope.config import Method, RunConfig, build_config, known_settings, p
 from sharpscope.config.run import EMBEDDED_PREFIX
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
-from sharpscope.objective import MethodState, calibrate
+from sharpscope.objective import MethodState
 from sharpscope.policy import Rollouts, TokenStats, embedded_policy
 from sharpscope.recording.health import StepHealth
-from sharpscope.recording.step import PendingUpdate, RolloutBatch, StepResult, step_tensors
+from sharpscope.recording.step import PendingUpdate, RolloutBatch, StepResult
 from sharpscope.seeds import derive
 from sharpscope.tasks import Example, make_task, task_choice
 from sharpscope.traces import load_run
@@ -29,6 +29,7 @@ from sharpscope.training import DataOrder, Learner
 from sharpscope.training.checkpoint import checkpoints, damage, restore, step_of
 from sharpscope.training.learner import (
     build_optimizer,
+    calibrated,
     learning_rate,
     load_start,
     make_learner,
@@ -36,7 +37,7 @@ from sharpscope.training.learner import (
     reference_policy,
     set_learning_rate,
 )
-from sharpscope.training.rollouts import draw_group, draw_rollouts
+from sharpscope.training.rollouts import draw_group, draw_rollouts, split_examples
 
 T = TypeVar("T")
 Tell = Callable[[str], None]
@@ -51,11 +52,7 @@ def resolve(
     seed: int | None,
     overrides: Sequence[str],
 ) -> RunConfig:
-    """The configuration of a run, or of a model with a task, for `command` (fork or rotate).
-
-    Raises:
-        UserError: the input is wrong, or the run was recorded in another trainer.
-    """
+    """The configuration of a run, or of a model with a task, for `command` (fork or rotate); a UserError if they do not fit."""
     if distributed.start().processes > 1:
         raise UserError(f"{command}: runs in one process; start it without accelerate launch or torchrun")
     if run is None:
@@ -80,11 +77,7 @@ def resolve(
 
 
 def saved_states(run: Path | str | None, wanted: Sequence[str | int]) -> list[Path | None]:
-    """The checkpoints that `wanted` names by step or name (none: the last one); None is the initial policy, or a model.
-
-    Raises:
-        UserError: there is no such checkpoint, or it is damaged.
-    """
+    """The checkpoints that `wanted` names by step or name (none: the last one); None is the initial policy, or a model."""
     saved: dict[int, Path | None] = {0: None}
     if run is not None:
         saved |= {step_of(folder): folder for folder in checkpoints(Path(run))}
@@ -118,10 +111,7 @@ def as_recorded(run: Path | str, step: int, texts: Sequence[str]) -> bool | None
 
 
 class Snapshot:
-    """A copy of weights, buffers, optimizer state and torch's random state; `restore` puts all of them back bit for bit.
-
-    Frozen parameters are not copied, since no update writes them.
-    """
+    """A copy of trainable weights, buffers, optimizer state and torch's random state; `restore` puts them back bit for bit."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -155,20 +145,10 @@ class Snapshot:
 class Start:
     """Policy, optimizer, data order and methods at one step of a run, from which single updates are made.
 
-    Presets in `methods` are filled in, and the run's own method has the constants that the run has calibrated. `step` is that
-    of the state, 0 before training; `lr` that of the next step; `warmed` the number of steps whose gradients filled AdamW's
-    moments, 0 where they are stored.
-
-    Args:
-        config: of the run.
-        methods: by name, as configured.
-        checkpoint: folder of a checkpoint of the run; None for its initial policy.
-        warm_up: if no optimizer state is stored, steps at a learning rate of 0 whose gradients fill AdamW's moments; the weights
-            stay exactly where they are.
-        warming: method of these steps; None: the first.
-        calibrating: number of batches on which constants of token weights are calibrated; 0: they are not. As in a run,
-            percentiles over the gradient wait for a batch that has one; if none has, the weights are 1.
-        settings: changes of the learner's settings.
+    Presets in `methods` are filled in, and the run's own method has the constants that the run has calibrated; others are
+    calibrated on the first of `calibrating` batches that can (0: they are not), or have weights of 1. Without a stored optimizer
+    state, `warm_up` steps of the method `warming` (None: the first) at a learning rate of 0 fill AdamW's moments. `step` is that
+    of the state, 0 before training; `lr` that of the next step; `settings` change the learner's.
     """
 
     def __init__(
@@ -183,9 +163,6 @@ class Start:
         **settings: Any,
     ) -> None:
         self.config, self.task = config, make_task(config.task)
-        examples = self.task.splits().get("train", [])
-        if not examples:
-            raise UserError(f"task.kind = '{config.task.kind}': has no split 'train' to draw prompts from")
         self.policy = load_start(config, checkpoint)
         self.methods = {name: method.with_preset("auto", config.default_preset) for name, method in methods.items()}
         needs_reference = any(method.needs_reference for method in methods.values())
@@ -197,12 +174,12 @@ class Start:
             progress = restore(checkpoint, self.policy, self.optimizer)
             self.step, self._cursor = progress.step, progress.cursor
             self._state = dict(progress.entropy_control)
-            method = config.resolved_method.unlabeled
-            calibrated = Method.model_validate(known_settings(Method, progress.method))
-            self.methods = {name: calibrated if one.unlabeled == method else one for name, one in self.methods.items()}
+            method, own = config.resolved_method.unlabeled, known_settings(Method, progress.method)
+            for name, one in self.methods.items():
+                self.methods[name] = Method.model_validate(own) if one.unlabeled == method else one
         self.lr = positive_learning_rate(config, min(self.step + 1, config.steps))
         set_learning_rate(self.optimizer, self.lr)
-        self._order = DataOrder(examples, config.seed)
+        self._order = DataOrder(split_examples(self.task, "train"), config.seed)
         learner = make_learner(config, self.policy, self.optimizer, reference=reference)
         self._learner, self.scorer = replace(learner, **settings), learner.scorer
         self._made: dict[Any, Any] = {}  # results of `_once`
@@ -226,10 +203,9 @@ class Start:
     def _calibrated(self, method: Method, batches: int) -> Method:
         for batch in range(batches):
             drawn = self.rollouts(method, batch)
-            stats = self.statistics(drawn.rollouts)
-            tensors = step_tensors(drawn.rollouts, drawn.advantage, stats, stats.logp, self.progress(), method)
-            if not method.weight.needs_gradient or bool(tensors.mass.any()):
-                return method.model_copy(update={"weight": calibrate(method.weight, tensors)})
+            found = calibrated(method, drawn, self.statistics(drawn.rollouts), self.progress())
+            if found is not None:
+                return found
         return method.model_copy(update={"weight": UniformWeight()})
 
     def _warm_up(self, method: Method) -> None:

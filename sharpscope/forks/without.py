@@ -12,11 +12,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,11 +26,11 @@ from sharpscope.config import ForkSpec, RunConfig, validate
 from sharpscope.config.probes import ProbesSpec
 from sharpscope.config.run import PolicySpec
 from sharpscope.errors import UserError
-from sharpscope.forks.experiment import FixedRollouts, Reading, greedy_success, heldout_order, outcome_rows, run_radius
+from sharpscope.forks.experiment import FixedRollouts, Reading, greedy_success, heldout_order, outcome_rows
 from sharpscope.forks.start import Snapshot, Start, Tell, as_recorded, resolve
 from sharpscope.policy import Policy, Rollouts, load_policy
 from sharpscope.policy.forward import Scorer
-from sharpscope.probes import Drawn, Objective, attribute, find_radius, limited_surface, rollout_batch, sharpness
+from sharpscope.probes import Drawn, attribute, find_radius, limited_surface, sharpness
 from sharpscope.recording.from_checkpoint import WRONG, step_rows
 from sharpscope.recording.norms import clip_factor, gradient_norms, layer_groups, update_norms
 from sharpscope.recording.probe_sets import Drawer
@@ -37,14 +38,12 @@ from sharpscope.recording.run_folder import set_threads
 from sharpscope.recording.step import PendingUpdate, UpdateResult
 from sharpscope.seeds import derive, generator
 from sharpscope.tasks import Task, make_task
-from sharpscope.traces import MAX_SATURATION, Run, RunLock, TraceWriter, load_run, update_run_info
+from sharpscope.traces import Run, RunLock, TraceWriter, load_run, update_run_info
 from sharpscope.training.checkpoint import checkpoints, damage, step_of
 
 ALL = "all tokens"
 GRADIENT, UPDATE = "layer_gradient:", "layer_update:"
 """Prefixes of outcomes: norms of gradient and update of one group of parameters, mean over the step's updates."""
-STATES = ("optimizer.pt", "optimizer.bin")
-"""Files in which transformers' Trainer keeps the optimizer's state."""
 NORM_GAP = 0.05
 """Relative difference of the first gradient's norm from the recorded one from which a line says so."""
 Places = list[tuple[int, int]]
@@ -61,25 +60,16 @@ def without_tokens(
     model: str | None = None,
     task: str | None = None,
     overrides: Sequence[str] = (),
-    threads: int | None = None,
     on_progress: Tell | None = None,
     **settings: Any,
 ) -> tuple[Run, str]:
-    """Make a step of a run again with all tokens, without its leading ones, and without as many others.
+    """Make a step of a run again with all tokens, without its `top` leading ones, and without as many others.
 
     All start from the same weights, optimizer state and rollouts: those of the checkpoint after the step before, or of the nearest
     earlier one, from which the steps between are made again. Rows go to the run's table `forks`.
 
-    Args:
-        run: folder of a run.
-        step: to make again, from 1.
-        top: number of leading tokens.
-        model: of a run that was recorded in another trainer: its checkpoint before the step, with AdamW's state (`optimizer.pt`).
-        task: kind of a task whose held-out prompts measure the accuracy, with `model`; None: no accuracy.
-        overrides: changes of the run's configuration that leave its training alone, such as `probes.check=off`.
-        threads: CPU threads; None: as configured.
-        on_progress: called with a line of text on what is done.
-        **settings: `prompts` and `samples` of `ForkSpec`.
+    A run that was recorded in another trainer needs `model`, its checkpoint before the step with AdamW's state (`optimizer.pt`);
+    `task` has the held-out prompts that measure its accuracy. `settings`: `prompts` and `samples` of `ForkSpec`.
 
     Returns:
         The run with the rows, and the name of the fork.
@@ -99,25 +89,14 @@ def without_tokens(
     if name in (loaded.info.get("forks") or {}):
         tell(f"step {step}: measured before")
         return loaded, name
-    if model is None and not (Path(run) / "config.yaml").is_file():
-        raise UserError(
-            f"run {run}: was recorded in another trainer; give its checkpoint before step {step} with --model"
-        )
     if model is not None:
         other = None if task is None else resolve("fork", None, model, task, None, overrides)
-        set_threads(threads, model)
+        set_threads(None, model)
         again = trainer_step(loaded, step, model, other, spec, tell)
     else:
         config = resolve("fork", run, None, task, None, overrides)
-        set_threads(config.threads if threads is None else threads, config.policy.model)
+        set_threads(config.threads, config.policy.model)
         again = run_step(config, Path(run), step, spec, tell)
-    _write(loaded, again, name, kept, tell)
-    return load_run(run), name
-
-
-def _write(run: Run, again: StepAgain, name: str, settings: Mapping[str, Any], tell: Tell) -> None:
-    """Make the arms of the fork `name` and write their rows, and the settings and leading tokens into run.json."""
-    top = settings["top"]
     again.restore()
     start = again.measure()
     tell("leading tokens")
@@ -135,23 +114,22 @@ def _write(run: Run, again: StepAgain, name: str, settings: Mapping[str, Any], t
         tell(f"{arm}: measured")
     again.restore()
     tokens = [{"rollout": r, "position": p, "share": share} for (r, p), share in zip(leading, shares, strict=True)]
-    with RunLock(run.path):
-        with TraceWriter(run.path) as writer:
+    with RunLock(loaded.path):
+        with TraceWriter(loaded.path) as writer:
             writer.append("forks", {key: [row[key] for row in rows] for key in rows[0]})
-        forks = dict(load_run(run.path).info.get("forks") or {})
-        update_run_info(run.path, forks=forks | {name: {**settings, "tokens": tokens}})
+        forks = dict(load_run(run).info.get("forks") or {})
+        update_run_info(loaded.path, forks=forks | {name: {**kept, "tokens": tokens}})
+    return load_run(run), name
 
 
 def update_readings(updates: Sequence[UpdateResult]) -> dict[str, Reading]:
     """Norms of gradients before clipping and of updates, in all and by layer: means over the updates."""
-    sums: dict[str, list[float]] = {}
+    rows: list[dict[str, float]] = []
     for update in updates:
-        values: dict[str, float] = {"grad_norm": update.grad_norm, "update_norm": update.update_norm}
-        for prefix, of in zip((GRADIENT, UPDATE), update.layers or ({}, {}), strict=True):
-            values |= {f"{prefix}{group}": value for group, value in of.items()}
-        for name, value in values.items():
-            sums.setdefault(name, []).append(value)
-    return {name: Reading(math.fsum(values) / len(values)) for name, values in sums.items()}
+        rows.append({"grad_norm": update.grad_norm, "update_norm": update.update_norm})
+        for prefix, layers in zip((GRADIENT, UPDATE), update.layers or ({}, {}), strict=True):
+            rows[-1] |= {f"{prefix}{group}": value for group, value in layers.items()}
+    return {str(name): Reading(float(value)) for name, value in pd.DataFrame(rows).mean(skipna=False).items()}
 
 
 @dataclass
@@ -171,57 +149,36 @@ class StepAgain:
     probes: ProbesSpec
     fixed: FixedRollouts | None = None
     """Completions on whose tokens entropy and KL are measured; None: those that `held_out` draws at the state."""
-    rho: float = math.nan  # of the sharpness; replaced where its rise at the state is a large part of the ceiling
+    rho: float = math.nan  # of the sharpness, of moderate saturation at the state
     before: dict[str, Tensor] | None = None  # accuracy of each prompt at the state, by outcome
 
     def measure(self) -> dict[str, Reading]:
-        """Accuracy on held-out prompts, entropy and KL at fixed completions, sharpness on the present policy's own completions.
+        """Entropy and KL at fixed completions; with held-out prompts also the accuracy and the sharpness on new completions of them.
 
-        The first measurement is that of the state. Without held-out prompts there is no accuracy, and the sharpness is that of the
-        nll of the fixed completions.
+        The first measurement is that of the state.
         """
         found, first = {}, self.before is None
         before = self.before = self.before or {}
-        objective = None
         if self.held_out is not None:
             drawn, greedy = self.held_out()
             present = FixedRollouts.scored(drawn, self.scorer)
-            self.fixed, objective = self.fixed or present, present.failure_objective(self.temperature)
+            self.fixed = self.fixed or present
             _, prompt = drawn.rollouts.group.cpu().unique(return_inverse=True)
             sums = torch.zeros(len(greedy), dtype=torch.float64).index_add_(0, prompt, drawn.correct.double().cpu())
             correct = {"accuracy_greedy": greedy, "accuracy": sums / torch.bincount(prompt)}  # (prompts,)
             for name, values in correct.items():
                 change = values - before.setdefault(name, values)
                 found[name] = Reading(float(values.mean()), float(change.std()) / math.sqrt(len(change)))
+            objective = present.failure_objective(self.temperature)
+            with limited_surface(self.scorer.model, objective, self.probes) as surface:
+                self.rho = find_radius(surface).rho if first else self.rho
+                if math.isfinite(self.rho):
+                    rise = sharpness(surface, None, self.rho, "sam", at=surface.gradient())
+                    found |= {"sam_sharpness": Reading(rise.value), "saturation": Reading(rise.saturation)}
         fixed = self.fixed
         assert fixed is not None
         stats = self.scorer.statistics(fixed.rollouts)
-        at_fixed = {"entropy": Reading(fixed.entropy(stats)), "kl": Reading(fixed.kl(stats.logp))}
-        objective = objective or Objective("nll", rollout_batch(fixed.rollouts), self.temperature)
-        return at_fixed | found | self._sharpness(objective, first)
-
-    def _sharpness(self, objective: Objective, first: bool) -> dict[str, Reading]:
-        """SAM sharpness with its saturation; at the state the radius is replaced where the saturation is large."""
-        with limited_surface(self.scorer.model, objective, self.probes) as surface:
-            at = surface.gradient()
-            norm = float(at[1].double().norm())
-
-            def rise() -> tuple[float, float]:
-                """Sharpness and ceiling; NaN without a radius or a gradient."""
-                if not (math.isfinite(self.rho) and norm > 0):
-                    return math.nan, math.nan
-                found = sharpness(surface, None, self.rho, "sam", at=at)
-                return found.value, found.ceiling
-
-            value, ceiling = rise()
-            if first and objective.name == "nll" and math.isnan(value):
-                self.rho = 0.05 * at[0] / max(norm, 1e-12)  # a rise of about 5 % of the loss
-                value, ceiling = rise()
-            elif first and objective.name != "nll" and not value <= MAX_SATURATION * ceiling:
-                self.rho = find_radius(surface).rho
-                value, ceiling = rise()
-        unbounded = math.isfinite(value) and math.isnan(ceiling)
-        return {"sam_sharpness": Reading(value)} | ({} if unbounded else {"saturation": Reading(value / ceiling)})
+        return {"entropy": Reading(fixed.entropy(stats)), "kl": Reading(fixed.kl(stats.logp))} | found
 
     def leading(self, top: int) -> tuple[Places, list[float], Places, Sequence[UpdateResult]]:
         """The `top` tokens with the largest |share| of the step, their shares, as many others, and the updates, which are made."""
@@ -246,10 +203,8 @@ class StepAgain:
         order = size.argsort(descending=True, stable=True)
         order = order[size[order] > 0]
         if len(order) < 2 * top:
-            raise UserError(
-                f"--without-tokens top:{top}: only {len(order)} tokens of step {self.step} have a part in its gradient; give at most "
-                f"{len(order) // 2}"
-            )
+            some = f"only {len(order)} tokens of step {self.step} have a part in its gradient"
+            raise UserError(f"--without-tokens top:{top}: {some}; give at most {len(order) // 2}")
         rest = order[top:][torch.randperm(len(order) - top, generator=generator(self.seed, "without", self.step))[:top]]
         leading, others = ([divmod(int(one), shares.shape[1]) for one in chosen] for chosen in (order[:top], rest))
         return leading, [float(shares[place]) / max(len(observed), 1) for place in leading], others, made
@@ -281,7 +236,6 @@ def run_step(config: RunConfig, run: Path, step: int, spec: ForkSpec, tell: Tell
         tell(
             f"the completions of step {step} are not those that the run recorded: it ran on another machine or version"
         )
-    radius = run_radius(config, run if nearest else None)
     return StepAgain(
         step,
         start.scorer,
@@ -292,27 +246,19 @@ def run_step(config: RunConfig, run: Path, step: int, spec: ForkSpec, tell: Tell
         start.snapshot.restore,
         drawn_by(config, start.policy, start.task, spec, derive(config.seed, "fork heldout", start.step, 0)),
         config.probes,
-        rho=math.nan if radius is None else radius,
     )
 
 
 def trainer_step(
     run: Run, step: int, checkpoint: str, config: RunConfig | None, spec: ForkSpec, tell: Tell
 ) -> StepAgain:
-    """Step `step` of a recorded run from the checkpoint before it: gradients are Σ c·∇log π with the recorded coefficients.
-
-    The coefficients of a token in later updates of the step are those that were recorded, also where earlier updates differ.
-    """
+    """Step `step` of a recorded run from the checkpoint before it: gradients are Σ c·∇log π with the recorded coefficients."""
     policy = load_policy(PolicySpec(model=checkpoint))
     if step not in run.token_steps or run.rollouts["token_ids"].isna().all():
-        raise UserError(
-            f"--step {step}: the run has no tokens with IDs there; record it again with recording.tokens_every=1"
-        )
+        raise UserError(f"--step {step}: has no tokens with IDs; record the run again with recording.tokens_every=1")
     rows = step_rows(run, step, run.arrow("tokens", [step]), policy)
     if rows.frame["row_probability"].notna().any():
-        raise UserError(
-            f"--step {step}: the run has a sample of its tokens; record it again with more recording.token_rows"
-        )
+        raise UserError(f"--step {step}: has a sample of its tokens; record the run with more recording.token_rows")
     if rows.gap > WRONG:
         raise UserError(
             f"--model {checkpoint}: its log-probabilities differ from those recorded before step {step} by {rows.gap:.2g} nats a token "
@@ -370,15 +316,10 @@ def load_adamw(folder: Path, model: nn.Module) -> torch.optim.AdamW:
 
     Trainers order parameters by groups (with and without weight decay); each parameter, in the model's order, is the next of the
     one group whose next moment has its shape.
-
-    Raises:
-        UserError: there is no such file, or its moments are not those of the model's parameters.
     """
-    path = next((folder / name for name in STATES if (folder / name).is_file()), None)
-    if path is None:
-        raise UserError(
-            f"--model {folder}: has no {STATES[0]}, the optimizer's state; give a checkpoint folder of the trainer"
-        )
+    path = folder / "optimizer.pt"
+    if not path.is_file():
+        raise UserError(f"--model {folder}: has no {path.name}; give a checkpoint with the optimizer's state")
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     groups, moments = state["param_groups"], state["state"]
     waiting = [list(group["params"]) for group in groups]
@@ -389,9 +330,7 @@ def load_adamw(folder: Path, model: nn.Module) -> torch.optim.AdamW:
         shapes = [moments.get(left[0], {}).get("exp_avg") if left else None for left in waiting]
         fits = [at for at, moment in enumerate(shapes) if getattr(moment, "shape", None) == parameter.shape]
         if len(fits) != 1:
-            raise UserError(
-                f"--model {path}: its moments do not fit the parameter {name}; it must be AdamW's state of this model"
-            )
+            raise UserError(f"--model {path}: is not AdamW's state of this model; its moments do not fit {name}")
         waiting[fits[0]].pop(0)
         chosen[fits[0]].append(parameter)
     if any(waiting):

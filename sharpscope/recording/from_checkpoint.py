@@ -102,7 +102,7 @@ def probe_trace(
             )
     if run.rollouts["token_ids"].isna().all():
         raise UserError(
-            f"--tokens {run.path}: no token IDs of its prompts were recorded, so a model cannot read them; add `prompt_ids` to the "
+            f"--rollouts {run.path}: no token IDs of its prompts were recorded, so a model cannot read them; add `prompt_ids` to the "
             "imported records and import them again, or record the run with sharpscope's recorder"
         )
     made = create_run_dir(out)

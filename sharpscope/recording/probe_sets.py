@@ -22,7 +22,6 @@ from sharpscope.probes import (
     ProbeSet,
     Radius,
     build_probe_set,
-    choose_radius,
     columns,
     probe_set_batches,
     problems,
@@ -34,7 +33,7 @@ from sharpscope.recording.run_folder import note
 from sharpscope.recording.schedule import MeasurementSchedule
 from sharpscope.rules.judging import Event
 from sharpscope.seeds import derive
-from sharpscope.tasks import Example, Task, make_task
+from sharpscope.tasks import Example, Task
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -102,14 +101,6 @@ def _built(config: RunConfig, initial: Policy, task: Task) -> ProbeSet:
         heldout=config.probes.heldout_prompts,
         name=task_key(config),
     )
-
-
-def initial_radius(config: RunConfig) -> Radius:
-    """A radius for all runs of a study: that of `choose_radius` for the initial policy on the study's probe set."""
-    task, policy = make_task(config.task), load_policy(config.policy)
-    draw, temperature = Drawer(config, policy, task), config.rollout.temperature
-    batches = probe_set_batches(_built(config, policy, task), config.probes, draw, temperature=temperature)
-    return choose_radius(policy.model, next(batches), config.probes)
 
 
 def task_key(config: RunConfig) -> str:

@@ -1,12 +1,11 @@
 """Checkpoints: everything that a run needs to continue exactly, in safetensors and JSON.
 
 A checkpoint is written under a temporary name and then renamed. It lists the checksums of its files: a damaged one is
-renamed, never loaded. Random draws are functions of (seed, purpose, step) and need no state; see `sharpscope.seeds`.
+never loaded. Random draws are functions of (seed, purpose, step) and need no state; see `sharpscope.seeds`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import zlib
@@ -24,7 +23,6 @@ from sharpscope import distributed
 from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.policy import Policy
 from sharpscope.policy.sharding import gathered_copy, is_sharded, shard_state
-from sharpscope.traces import free_name
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -78,19 +76,13 @@ def damage(folder: Path) -> str | None:
     return None
 
 
-def newest_valid(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint whose files are intact, or None, and a note on each newer one that is damaged.
-
-    A damaged checkpoint is renamed to `damaged-step-…`, so that nothing loads it again. The caller holds the run's lock.
-    """
-    problems: list[str] = []
-    for folder in reversed(checkpoints(run_dir)):
-        problem = damage(folder)
-        if problem is None:
-            return folder, problems
-        renamed = folder.rename(free_name(folder.with_name(f"damaged-{folder.name}")))
-        problems.append(f"checkpoint {folder.name} is damaged ({problem}); it is set aside as {renamed.name}")
-    return None, problems
+def newest(run_dir: Path) -> Path | None:
+    """The newest checkpoint of a run, None without one; a UserError if its files are damaged."""
+    saved = checkpoints(run_dir)
+    problem = damage(saved[-1]) if saved else None
+    if problem is not None:
+        raise UserError(f"checkpoint {saved[-1]}: is damaged ({problem}); remove it to go on from the one before")
+    return saved[-1] if saved else None
 
 
 def save(config: RunConfig, policy: Policy, optimizer: torch.optim.AdamW, progress: Progress) -> None:
@@ -177,17 +169,6 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW
         optimizer.state[parameter][entry] = value if entry == "step" else value.to(parameter.device)
     state.pop("score", None)  # of version 0.2
     return Progress(**state)
-
-
-def fingerprint(model: nn.Module) -> str:
-    """SHA-256 of a model's parameters (names, shapes, bytes) without adapters, which a reference does not have."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            continue
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _checksum(path: Path) -> list[int]:

@@ -46,8 +46,8 @@ def evaluate(
     for split, level, of_level in _levels(task, asked.splits):
         for temperature in map(float, asked.temperatures):
             examples, k = of_level[: asked.prompts], 1 if temperature == 0 else asked.samples
-            name, number = f"{split}, level {level}, temperature {temperature:g}", len(examples)
-            on_progress(f"{name}: {number} prompts")
+            number = len(examples)
+            on_progress(f"{split}, level {level}, temperature {temperature:g}: {number} prompts")
             limits = {"top_p": 1.0} if temperature == 0 else {}
             sampling = spec.model_copy(update={"temperature": temperature, **limits})
             draws = derive(seed, f"evaluation:{split}/{level}/{temperature}")
@@ -58,8 +58,6 @@ def evaluate(
                 drawn, scored = draw_scored(policy, task, examples[first : first + size], k, sampling, draws, first)
                 rewards += scored
                 cut += drawn.truncated.tolist()
-                if first + size < number:
-                    on_progress(f"{name}: {first + size} of {number} prompts done")
             correct = np.array([one.correct for one in rewards], dtype=bool).reshape(number, k)
             totals, truncated = [one.total for one in rewards], np.array(cut, dtype=bool).reshape(number, k)
             row = evaluation_row(step, task.name, split, level, correct, totals, temperature, truncated)
@@ -85,18 +83,6 @@ def _examples_of(task: Task, split: str) -> list[Example]:
     if split == EVERY_ROW and isinstance(task, DatasetTask):
         return task.rows()
     return task.splits().get(split, [])
-
-
-def check_splits(task: Task, splits: Sequence[str]) -> None:
-    """Check that the task has some of the splits, before the run's folder is created.
-
-    Raises:
-        UserError: it has none of them.
-    """
-    there = [name for name, examples in task.splits().items() if examples]
-    if not set(splits) & set(there):
-        given = f"evaluation.splits = {list(splits)}: the task has {', '.join(there)}"
-        raise UserError(f"{given}; name one of them, or set evaluation.every to 0")
 
 
 def evaluate_model(
@@ -139,25 +125,21 @@ def evaluate_model(
     config = read_recorded(folder, values, overrides) if recorded else build_config(None, overrides, values)
     run_folder.set_threads(config.threads, config.policy.model)
     made = make_task(config.task)
-    asked = config.evaluation.model_copy(update={"splits": tuple(_present_splits(made, splits))})
+    present = present_splits(made, DEFAULT_SPLITS) if splits is None else present_splits(made, splits, every=True)
+    asked = config.evaluation.model_copy(update={"splits": tuple(present)})
     policy = load_policy(config.policy, base=read_recorded(folder).policy.model if recorded else None)
-    if isinstance(made, DatasetTask):
-        for split in asked.splits:
-            on_progress(_rows_used(made, split))
     options: dict[str, Any] = {"step": step, "seed": seed, "on_progress": on_progress, "pass_at": pass_at}
     rows = evaluate(policy, made, asked, config.rollout, **options)
     return [row | _intervals(row, pass_at) for row in rows]
 
 
-def _present_splits(task: Task, splits: Sequence[str] | None) -> list[str]:
-    """The named splits, all of which the task must have; None: those of DEFAULT_SPLITS that it has."""
-    wanted = DEFAULT_SPLITS if splits is None else splits
-    present = [split for split in wanted if _examples_of(task, split)]
-    missing = [split for split in wanted if split not in present]
-    if not present or (missing and splits is not None):
+def present_splits(task: Task, wanted: Sequence[str], every: bool = False) -> list[str]:
+    """The wanted splits that the task has; a UserError if it has none of them, or with `every` not all."""
+    missing = [split for split in wanted if not _examples_of(task, split)]
+    if len(missing) == len(wanted) or (missing and every):
         there = ", ".join(name for name in (*task.splits(), EVERY_ROW) if _examples_of(task, name)) or "no splits"
-        raise UserError(f"--split {', '.join(missing)}: the task has {there}; name one of them, or repeat --split")
-    return present
+        raise UserError(f"split {', '.join(missing)}: the task has {there}; choose one of them")
+    return [split for split in wanted if split not in missing]
 
 
 def _intervals(row: dict[str, Any], pass_at: Sequence[int]) -> dict[str, float]:
@@ -169,11 +151,3 @@ def _intervals(row: dict[str, Any], pass_at: Sequence[int]) -> dict[str, float]:
         groups = row["k"] / min(k, row["k"])  # of k completions each, at most this many independent ones
         ends[f"pass_at_{k}"] = accuracy_interval(row[f"pass_at_{k}"], row[f"pass_at_{k}_std_error"], row["n"], groups)
     return {f"{name}_{end}": getattr(interval, end) for name, interval in ends.items() for end in ("low", "high")}
-
-
-def _rows_used(task: DatasetTask, split: str) -> str:
-    """A line on how many rows of the data set's file a split has."""
-    if split == "heldout" and task.spec.heldout_path:
-        return f"split heldout: all rows of task.heldout_path = {task.spec.heldout_path}"
-    text = f"split {split}: {len(_examples_of(task, split))} of the {len(task.rows())} rows of task.path = {task.spec.path}"
-    return text if split == EVERY_ROW else f"{text}; --split all takes every row"

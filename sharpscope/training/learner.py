@@ -17,7 +17,7 @@ from sharpscope.config.run import OptimizerSpec
 from sharpscope.config.token_weights import number
 from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.memory import require_memory
-from sharpscope.objective import Method, MethodState, Plan, clipped_norm, k3, per_token, prepare
+from sharpscope.objective import Method, MethodState, Plan, calibrate, clipped_norm, k3, per_token, prepare
 from sharpscope.policy import Policy, Rollouts, TokenStats, load_policy
 from sharpscope.policy.forward import Scorer
 from sharpscope.policy.head import output_head
@@ -27,6 +27,7 @@ from sharpscope.policy.token_stats import Moments, flat_curvature, flat_proxy
 from sharpscope.recording.norms import clip_factor, layer_groups, norms
 from sharpscope.recording.step import (
     PendingUpdate,
+    RolloutBatch,
     StepResult,
     StepTokens,
     UpdateResult,
@@ -46,10 +47,6 @@ BeforeStep = Callable[[PendingUpdate], None]
 
 KL_PART, KL_FEWEST = 16, 4
 """One in KL_PART completions of a step, at least about KL_FEWEST, are scored again after its last update."""
-
-
-EPSILON = 1e-8
-"""Added by AdamW to the square root of the second moment."""
 
 
 @dataclass(frozen=True)
@@ -144,16 +141,9 @@ class Learner:
         """Make all updates of one step on N rollouts with advantages (N,) or (N, T).
 
         The number of the step seeds its random choices; `progress`, the share of the run done, resolves schedules; the
-        method's constants are calibrated.
-
-        Args:
-            stats: of the present policy on `rollouts`, where they are known already.
-            before_first_update: asked once, after the first gradient. If it returns False, the tokens of that gradient are
-                recorded, and weights and optimizer stay as they are.
-            before_step: observes each update whose loss and gradient are finite.
-            before_optimizer: observes the first update between clipping and the optimizer's step.
-            rotations: whether to compare each update with the reference objective's; costs a forward and a backward pass each.
-            without: (N, T) bool, tokens whose coefficients ∂L/∂log π are set to 0; None: none.
+        method's constants are calibrated. `stats` are of the present policy, where they are known. If `before_first_update`
+        returns False, the tokens of the first gradient are recorded, and weights and optimizer stay as they are. `rotations`
+        compares each update with the reference objective's. Coefficients ∂L/∂log π of the tokens `without` (N, T) are set to 0.
         """
         stats = self.scorer.statistics(rollouts) if stats is None else stats
         tokens = StepTokens.unused(stats)
@@ -269,15 +259,19 @@ class Learner:
                     yield torch.nonzero(torch.isin(rollouts.group.cpu(), chosen)).flatten(), pass_index
 
 
+def calibrated(method: Method, drawn: RolloutBatch, stats: TokenStats, progress: float) -> Method | None:
+    """The method with the constants of its token weight fixed on a batch; None where they need a gradient and it has none."""
+    tensors = step_tensors(drawn.rollouts, drawn.advantage, stats, stats.logp, progress, method)
+    if method.weight.needs_gradient and not bool(tensors.mass.any()):
+        return None
+    return method.model_copy(update={"weight": calibrate(method.weight, tensors)})
+
+
 # -- what a run, a fork and a rotation start from
 
 
 def load_start(config: RunConfig, checkpoint: Path | None) -> Policy:
-    """The policy of a run's checkpoint, or with None the one that the run starts from.
-
-    Raises:
-        UserError: the model cannot be loaded, or its gradient and the optimizer's moments do not fit into memory.
-    """
+    """The policy of a run's checkpoint, or with None the one that the run starts from, if its training fits into memory."""
     source = config.policy if checkpoint is None else config.policy.model_copy(update={"model": str(checkpoint)})
     policy = load_policy(source, base=config.policy.model)
     trained = sum(p.numel() * p.element_size() for p in policy.model.parameters() if p.requires_grad)
@@ -331,9 +325,7 @@ def build_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
         for divided in (False, True)
         for matrices in (True, False)
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=spec.lr, betas=(0.9, 0.999), eps=EPSILON
-    )
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=spec.lr)
 
 
 def learning_rate(spec: OptimizerSpec, step: int, steps: int) -> float:
@@ -355,11 +347,7 @@ def learning_rate(spec: OptimizerSpec, step: int, steps: int) -> float:
 
 
 def positive_learning_rate(config: RunConfig, step: int) -> float:
-    """The learning rate of a run's step.
-
-    Raises:
-        UserError: it is 0, so an update changes nothing.
-    """
+    """The learning rate of a run's step; a UserError if it is 0, so that an update changes nothing."""
     lr = learning_rate(config.optimizer, step, config.steps)
     if not lr > 0:
         given = f"optimizer.schedule = {config.optimizer.schedule}: the learning rate is 0 at step {step}"

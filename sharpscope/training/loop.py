@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,7 @@ from sharpscope.config import is_reference, known_settings
 from sharpscope.config.token_weights import UniformWeight
 from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
-from sharpscope.objective import Method, calibrate, method_label
+from sharpscope.objective import Method, method_label
 from sharpscope.policy import Policy, check_lengths, render_prompts
 from sharpscope.policy.sharding import shard
 from sharpscope.recording import run_folder
@@ -37,22 +35,23 @@ from sharpscope.recording.health import (
 from sharpscope.recording.observers import Observers, StepObserver
 from sharpscope.recording.probe_sets import Drawer, check_probe_set
 from sharpscope.recording.rows import rollout_columns, steps_row, token_columns, update_columns
-from sharpscope.recording.step import RolloutBatch, StepResult, step_tensors
+from sharpscope.recording.step import RolloutBatch, StepResult
 from sharpscope.rules.judging import Event, judge
 from sharpscope.tasks import Task, make_task
 from sharpscope.traces import RunLock, create_run_dir, read_run_info
 from sharpscope.traces.files import RUN_FILE
-from sharpscope.training.checkpoint import Progress, fingerprint, newest_valid, restore, save, step_of
-from sharpscope.training.evaluate import check_splits, evaluate
+from sharpscope.training.checkpoint import Progress, newest, restore, save, step_of
+from sharpscope.training.evaluate import evaluate, present_splits
 from sharpscope.training.learner import (
     build_optimizer,
+    calibrated,
     learning_rate,
     load_start,
     make_learner,
     reference_policy,
     set_learning_rate,
 )
-from sharpscope.training.rollouts import DataOrder, draw_rollouts
+from sharpscope.training.rollouts import DataOrder, draw_rollouts, split_examples
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -60,14 +59,13 @@ if TYPE_CHECKING:
 
 LINE_EVERY = 60.0
 """Every tenth step is printed, and a step that ends this long after the last line [s]."""
-_SHOWN = (
-    ("reward", "reward_mean", "{:+.3f}"),
-    ("accuracy", "accuracy", "{:.1%}"),
-    ("grad norm", "grad_norm", "{:.3g}"),
-    ("entropy [nats]", "entropy_mean", "{:.3f}"),
-    ("weight mean", "weight_mean", "{:.3f}"),
-    ("length [tokens]", "completion_length_mean", "{:.1f}"),
-)
+_SHOWN = {
+    "reward_mean": "reward {:+.3f}",
+    "accuracy": "accuracy {:.1%}",
+    "grad_norm": "grad norm {:.3g}",
+    "entropy_mean": "entropy {:.3f} nats",
+    "completion_length_mean": "length {:.1f} tokens",
+}
 
 
 class Display:
@@ -75,22 +73,16 @@ class Display:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(quiet=True)
-        self._progress = bars.Progress(
-            *bars.Progress.get_default_columns(),
-            bars.TextColumn("[dim]{task.fields[status]}"),
-            console=self.console,
-            disable=self.console.quiet or not self.console.is_terminal,
-        )
-        self._fired: Counter[str] = Counter()
+        columns = (*bars.Progress.get_default_columns(), bars.TextColumn("[dim]{task.fields[status]}"))
+        hidden = self.console.quiet or not self.console.is_terminal
+        self._progress = bars.Progress(*columns, console=self.console, disable=hidden)
+        self._fired: set[str] = set()
 
     def start(self, title: str, steps: int, done: int) -> None:
         """The run starts, or continues after `done` steps."""
-        self._steps, self._done, self._began = steps, done, time.monotonic()
+        self._steps, self._printed = steps, time.monotonic()
         self._task = self._progress.add_task(escape(title), total=steps, completed=done, status="")
         self._progress.start()
-        if done:
-            self._print(f"continuing after step {done} of {steps}")
-        self._printed = self._began
 
     def status(self, text: str) -> None:
         """The run starts another activity."""
@@ -98,30 +90,21 @@ class Display:
 
     def step(self, row: Mapping[str, Any]) -> None:
         """A step is done; `row` is its row of the steps table. Every tenth step and slow ones are printed."""
-        step, now = int(row["step"]), time.monotonic()
+        step = int(row["step"])
         self._progress.update(self._task, completed=step)
-        if step % 10 == 0 or step == 1 or now - self._printed >= LINE_EVERY:
-            shown = [f"{name} {'–' if row.get(key) is None else form.format(row[key])}" for name, key, form in _SHOWN]
-            left = (now - self._began) / max(step - self._done, 1) * (self._steps - step)
-            self._print(f"step {step} of {self._steps}: {'  '.join(shown)}  left {timedelta(seconds=round(left))}")
+        if step % 10 == 0 or step == 1 or time.monotonic() - self._printed >= LINE_EVERY:
+            shown = [form.format(row[name]) for name, form in _SHOWN.items() if row.get(name) is not None]
+            self._print(f"step {step} of {self._steps}: {'  '.join(shown)}")
 
-    def evaluation(self, rows: list[dict[str, Any]]) -> None:
+    def evaluation(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """An evaluation is done."""
-        if self.console.quiet:
-            return
-        from sharpscope.analysis.statistics import accuracy_interval  # scipy is slow to import
-
-        texts = [
-            f"{row['split']} level {row['level']}, T={row['temperature']:g}: {row['accuracy']:.1%} "
-            + accuracy_interval(row["accuracy"], row["std_error"], row["n"], row["k"]).percent()
-            for row in rows
-        ]
-        self._print(f"step {rows[0]['step']}, accuracy [95 % interval over prompts, %]: " + "; ".join(texts))
+        each = [f"{row['split']} level {row['level']}, T={row['temperature']:g}: {row['accuracy']:.1%}" for row in rows]
+        self._print(f"step {rows[0]['step']}, accuracy: {'; '.join(each)}")
 
     def event(self, event: Event) -> None:
         """A health rule applied; only its first event is printed (all are in the events table)."""
-        self._fired[event.rule] += 1
-        if self._fired[event.rule] == 1:
+        if event.rule not in self._fired:
+            self._fired.add(event.rule)
             color = {"error": "red", "warning": "yellow"}.get(event.severity, "cyan")
             said = f"{event.value:.3g}: {escape(event.message)}"
             self.console.print(f"[{color}]step {event.step}: {escape(event.rule)}[/] {said}")
@@ -150,13 +133,13 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
     """Train as `config` says and record it in `config.run_dir`.
 
     The input is checked before the folder is created. Ctrl-C ends the run after the current step, with a checkpoint; a
-    second one ends it at once. A disk that is full ends it as `failed`. With `resume`, continue from the folder's last valid
+    second one ends it at once. A disk that is full ends it as `failed`. With `resume`, continue from the folder's last
     checkpoint, and remove what was recorded after it; without a checkpoint, start again, and keep the old records under another
     name. `display` shows progress.
 
     Raises:
         UserError: the input is wrong, the folder exists or another process writes to it, or the run to resume is finished
-            or reduced.
+            or reduced, or its last checkpoint is damaged.
     """
     launch = distributed.start(config.policy.device)
     threads = run_folder.set_threads(config.threads, config.policy.model)
@@ -169,17 +152,14 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
             stack.enter_context(RunLock(folder))
 
         saved: Path | None = None
-        notes: list[str] = []
         if resume:
             distributed.rank_zero_call(lock)
             distributed.rank_zero_call(lambda: run_folder.check_resume(config))
-            saved, notes = distributed.rank_zero_call(lambda: newest_valid(folder))
+            saved = distributed.rank_zero_call(lambda: newest(folder))
         task = make_task(config.task)
-        examples = task.splits().get("train", [])
-        if not examples:
-            raise UserError(f"task.kind = '{config.task.kind}': has no split 'train' to learn from")
+        examples = split_examples(task, "train")
         if config.evaluation.every:
-            check_splits(task, config.evaluation.splits)
+            present_splits(task, config.evaluation.splits)
         policy = load_start(config, saved)
         longest = [e for split in ("train", *config.evaluation.splits) for e in task.splits().get(split, [])]
         check_lengths(policy, render_prompts(longest, policy), config.rollout.max_new_tokens)
@@ -195,7 +175,7 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
         if not begun:
             distributed.rank_zero_call(lambda: run_folder.begin_run_dir(config, policy, info))
         try:
-            return run.run(saved, notes)
+            return run.run(saved)
         except UserError:
             if not resume and distributed.is_rank_zero():
                 run_folder.discard_unused(folder)
@@ -211,7 +191,6 @@ class _Run:
         self.config, self.policy, self.task, self.display = config, policy, task, display
         self.method = config.resolved_method
         reference = reference_policy(config, policy) if self.method.needs_reference else None
-        self.reference_mark = None if reference is None else fingerprint(reference)
         for model in (policy.model, reference) if launch.sharded else ():
             if model is not None:
                 shard(model, launch.reshard)
@@ -229,15 +208,12 @@ class _Run:
 
     # -- the whole run -----------------------------------------------------------------------------------------------
 
-    def run(self, checkpoint: Path | None, notes: list[str]) -> Outcome:
-        """Make all steps after `checkpoint` (None: all); `notes` are kept in run.json."""
+    def run(self, checkpoint: Path | None) -> Outcome:
+        """Make all steps after `checkpoint` (None: all)."""
         config, run_dir = self.config, self.config.run_dir
-        mark = self.reference_mark
-        if mark is not None:
-            distributed.rank_zero_call(lambda: run_folder.check_reference(run_dir, mark))
         done = restored = 0 if checkpoint is None else self._restore(checkpoint)
         kept = None if checkpoint is None else done
-        notes = notes + distributed.rank_zero_call(lambda: run_folder.wind_back(run_dir, kept))
+        notes = distributed.rank_zero_call(lambda: run_folder.wind_back(run_dir, kept))
         if checkpoint is not None:
             notes.append(f"resumed after step {done}, from {checkpoint.name}")
         info = distributed.rank_zero_call(lambda: read_run_info(run_dir))
@@ -383,15 +359,14 @@ class _Run:
         """
         if not self.method.weight.needs_calibration:
             return self.method
-        stats = self.learner.scorer.statistics(batch.rollouts)
-        tensors = step_tensors(batch.rollouts, batch.advantage, stats, stats.logp, progress, self.method)
-        if self.method.weight.needs_gradient and not bool(tensors.mass.any()):
+        found = calibrated(self.method, batch, self.learner.scorer.statistics(batch.rollouts), progress)
+        if found is None:
             text = "no token has a gradient yet: token weights are 1, and are calibrated at the first step with one"
             if text not in self.shown:
                 self.shown.add(text)
                 self._report([Event(step, "calibration", "info", math.nan, math.nan, "none", text)])
             return self.method.model_copy(update={"weight": UniformWeight()})
-        self.method = self.method.model_copy(update={"weight": calibrate(self.method.weight, tensors)})
+        self.method = found
         run_folder.note(self.config.run_dir, calibration=self.method.weight.model_dump(mode="json"))
         return self.method
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sharpscope.config.method import DecoupledAdvantage
+from sharpscope.errors import UserError
 from sharpscope.objective import Method, estimate_advantages, overlong_penalty
 from sharpscope.policy import Policy, Rollouts, RolloutSpec, TokenStats, draw_scored, join_rollouts
 from sharpscope.recording.step import RolloutBatch
@@ -92,8 +93,10 @@ def draw_rollouts(
     return RolloutBatch(examples, rollouts, rewards, advantage, redrawn, stats)
 
 
-def step_advantages(method: Method, rollouts: Rollouts, rewards: list[Reward], stats: TokenStats | None) -> Tensor:
-    """Advantages of a step's completions, (N,) or (N, T), float64.
+def step_advantages(
+    method: Method, rollouts: Rollouts, rewards: Sequence[Reward] = (), stats: TokenStats | None = None
+) -> Tensor:
+    """Advantages of a step's completions, (N,) or (N, T), float64; plain GRPO's need no `rewards` beside the rollouts'.
 
     Groups with a reward that is not finite have advantage 0 and are left out of the statistics of the step; a health rule
     reports them.
@@ -105,27 +108,30 @@ def step_advantages(method: Method, rollouts: Rollouts, rewards: list[Reward], s
         for name in dict.fromkeys(name for reward in rewards for name in reward.parts):
             parts[name] = values[0].new_tensor([reward.parts.get(name, 0.0) for reward in rewards])
         values += [part for name, part in parts.items() if spec.weights.get(name, 0.0) != 0]
-    correct = torch.tensor([reward.correct for reward in rewards])
-    rows = finite_group_rows(rollouts.group, torch.stack(values))
+    correct = torch.tensor([reward.correct for reward in rewards]) if rewards else None
+    broken = ~torch.isfinite(torch.stack(values)).all(0)
+    rows = torch.nonzero(~torch.isin(rollouts.group, rollouts.group[broken])).flatten()
     usable = estimate_advantages(
         spec,
         values[0][rows],
         rollouts.group[rows],
         rollouts.completion_mask[rows],
         parts={name: part[rows] for name, part in parts.items()},
-        correct=correct.to(rows.device)[rows],
+        correct=None if correct is None else correct.to(rows.device)[rows],
         logp=None if stats is None else stats.logp.to(rows.device)[rows],
         collision=None if stats is None else stats.collision.to(rows.device)[rows],
     )
-    advantage = usable.new_zeros(len(rewards), *usable.shape[1:])
+    advantage = usable.new_zeros(len(rollouts), *usable.shape[1:])
     advantage[rows] = usable
     return advantage
 
 
-def finite_group_rows(group: Tensor, values: Tensor) -> Tensor:
-    """Indices of the rows whose group (N,) has finite `values` (K, N) only."""
-    broken = ~torch.isfinite(values).all(0)
-    return torch.nonzero(~torch.isin(group, group[broken])).flatten()
+def split_examples(task: Task, name: str) -> list[Example]:
+    """Examples of a split; a UserError if the task has none."""
+    examples = task.splits().get(name, [])
+    if not examples:
+        raise UserError(f"task.kind: {task.name} has no split '{name}' to draw prompts from; choose another task")
+    return examples
 
 
 def _undecided(rewards: list[Reward], groups: int) -> list[int]:

@@ -14,29 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope import distributed
-from sharpscope.objective import (
-    Method,
-    Plan,
-    entropy_bonus,
-    estimate_advantages,
-    policy_loss,
-    prepare,
-    reference_method,
-    token_normalizer,
-)
+from sharpscope.objective import Method, Plan, entropy_bonus, policy_loss, prepare, reference_method, token_normalizer
 from sharpscope.policy import Rollouts
 from sharpscope.policy.forward import Scored, shortest
 from sharpscope.policy.token_stats import flat_entropy
 from sharpscope.probes import coming_step, noise_rotation, rotation
 from sharpscope.recording.norms import Norms, gradient_norms, total_norm, update_norms
-from sharpscope.recording.step import (
-    StepTokens,
-    UpdateResult,
-    UpdateRotation,
-    UpdateTokens,
-    step_tensors,
-)
-from sharpscope.training.rollouts import finite_group_rows
+from sharpscope.recording.step import StepTokens, UpdateResult, UpdateRotation, UpdateTokens, step_tensors
+from sharpscope.training.rollouts import step_advantages
 
 if TYPE_CHECKING:
     from sharpscope.training.learner import Learner
@@ -297,12 +282,7 @@ class Updates:
         method = reference_method(self.method)
         advantage, stats = self.advantage, self.tokens.stats
         if method.advantage != self.method.advantage:
-            reward, group = self.rollouts.reward.double(), self.rollouts.group
-            rows = finite_group_rows(group, reward[None])
-            found = estimate_advantages(
-                method.advantage, reward[rows], group[rows], self.rollouts.completion_mask[rows]
-            )
-            advantage = torch.zeros_like(reward).index_put((rows,), found)
+            advantage = step_advantages(method, self.rollouts)
         tensors = step_tensors(self.rollouts, advantage, stats, stats.logp, self.progress, method)
         return replace(self, advantage=advantage, method=method, plan=prepare(method, tensors))
 

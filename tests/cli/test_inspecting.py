@@ -65,10 +65,8 @@ def test_show_of_one_run_and_of_two():
 
 def test_analyze_writes_a_folder_and_opens_the_page(tmp_path: Path, quick, monkeypatch):
     opened = []
-    monkeypatch.setattr("webbrowser.open", lambda address: bool(opened.append(address)) or True)
+    monkeypatch.setattr("typer.launch", opened.append)
     output = invoke("analyze", str(EXAMPLE), "--out", str(tmp_path / "out"), "--open")
     page = tmp_path / "out" / "report.html"
     assert str(page) in output.replace("\n", "") and opened == [page.as_uri()]
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
-    monkeypatch.setattr("webbrowser.open", lambda address: False)
-    assert "cannot start a browser" in invoke("analyze", str(EXAMPLE), "--out", str(tmp_path / "out"), "--open")

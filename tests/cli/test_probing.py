@@ -35,7 +35,7 @@ QUICK = [part for value in SETTINGS for part in ("--set", value)]
 def test_probe_measures_models_on_a_file_side_by_side(tiny_policy: Path, texts: Path, tmp_path: Path):
     out = tmp_path / "probe"
     one, two = str(tiny_policy), "embedded:knights_knaves"
-    place = ["--model", one, "--data", str(texts), "--out", str(out), "--threads", "1"]
+    place = ["--model", one, "--data", str(texts), "--out", str(out)]
     output = invoke("probe", *place, *QUICK)
     frame = pd.read_parquet(out / "probes.parquet")
     assert {"largest", "sam"} <= set(frame["quantity"]) and (frame["functional"] == "nll").all()
@@ -44,8 +44,8 @@ def test_probe_measures_models_on_a_file_side_by_side(tiny_policy: Path, texts: 
     assert "probes.parquet" in output
     with pytest.raises(UserError, match="not empty"):
         invoke("probe", "--model", one, "--data", str(texts), "--out", str(out))
-    both = ["--model", one, "--model", two, "--data", str(texts), "--out", str(tmp_path / "both"), "--threads", "1"]
-    asked = ("--set", "rho=auto", "--functional", "expected_failure", "--probes", "perturbation", "--json")
+    both = ["--model", one, "--model", two, "--data", str(texts), "--out", str(tmp_path / "both")]
+    asked = ("--set", "rho=auto", "--set", "functionals=[expected_failure]", "--set", "curvature_prompts=0", "--json")
     result = CliRunner().invoke(app, ["probe", *both, *QUICK, *asked])
     frame = pd.read_parquet(tmp_path / "both" / "probes.parquet")
     printed = pd.DataFrame(json.loads(result.stdout)["rows"])
@@ -66,7 +66,7 @@ def test_a_probe_that_is_interrupted_leaves_what_it_found(tiny_policy: Path, tex
     monkeypatch.setattr(runner, "curvature", interrupted)
     out = tmp_path / "probe"
     with pytest.raises(KeyboardInterrupt):
-        probing.probe(model=[str(tiny_policy)], data=texts, set_=list(SETTINGS), threads=1, out=out)
+        probing.probe(model=[str(tiny_policy)], data=texts, set_=list(SETTINGS), out=out)
     assert {"loss", "sam"} <= set(pd.read_parquet(out / "probes.parquet")["quantity"])
 
 
@@ -88,10 +88,7 @@ def test_the_sentences_say_what_the_numbers_mean():
     both = [*rows, *(other | {"checkpoint": "n", "value": 3 * other["value"]} for other in rows)]
     compared = probing.sentences(pd.DataFrame(both))  # the saturated SAM sharpness is not compared
     assert compared[0] == "expected_failure, sharpest direction: n 300 ± 5, 3 times that of m 100 ± 5" != compared[1]
-    recorded = pd.DataFrame(
-        {"step": [2, 2], "quantity": ["critical_sharpness", "critical_threshold"], "value": [10.0, 140.0]}
-    )
-    assert "could be 14 times longer" in probing.sentences(pd.DataFrame(rows), recorded)[-1]
+    assert "could be 14 times longer" in critical_sentence(10.0, 140.0)
     assert "was 2 times too long" in critical_sentence(280.0, 140.0)
 
 
@@ -100,11 +97,9 @@ def test_the_sentences_say_what_the_numbers_mean():
     [
         (["--model", "x"], "needs --data"),
         ([], "give a run's folder"),
-        (["--model", "x", "--data", "y", "--probes", "curvatur"], "did you mean 'curvature'"),
-        (["--model", "x", "--data", "y", "--functional", "nlll"], "did you mean 'nll'"),
         (["--model", "x", "--data", "y", "--set", "rhos=1"], "did you mean 'rho'"),
         (["--model", "x", "--data", "y", "--backend", "pyhesian"], "did you mean 'pyhessian'"),
-        (["--model", "x", "--data", "y", "--force"], "goes with --tokens"),
+        (["--model", "x", "--data", "y", "--force"], "go with --rollouts"),
         (["--model", "/no/such", "--data", "none.jsonl"], "no such file"),
         (["--model", "x", "--data", "y", "--set", "functionals=[]"], "names nothing"),
         ([GRPO], "has no checkpoint to probe"),
@@ -125,6 +120,6 @@ def test_probe_measures_a_runs_checkpoints(toy_config, tmp_path: Path):
     train(config)
     out = tmp_path / "probe"
     sets = [*QUICK, "--set", "functionals=[expected_failure]", "--set", "samples=2"]
-    invoke("probe", str(config.run_dir), "--all-checkpoints", "--probes", "perturbation", "--out", str(out), *sets)
+    invoke("probe", str(config.run_dir), "--all-checkpoints", "--set", "curvature_prompts=0", "--out", str(out), *sets)
     frame = pd.read_parquet(out / "probes.parquet")
     assert sorted(frame["step"].unique()) == [1, 2] and set(frame["functional"]) == {"expected_failure"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -51,16 +50,14 @@ def test_declare_change_and_refuse(study: Path):
     assert "C7.margin: 0.03 → 0.01" in invoke("study", "declare", study, "--why", "a larger study")
 
 
-def test_a_study_declares_one_radius_and_auto_names_one(study: Path):
-    probes = "{functionals: [expected_failure], prompts: 6, heldout_prompts: 4, samples: 4, rho: auto}"
+def test_a_study_declares_one_radius(study: Path):
     text = study.read_text()
-    study.write_text(text.replace("{steps: 10}", f"{{steps: 10, rollout: {{max_new_tokens: 24}}, probes: {probes}}}"))
-    with pytest.raises(UserError, match=r"probes.rho: auto .* set it to [0-9.e-]+ in .* of its ceiling") as problem:
+    study.write_text(text.replace("{steps: 10}", "{steps: 10, probes: {functionals: [expected_failure], rho: auto}}"))
+    with pytest.raises(UserError, match=r"probes\.rho: auto; all runs need one radius"):
         invoke("study", "declare", study)
-    radius = re.search(r"set it to (\S+) in", str(problem.value))[1]
-    study.write_text(study.read_text().replace("auto", radius))
+    study.write_text(study.read_text().replace("auto", "0.25"))
     invoke("study", "declare", study)
-    assert json.loads(study.with_suffix(".declared.json").read_text())[0]["rules"]["radius"] == float(radius)
+    assert json.loads(study.with_suffix(".declared.json").read_text())[0]["rules"]["radius"] == 0.25
 
 
 def test_claims_prints_every_verdict_and_the_checks_and_writes_them(tmp_path: Path):

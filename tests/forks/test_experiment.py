@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 import sharpscope
 from sharpscope.analysis import analyze
@@ -182,22 +181,6 @@ def test_matched_comparisons_match(trained):
             assert value[row["arm"], "kl", "kl"] == pytest.approx(value["grpo", "step", "kl"], rel=0.01)
 
 
-def test_a_repeated_call_adds_what_is_missing_and_reads_the_same(trained):
-    options = {"checkpoint": [2], "methods": ["grpo", "ar"], "prompts": 3}
-    once = sharpscope.fork(trained.run_dir, batches=1, **options).forks
-    more = sharpscope.fork(trained.run_dir, batches=2, **options).forks
-    assert len(more) == 2 * len(once)
-    kept = more.iloc[: len(once)].reset_index(drop=True)
-    assert kept.equals(once)
-    run = sharpscope.fork(trained.run_dir, batches=2, **options)
-    assert len(run.forks) == len(more)
-    ((name, settings),) = run.info["forks"].items()
-    assert set(run.forks["fork"]) == {name} and settings["batches"] == 2
-    assert list(settings["arms"]["2"]) == ["grpo", "ar"]
-    other = sharpscope.fork(trained.run_dir, batches=1, **options | {"prompts": 4}).forks
-    assert other["fork"].nunique() == 2
-
-
 def test_a_model_without_a_run_gets_a_folder_of_its_own(tiny_policy, tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "set_threads", lambda *_: 7)
     options = {"methods": ["grpo"], "prompts": 2, "batches": 1}
@@ -271,53 +254,7 @@ def test_several_processes_and_a_run_that_is_written_are_refused(trained, monkey
         sharpscope.fork(trained.run_dir)
 
 
-# -- Outcomes against exact values: a quadratic, a bandit whose completions are enumerated, and drawn completions
-
-
-class Quadratic(nn.Module):
-    """½ θᵀHθ with H symmetric."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        root = torch.randn(6, 6, generator=generator, dtype=torch.float64)
-        self.H = root @ root.T
-        self.theta = nn.Parameter(torch.randn(6, generator=generator, dtype=torch.float64))
-
-    def forward(self) -> torch.Tensor:
-        return 0.5 * self.theta @ self.H @ self.theta
-
-
-def test_on_a_quadratic_changes_predictions_and_scales_are_exact():
-    model = Quadratic()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.01)
-    for _ in range(3):  # moments that are not zero
-        optimizer.zero_grad()
-        model().backward()
-        optimizer.step()
-    snapshot = Snapshot(model, optimizer)
-    start, before = model.theta.detach().clone(), model().item()
-    slope = model.H @ start
-    moves = {}
-    for name, factor in (("plain", 1.0), ("weighted", torch.linspace(0.2, 3, 6, dtype=torch.float64))):
-        snapshot.restore()
-        optimizer.zero_grad()
-        model().backward()
-        model.theta.grad *= factor
-        optimizer.step()
-        moves[name] = snapshot.displacement()
-    snapshot.restore()
-    assert torch.equal(model.theta, start)
-    (plain,), (weighted,) = moves["plain"], moves["weighted"]
-    for scale in (0.5, 1.0, 2.0):
-        snapshot.place(moves["weighted"], scale)
-        exact = scale * float(slope @ weighted) + scale**2 / 2 * float(weighted @ model.H @ weighted)
-        assert model().item() - before == pytest.approx(exact, rel=1e-12)
-    scale, reached = matching_scale(
-        lambda s: s**2 / 2 * float(weighted @ model.H @ weighted), float(plain @ model.H @ plain) / 2, 1.0, 1e-9
-    )
-    exact = math.sqrt(float(plain @ model.H @ plain) / float(weighted @ model.H @ weighted))
-    assert reached and scale == pytest.approx(exact, rel=1e-8)
+# -- Outcomes against exact values: a bandit whose completions are enumerated, and drawn completions
 
 
 @pytest.mark.parametrize("start", [1e-3, 1.0, 50.0])

@@ -359,7 +359,7 @@ def test_dumps_of_trainers(kind, dump, tmp_path: Path):
     assert any("those of the sampler stand in their place" in note for note in run.info["notes"]) == sampler_only
     assert (run.rollouts["env"] == "math").all() == (kind in ("verifiers", "open-instruct"))
     shown = CliRunner().invoke(app, ["import", "auto", str(tmp_path / "dump"), "--out", str(tmp_path / "again")])
-    assert shown.exit_code == 0 and "sharpscope probe --tokens" in shown.output
+    assert shown.exit_code == 0 and "sharpscope probe --rollouts" in shown.output
 
 
 def test_a_message_in_two_branches_counts_once(tmp_path: Path):

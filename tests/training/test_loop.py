@@ -22,7 +22,6 @@ from sharpscope.config import build_config
 from sharpscope.config.run import OptimizerSpec
 from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.policy import PolicySpec, load_policy
-from sharpscope.recording.rows import rollout_columns
 from sharpscope.tasks import Example, make_task
 from sharpscope.traces import update_run_info
 from sharpscope.training import Display, evaluate_model, loop, train
@@ -34,60 +33,46 @@ from tests.models import ARCHITECTURES, tiny_model
 from tests.oracles.objective import mass_percentile
 
 
-def test_two_runs_of_one_config_are_equal_but_for_timing(toy_config):
-    for name in ("a", "b"):
-        assert train(toy_config(name=name)).status == "finished"
-    out = toy_config().run_dir.parent
-    assert_same(out / "a", out / "b")
-    first = tables(out / "a")
-    assert len(first["steps"]) == 3 and first["eval"]["step"].unique().tolist() == [0, 2, 3]
-
-
 def test_the_tables_say_what_happened(toy_config):
-    config = toy_config(method="grpo-sg", method__weight__preset="calibrated")
-    outcome = train(config)
-    run = sharpscope.load_run(outcome.run_dir)
-    rollouts, tokens, steps = run.rollouts, run.tokens(), run.steps
-    assert len(rollouts) == 3 * 16
-    for step, group in rollouts.groupby("step"):
-        row = steps[steps["step"] == step].iloc[0]
-        assert row["reward_mean"] == pytest.approx(group["reward"].mean())
-        assert row["reward_std"] == pytest.approx(group["reward"].std(), rel=1e-6)
-        assert row["accuracy"] == pytest.approx(group["correct"].mean())
-        assert row["tokens"] == group["length"].sum()
-        assert row["completion_length_mean"] == pytest.approx(group["length"].mean())
-        spread = group.groupby("group")["reward"].agg(lambda r: r.max() > r.min())
-        assert row["zero_std_groups"] == (~spread).sum()
-        for _, members in group.groupby("group"):
-            std = members["reward"].std()
-            expected = (
-                (members["reward"] - members["reward"].mean()) / (std + 1e-4) if std > 0 else 0 * members["reward"]
-            )
-            np.testing.assert_allclose(members["advantage"], expected, atol=1e-5)
-        for completion in group.itertuples():
-            assert completion.reward == sum(completion.completion.count(v) for v in "aeiou")
-    merged = tokens.merge(
-        rollouts[["step", "rollout", "advantage", "length"]], on=["step", "rollout"], suffixes=("", "_row")
-    )
+    run = sharpscope.load_run(train(toy_config(method="grpo-sg", method__weight__preset="calibrated")).run_dir)
+    rollouts, tokens, steps = run.rollouts, run.tokens(), run.steps.set_index("step")
+    assert len(rollouts) == 3 * 16 and run.eval["step"].unique().tolist() == [0, 2, 3]
+    by_step = rollouts.groupby("step")
+    for column, wanted in {
+        "reward_mean": by_step["reward"].mean(),
+        "reward_std": by_step["reward"].std(),
+        "accuracy": by_step["correct"].mean(),
+        "tokens": by_step["length"].sum(),
+        "completion_length_mean": by_step["length"].mean(),
+        "weight_mean": tokens.groupby("step")["weight"].mean(),
+        "entropy_mean": tokens.groupby("step")["entropy"].mean(),
+    }.items():
+        np.testing.assert_allclose(steps[column], wanted, rtol=1e-5, err_msg=column)
+    groups = rollouts.groupby(["step", "group"])["reward"]
+    spread = groups.transform("std")
+    assert (steps["zero_std_groups"] == (groups.std() == 0).groupby("step").sum()).all()
+    advantage = ((rollouts["reward"] - groups.transform("mean")) / (spread + 1e-4)).where(spread > 0, 0.0)
+    np.testing.assert_allclose(rollouts["advantage"], advantage, atol=1e-5)
+    assert (rollouts["reward"] == rollouts["completion"].map(lambda text: sum(map(text.count, "aeiou")))).all()
+    merged = tokens.merge(rollouts, on=["step", "rollout"], suffixes=("", "_row"))
     np.testing.assert_allclose(merged["advantage"], merged["advantage_row"], rtol=1e-6)
     # On policy, c_t = −w·A/(N·length); it says what the gradient of every token was multiplied with.
     expected = -merged["weight"] * merged["advantage"] / (16 * merged["length"])
     np.testing.assert_allclose(merged["loss_coef"], expected, rtol=1e-4, atol=1e-8)
     counts = tokens.groupby(["step", "rollout"]).size().to_numpy()
     assert np.array_equal(counts, rollouts.sort_values(["step", "rollout"])["length"].to_numpy())
-    shaping = run.info["calibration"]
-    curve = shaping["alpha"] * (1 / (1 + np.exp(-(tokens["logit"] - shaping["u0"]) / shaping["tau"])) - shaping["mu"])
-    np.testing.assert_allclose(tokens["weight"], curve.clip(shaping["L"], shaping["U"]), rtol=1e-5)
-    for step, part in tokens.groupby("step"):
-        row = steps[steps["step"] == step].iloc[0]
-        assert row["weight_mean"] == pytest.approx(part["weight"].mean(), rel=1e-6)
-        assert row["entropy_mean"] == pytest.approx(part["entropy"].mean(), rel=1e-5)
-    first = tokens[tokens["step"] == 1]
-    # one update: a token's share of the gradient by its logits is |c|/w·‖p − e_y‖
-    mass = first["loss_coef"].abs() / first["weight"] * first["logit_grad_norm"]
-    low, high = (mass_percentile(first["logit"].tolist(), mass.tolist(), q) for q in (0.1, 0.9))
-    assert shaping["tau"] == pytest.approx((high - low) / 1.846, rel=1e-3)
-    assert shaping["u0"] == pytest.approx(low - 1.099 * shaping["tau"], abs=2e-3 * shaping["tau"])
+    fixed = run.info["calibration"]
+    curve = fixed["alpha"] * (1 / (1 + np.exp(-(tokens["logit"] - fixed["u0"]) / fixed["tau"])) - fixed["mu"])
+    np.testing.assert_allclose(tokens["weight"], curve.clip(fixed["L"], fixed["U"]), rtol=1e-5)
+    assert_calibrated(fixed, tokens[tokens["step"] == 1])
+
+
+def assert_calibrated(constants, tokens) -> None:
+    """The constants are those of the step's percentiles of the logit, tokens counted by the gradient that their logits carry."""
+    mass = tokens["loss_coef"].abs() / tokens["weight"] * tokens["logit_grad_norm"]
+    low, high = (mass_percentile(tokens["logit"].tolist(), mass.tolist(), q) for q in (0.1, 0.9))
+    assert constants["tau"] == pytest.approx((high - low) / 1.846, rel=1e-3)
+    assert constants["u0"] == pytest.approx(low - 1.099 * constants["tau"], abs=2e-3 * constants["tau"])
 
 
 def test_calibration_over_the_gradient_waits_for_one(toy_config, monkeypatch):
@@ -104,11 +89,7 @@ def test_calibration_over_the_gradient_waits_for_one(toy_config, monkeypatch):
     tokens, constants = run.tokens(), run.info["calibration"]
     assert tokens["weight"][tokens["step"] == 1].unique().tolist() == [1.0]
     assert run.events["step"][run.events["rule"] == "calibration"].tolist() == [1]
-    second = tokens[tokens["step"] == 2]
-    mass = second["loss_coef"].abs() / second["weight"] * second["logit_grad_norm"]
-    low, high = (mass_percentile(second["logit"].tolist(), mass.tolist(), q) for q in (0.1, 0.9))
-    assert constants["tau"] == pytest.approx((high - low) / 1.846, rel=1e-3)
-    assert constants["u0"] == pytest.approx(low - 1.099 * constants["tau"], abs=2e-3 * constants["tau"])
+    assert_calibrated(constants, tokens[tokens["step"] == 2])
 
 
 class StopAfter(Display):
@@ -172,7 +153,7 @@ def test_mistakes_are_found_before_the_folder_is_made(toy_config):
         ({"rollout__max_new_tokens": 100_000}, "context"),
         (
             {"evaluation__splits": ["tset", "dev"]},
-            r"evaluation.splits = \['tset', 'dev'\]: the task has train, heldout",
+            "split tset, dev: the task has train, heldout",
         ),
     ):
         with pytest.raises(UserError, match=message):
@@ -195,21 +176,14 @@ def test_a_reward_that_is_not_finite_is_said_and_not_learnt(toy_config):
 
 def test_a_penalty_on_length_is_no_signal_for_dynamic_sampling(toy_config):
     """Wrong answers of different lengths have different rewards after DAPO's penalty; their groups are drawn anew all the same."""
-    config = toy_config(
-        method="dapo",
-        task__factory="tests.toy_task:always_wrong",
-        method__sampling__overlong=1.0,
-    )
+    config = toy_config(method="dapo", task__factory="tests.toy_task:always_wrong", method__sampling__overlong=1.0)
     policy, task = load_policy(config.policy), make_task(config.task)
     order = DataOrder(task.splits()["train"], 0)
     drawn = draw_rollouts(policy, task, order, config.method, config.rollout, seed=0, step=1)
     assert drawn.redrawn_groups == 10 * 4 and drawn.zero_variance_share < 1.0
     penalty = -drawn.rollouts.lengths / 8  # the buffer is the whole limit
     torch.testing.assert_close(drawn.rollouts.reward, penalty)
-    parts = rollout_columns(1, drawn)["reward_parts"]
-    assert [set(part) for part in parts] == [{"vowels", "overlong"}] * 16
-    np.testing.assert_allclose([sum(part.values()) for part in parts], drawn.rollouts.reward, rtol=1e-6)
-    np.testing.assert_allclose([reward.total for reward in drawn.rewards], drawn.rollouts.reward, rtol=1e-6)
+    np.testing.assert_allclose([sum(reward.parts.values()) for reward in drawn.rewards], penalty, rtol=1e-6)
 
 
 def test_decay_spares_vectors():
@@ -287,27 +261,18 @@ def copy_of(config, tmp_path):
 
 
 @pytest.mark.parametrize("victim", ["optimizer.safetensors", "checksums.json"])
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_goes_on(cut_off, tmp_path, victim):
+def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_goes_on(cut_off, tmp_path, victim):
     whole, broken = cut_off[0], copy_of(cut_off[1], tmp_path)
     newest = checkpoints(broken.run_dir)[-1]
     content = bytearray((newest / victim).read_bytes())
     content[len(content) // 2] ^= 1
     (newest / victim).write_bytes(content)
     assert damage(newest) is not None and damage(checkpoints(broken.run_dir)[-2]) is None
+    with pytest.raises(UserError, match=r"step-000005: is damaged .* remove it to go on"):
+        train(broken, resume=True)
+    shutil.rmtree(newest)
     assert train(broken, resume=True).status == "finished"
-    assert (newest.with_name("damaged-step-000005")).is_dir()
-    note, resumed = sharpscope.load_run(broken.run_dir).info["notes"]
-    assert resumed == "resumed after step 4, from step-000004"
-    assert "step-000005 is damaged" in note and "set aside as damaged-step-000005" in note
-    assert_same(whole.run_dir, broken.run_dir)
-
-
-def test_without_any_sound_checkpoint_the_run_begins_again_in_its_folder(cut_off, tmp_path):
-    whole, broken = cut_off[0], copy_of(cut_off[1], tmp_path)
-    for folder in checkpoints(broken.run_dir):
-        (folder / "model.safetensors").unlink()
-    assert train(broken, resume=True).status == "finished"
-    assert len(sharpscope.load_run(broken.run_dir).info["notes"]) == 4
+    assert sharpscope.load_run(broken.run_dir).info["notes"] == ["resumed after step 4, from step-000004"]
     assert_same(whole.run_dir, broken.run_dir)
 
 
@@ -346,26 +311,6 @@ def test_a_finished_run_goes_on_to_more_steps(cut_off, tmp_path):
     assert train(whole.model_copy(update={"steps": 8}), resume=True).status == "finished"
     after = tables(whole.run_dir)["steps"]
     assert after["step"].tolist() == list(range(1, 9)) and after.iloc[:7].equals(before)
-
-
-def test_what_was_said_once_is_not_said_again(cut_off):
-    """Clip-Cov's share of so few tokens is less than one, which is told at the first step only."""
-    events = sharpscope.load_run(cut_off[0].run_dir).events
-    assert (events["rule"] == "method").sum() == 1
-
-
-def test_another_reference_policy_is_noticed(toy_config, tiny_policy, tmp_path):
-    policy = tmp_path / "policy"
-    shutil.copytree(tiny_policy, policy)
-    config = toy_config(policy__model=str(policy), method__kl__coef=0.01, steps=3, evaluation__every=0)
-    train(config, StopAfter(2))
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(policy / "model.safetensors")
-    tensors[min(tensors)] += 1e-3
-    save_file(tensors, policy / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="other weights than when this run began"):
-        train(config, resume=True)
 
 
 def test_weights_that_are_not_finite_are_not_saved(toy_config):

@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-import sharpscope
 from sharpscope import load_run
 from sharpscope.config.run import EvaluationSpec
 from sharpscope.objective import named_method
 from sharpscope.policy import SamplingSpec, draw_scored, load_policy
-from sharpscope.policy.forward import Scorer
-from sharpscope.recording.rows import clipped_weight_share, completion_advantage
 from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Reward, make_task
 from sharpscope.training import train
@@ -56,11 +53,8 @@ def test_dynamic_sampling_goes_by_accuracy_not_by_reward(toy_config):
     equal = drawn(toy_config(method="dapo", task__factory="tests.toy_task:equally_rewarded", rollout__group_size=8))
     correct = np.array([reward.correct for reward in equal.rewards]).reshape(4, 8).sum(1)
     assert equal.redrawn_groups == 0 and ((correct > 0) & (correct < 8)).all()
-
-
-def test_dynamic_sampling_replaces_groups_with_a_reward_that_is_not_finite(toy_config):
-    config = toy_config(method="dapo", task__factory="tests.toy_task:always_nan")
-    assert drawn(config).redrawn_groups == MAX_REDRAWS * 4
+    broken = drawn(toy_config(method="dapo", task__factory="tests.toy_task:always_nan"))
+    assert broken.redrawn_groups == MAX_REDRAWS * 4
 
 
 @pytest.mark.parametrize("name", ["reinforce-pp", "lite-ppo"])
@@ -78,47 +72,6 @@ def test_groups_with_a_reward_that_is_not_finite_are_left_out_of_the_steps_stati
         rows = oracle.whitened(as_oracle(batch, keep), baseline=False)
         found, wanted = torch.stack([found[k] for k in rows]), list(rows.values())
     assert found.tolist() == pytest.approx(wanted, abs=1e-9) and np.std(wanted) > 0.1
-
-
-def test_advantages_of_tokens_in_summaries(toy_config):
-    advantage = torch.tensor([[1.0, -2.0, torch.nan], [3.0, 5.0, -1.0], [0.0, 0.0, 0.0]])
-    mask = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0]])
-    assert completion_advantage(advantage, mask).tolist() == [-0.5, 1.0, 0.0]
-    method = toy_config(method="tr-grpo").method  # ε = 0.2
-    weight = torch.full((3, 3), 1.3)
-    assert clipped_weight_share(method, weight, advantage, mask.bool()) == 2 / 4
-
-
-def test_a_run_with_a_baseline_for_each_token(toy_config, monkeypatch):
-    calls, statistics = [], Scorer.statistics
-    monkeypatch.setattr(Scorer, "statistics", lambda *a: calls.append(1) or statistics(*a))
-    config = toy_config(method="otb", steps=2)
-    assert train(config).status == "finished"
-    assert len(calls) == 2  # once a step, for advantages and plan
-    run = sharpscope.load_run(config.run_dir)
-    tokens, rollouts = run.tokens(), run.rollouts
-    places = tokens["position"].max() + 1
-    for step, part in tokens.groupby("step"):
-        rows = rollouts[rollouts["step"] == step].sort_values("rollout")
-        grid = {name: np.zeros((len(rows), places)) for name in ("logp", "collision", "advantage")}
-        mask = np.zeros((len(rows), places), dtype=bool)
-        mask[part["rollout"], part["position"]] = True
-        for name, values in grid.items():
-            values[part["rollout"], part["position"]] = part[name]
-        batch = oracle.Batch(
-            rows["reward"].tolist(),
-            rows["group"].tolist(),
-            mask.tolist(),
-            old=grid["logp"].tolist(),
-            collision=grid["collision"].tolist(),
-        )
-        wanted = oracle.token_baseline(batch)
-        found = {key: grid["advantage"][key] for key in wanted}
-        np.testing.assert_allclose(list(found.values()), list(wanted.values()), atol=1e-5)
-        assert any(grid["advantage"][row][mask[row]].std() > 1e-3 for row in range(len(rows)))
-        means = [grid["advantage"][row][mask[row]].mean() for row in range(len(rows))]
-        np.testing.assert_allclose(rows["advantage"], means, atol=1e-5)
-        np.testing.assert_allclose(part["loss_coef"], -part["advantage"] / len(part), rtol=1e-5, atol=1e-9)
 
 
 evaluation = importlib.import_module("sharpscope.training.evaluate")  # the package has a function of that name
@@ -163,12 +116,11 @@ def test_rows_against_counting_by_hand(world):
         assert sampled[f"pass_at_{k}_std_error"] == pytest.approx(values.std(ddof=1) / np.sqrt(5))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 100])
-def test_batches_change_no_draw(world, size, monkeypatch):
+def test_batches_change_no_draw(world, monkeypatch):
     policy, task, spec = world
     asked = EvaluationSpec(splits=("heldout",), prompts=5, samples=4)
     whole = evaluate(policy, task, asked, spec, step=0, seed=1)
-    monkeypatch.setattr(evaluation, "BATCH_COMPLETIONS", size)
+    monkeypatch.setattr(evaluation, "BATCH_COMPLETIONS", 8)
     assert evaluate(policy, task, asked, spec, step=0, seed=1) == whole
 
 
@@ -244,32 +196,21 @@ def test_the_gradient_is_that_of_the_own_tokens_alone(conversation, aggregate):
 
 
 def test_a_run_records_own_tokens_only(toy_config):
-    config = toy_config(
-        steps=2,
-        recording__token_gradients_every=1,
-        recording__heldout_influence_every=2,
-        probes__prompts=3,
-        probes__heldout_prompts=3,
-        **TALK,
-    )
-    outcome = train(config)
-    assert outcome.status == "finished", outcome.reason
-    run = load_run(outcome.run_dir)
-    tokens, rollouts, steps = run.tokens(), run.rollouts, run.steps
-    heard = 0
+    recorded = {"recording__token_gradients_every": 1, "recording__heldout_influence_every": 2}
+    config = toy_config(steps=2, probes__prompts=3, probes__heldout_prompts=3, **recorded, **TALK)
+    run = load_run(train(config).run_dir)
+    tokens, heard = run.tokens(), 0
     tokenizer = load_policy(config.policy).tokenizer
-    for (step, row), part in tokens.groupby(["step", "rollout"]):
-        drawn = rollouts.query(f"step == {step} and rollout == {row}").iloc[0]
-        assert len(part) == drawn["length"]
+    rollouts = run.rollouts.set_index(["step", "rollout"])
+    for place, part in tokens.groupby(["step", "rollout"]):
         part = part.sort_values("position")
         turns = np.split(part["token_id"].to_numpy(), np.flatnonzero(np.diff(part["position"]) > 1) + 1)
         spoken = [tokenizer.decode([i for i in turn.tolist() if i != tokenizer.eos_token_id]) for turn in turns]
-        assert REPLY.join(spoken) == drawn["completion"]
+        assert len(part) == rollouts.loc[place, "length"]
+        assert REPLY.join(spoken) == rollouts.loc[place, "completion"]
         heard += len(turns) > 1
-    assert heard > 3
-    assert steps["tokens"].tolist() == tokens.groupby("step").size().tolist()
+    assert heard > 3 and run.steps["tokens"].tolist() == tokens.groupby("step").size().tolist()
     assert np.allclose(tokens["logp"], tokens["behavior_logp"], atol=1e-4)
     assert tokens["score_norm_local"].notna().all()
-    shares = tokens.groupby(["step", "update"])["attribution"].sum()
-    assert np.allclose(shares, 1, atol=1e-3)  # the gradient is the own tokens' alone
+    assert np.allclose(tokens.groupby(["step", "update"])["attribution"].sum(), 1, atol=1e-3)
     assert tokens[tokens["step"] == 2]["heldout_influence"].notna().all()

@@ -51,7 +51,7 @@ def main() -> None:
     options = parser.parse_args()
     config = read_recorded(options.run, overrides=())
     (state,) = saved_states(options.run, [options.checkpoint])
-    start = _Start(config, arms_of(METHODS, None, config), state, measure=False, warm_up=0)
+    start = _Start(config, arms_of(METHODS, config), state, measure=False, warm_up=0)
     questions = start.task.splits()["train"]
     halves = [true_gradient(start, questions, seed) for seed in (1, 2)]
     truth, noise = halves[0] + halves[1], cosine(*halves)
