@@ -24,8 +24,6 @@ from sharpscope.analysis.study import Study, ground_of, last_step, studies
 from sharpscope.analysis.text import sampling
 from sharpscope.traces import MAX_SATURATION, Run
 
-FLIPS_FROM = 6
-"""Pairs from which a sign-flip test can reject at 5 %."""
 COLUMNS = [
     *("baseline", "treatment", "quantity", "unit", "n", "paired_by", "baseline_value", "treatment_value"),
     *("difference", "low", "high", "p", "median", "worst", "worst_pair", "to_halve", "note"),
@@ -134,7 +132,7 @@ def _summary(parts: Mapping[Any, Difference]) -> dict[str, Any]:
     return {
         **{"difference": mean, "low": low, "high": high, "median": median},
         **{"worst": float(data[worst]), "worst_pair": f"seed {list(parts)[worst]}"},
-        "p": sign_flip_p(data) if n >= FLIPS_FROM else math.nan,
+        "p": sign_flip_p(data) if n >= 6 else math.nan,  # with fewer it can reject nothing at 5 %
         "to_halve": to_halve(n) if n > 1 else math.nan,
     }
 

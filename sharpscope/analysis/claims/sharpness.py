@@ -151,12 +151,6 @@ def grid_frame(study: Study) -> pd.DataFrame:
     return frame.drop_duplicates([c for c in ("method", "seed", *GRID) if c in frame] or None, ignore_index=True)
 
 
-def shrinkage(run: Run) -> float:
-    """Share of a weight that AdamW's decay takes off over the run, 1 − Π(1 − lr·decay)."""
-    decay = grid_settings(run).get("weight decay", 0.0)
-    return 1 - math.exp(-float((run.steps["lr"] * run.steps["updates"]).sum()) * decay)
-
-
 def agreement(frame: pd.DataFrame, quantity: str, axes: Sequence[str], stratum: Sequence[str]) -> pd.DataFrame:
     """Kendall's τ of a quantity and the gap in each stratum, over pairs of runs that differ in one axis alone, as `difference`.
 
@@ -222,7 +216,11 @@ def prediction(study: Study) -> ClaimData:
         return ClaimData(missing=why)
     varied = [axis for axis in GRID if axis in frame and frame[axis].nunique() > 1]
     axes, why = [axis for axis in varied if axis != "learning rate"], ""
-    shrunk = max(shrinkage(study.finished[name]) for name in frame["run"])
+    runs = [study.finished[name] for name in frame["run"]]
+    rates = (
+        grid_settings(run).get("weight decay", 0.0) * (run.steps["lr"] * run.steps["updates"]).sum() for run in runs
+    )
+    shrunk = 1 - math.exp(-float(max(rates)))  # by AdamW's decay over a run, 1 − Π(1 − lr·decay)
     if "weight decay" in axes and shrunk < LEAST_SHRINKAGE:
         axes.remove("weight decay")
         why = f"; weight decay takes off at most {shrunk:.1%} of a weight, too little for an axis"
