@@ -172,14 +172,12 @@ def test_logic_rl_style_opens_the_thought_in_the_prompt(made):
     example = task.splits()["train"][0]
     assert example.prompt.startswith("<|im_start|>system\nYou are a helpful assistant. The assistant first thinks")
     assert example.prompt.endswith("who is a knave?\n<|im_end|>\n<|im_start|>assistant\n<think>")
-    assert example.prefill == "<think>"
-    assert example.templated is True
-    completion = f"hm</think><answer>{example.answer}</answer>"
-    assert task.score(example, completion).total == 3.0
-    assert task.score(example, "<think>" + completion).total == -3.0  # opened twice
+    assert (example.prefill, example.templated) == ("<think>", True)
     compact = next(e for e in made["train"] if e.meta["level"] == 3)
     assert compact.meta["statements"] == example.meta["statements"]
-    assert make_task(KnightsKnavesSpec()).score(compact, completion).total == -3.0  # never opened
+    completion = f"hm</think><answer>{example.answer}</answer>"
+    totals = [task.score(e, text).total for e in (example, compact) for text in (completion, "<think>" + completion)]
+    assert totals == [3.0, -3.0, -3.0, 3.0]  # opened once, twice, never, once
 
 
 @pytest.mark.parametrize(("people", "depth"), [(2, 2), (3, 3), (7, 2), (5, 4)])
