@@ -41,7 +41,7 @@ def plan(
     import pandas as pd
 
     from sharpscope.analysis.claims import judge
-    from sharpscope.analysis.claims.writers import NOTE, powers_of
+    from sharpscope.analysis.claims.registry import NOTE, powers_of
     from sharpscope.analysis.sections import Section
 
     laid_out = _study(runs, _terms(None, baseline, treatment), treatment, None)
@@ -98,8 +98,7 @@ def claims(
       sharpscope study claims runs/study --study experiments/studies/1/study.yaml --out results
     """
     from sharpscope.analysis.claims import claim_names, judge
-    from sharpscope.analysis.claims.registry import declared_rules, quote
-    from sharpscope.analysis.claims.writers import UNDECLARED, write_claims
+    from sharpscope.analysis.claims.registry import UNDECLARED, declared_rules, quote, write_claims
 
     names, declared = claim_names(claim), UNDECLARED
     laid_out = _study(runs, _terms(file, baseline, treatment), treatment, file)

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sharpscope.analysis.claims import REDUCERS, judge, study_of
-from sharpscope.analysis.claims.writers import claims_json
+from sharpscope.analysis.claims.registry import claims_json
 from sharpscope.analysis.reduction import reduce_run, reduce_runs
 from sharpscope.cli import app
 from sharpscope.errors import UserError

@@ -5,5 +5,12 @@
 """
 
 from sharpscope.analysis.claims.base import ClaimData, Verdict
-from sharpscope.analysis.claims.registry import CLAIMS, REDUCERS, claim_names, judge, study_of
-from sharpscope.analysis.claims.writers import claim_sections, write_claims
+from sharpscope.analysis.claims.registry import (
+    CLAIMS,
+    REDUCERS,
+    claim_names,
+    claim_sections,
+    judge,
+    study_of,
+    write_claims,
+)

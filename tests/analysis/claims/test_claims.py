@@ -16,8 +16,17 @@ from experiments.studies.levels import DESIGNS, outcomes
 from sharpscope.analysis import claims
 from sharpscope.analysis.claims import registry
 from sharpscope.analysis.claims.base import ClaimData, decide
-from sharpscope.analysis.claims.registry import check_terms, declare, declared_rules, quote
-from sharpscope.analysis.claims.writers import RECOMMENDED, deviation_interval, pairs_needed, powers_of, student_power
+from sharpscope.analysis.claims.registry import (
+    RECOMMENDED,
+    check_terms,
+    declare,
+    declared_rules,
+    deviation_interval,
+    pairs_needed,
+    powers_of,
+    quote,
+    student_power,
+)
 from sharpscope.analysis.statistics import sign_flip_p
 from sharpscope.analysis.text import escape_markdown
 from sharpscope.config import ClaimsSpec
