@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from sharpscope.analysis.claims import judge, study_of
-from sharpscope.analysis.claims.writers import claims_json
+from sharpscope.analysis.claims.registry import claims_json
 from sharpscope.sweeps import read_sweep
 from sharpscope.traces import load_runs
 
