@@ -48,9 +48,7 @@ def as_latex(answer: str) -> str:
         if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
             text = text[len(left) : -len(right)].strip()
     text = text.rstrip(".").replace("**", "^").replace("−", "-")
-    text = re.sub(
-        r"(?<![\\A-Za-z])(pi|infinity)(?![A-Za-z])", lambda m: {"pi": "\\pi", "infinity": "\\infty"}[m.group()], text
-    )
+    text = re.sub(r"(?<![\\A-Za-z])(pi|infty)(?![A-Za-z])", r"\\\1", text)
     text = _SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", text)
     return re.sub(r"(?<!\\)\$", "", text)
 
