@@ -250,13 +250,12 @@ def test_every_loader_gives_the_same_tokens_for_puzzles(style):
     loaders = (PreTrainedTokenizerFast, AutoTokenizer)
     shipped, auto = (loader.from_pretrained(embedded_policy("knights_knaves")) for loader in loaders)
     puzzles = make_task(KnightsKnavesSpec(train_size=1, heldout_size=25, seed=3, style=style)).splits()["heldout"]
-    for text in (
-        "👩‍👩‍👧 naïve e\u0301 \u212b ﷽ 漢字 <search>x</search>\x00\r\n",
-        *(puzzle.prompt for puzzle in puzzles),
-    ):
-        ids = shipped(text)["input_ids"]
-        assert auto(text)["input_ids"] == ids
-        assert auto.decode(ids) == shipped.decode(ids) == text
+    for prompt in (puzzle.prompt for puzzle in puzzles):
+        ids = shipped(prompt)["input_ids"]
+        assert auto(prompt)["input_ids"] == ids
+        assert auto.decode(ids) == prompt
+    text = "👩‍👩‍👧 naïve e\u0301 \u212b ﷽ 漢字 <search>x</search>\x00\r\n"  # any text comes back
+    assert shipped.decode(shipped(text)["input_ids"]) == text
 
 
 def test_data_outside_the_data_folder_is_refused():
