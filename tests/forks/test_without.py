@@ -148,24 +148,18 @@ def test_a_step_of_another_trainer_is_made_again_from_its_checkpoint(trl_run):
 def test_the_command_takes_a_checkpoint_of_another_trainer(trl_run, capsys):
     run, folder = trl_run
     done = int((run.updates["step"] < 2).sum())
-    command = ["fork", str(run.path), "--step", "2", "--without-tokens", "top:3"]
+    saved = folder / f"checkpoint-{done}"
     with pytest.raises(SystemExit) as ended:
-        main([*command, "--model", str(folder / f"checkpoint-{done}")])
+        main(["fork", str(run.path), "--step", "2", "--without-tokens", "top:3", "--model", str(saved)])
     assert ended.value.code == 0 and "leading tokens" in capsys.readouterr().out
-    bare = shutil.copytree(
-        folder / f"checkpoint-{done}", folder / "bare", ignore=shutil.ignore_patterns("optimizer.pt")
-    )
+    bare = shutil.copytree(saved, folder / "bare", ignore=shutil.ignore_patterns("optimizer.pt"))
     with pytest.raises(UserError, match=r"has no optimizer\.pt"):
         without_tokens(run.path, 2, 3, model=str(bare))
 
 
-@pytest.mark.parametrize(
-    ("gradient", "kl", "bounded"),
-    [((10, 1, 10), (1, 0.1, 1), False), ((10, 1, 10), (1, 1.2, 1), True), ((10, 1, 1), (1, 0.1, 0.2), False)],
-)
-def test_the_verdict_is_how_much_smaller_a_step_is_without_the_tokens_and_without_random_ones(gradient, kl, bounded):
+def test_the_verdict_compares_the_step_without_the_tokens_and_without_random_ones():
     arms = ["all", "without", "others"]
-    said = tokens_verdict(pd.DataFrame([gradient, kl], index=["grad_norm", "kl"], columns=arms), arms, 12)
-    kl_change, random = (f"{abs(100 - 100 * v):.0f} % {'smaller' if v <= 1 else 'larger'}" for v in kl[1:])
-    assert f"the step's KL is {kl_change} (" in said and f", and {random} without 12 random ones" in said
-    assert "the gradient's norm is 90 % smaller" in said and ("optimizer's moments bound it" in said) == bounded
+    values = pd.DataFrame([(10, 1, 10), (1, 1.2, 1)], index=["grad_norm", "kl"], columns=arms)
+    said = tokens_verdict(values, arms, 12)
+    assert "the step's KL is 20 % larger (" in said and "the gradient's norm is 90 % smaller" in said
+    assert "optimizer's moments bound it" in said

@@ -44,16 +44,9 @@ CASES = {
     },
     "shuffled": {"method": "grpo-sg-shuffled", "method.weight.of.preset": "calibrated", "rollout.temperature": 0.8},
     "covariance": {"method": "clip-cov", "method.tokens.share": 0.1},
-    "flat": {"task.factory": "tests.toy_task:half_flat", "update.mini_batches": 2},  # groups without a backward pass
     "dynamic": {"method": "dapo", "task.factory": "tests.toy_task:half_flat"},
     "sam": {"method": "grpo-sam"},
     "token_baseline": {"method": "otb", "update.mini_batches": 2},
-    "probed": {
-        "probes.preset": "light",
-        "probes.every": 1,
-        "probes.curvature_prompts": 2,
-        "probes.functionals": ["nll", "expected_failure"],
-    },
 }
 
 
@@ -145,11 +138,10 @@ def test_two_processes_do_what_one_does(toy_config, folder):
     adapted = plain | {"policy.lora": {"r": 2}, "method.kl.coef": 0.1}
     others = [
         [values(toy_config, folder, "frugal", **frugal), False, True],
-        [values(toy_config, folder, "single", **single), False, True],
         [values(toy_config, folder, "adapted", **adapted), False, False],
     ]
     check(toy_config, folder, [("calibrated", False), ("dynamic", False), ("calibrated", True)], others)
-    for name, changes, tolerance in (("single", single, 1e-5), ("frugal", single, 0.05), ("adapted", adapted, 1e-9)):
+    for name, changes, tolerance in (("frugal", single, 0.05), ("adapted", adapted, 1e-9)):
         alone(folder, values(toy_config, folder, f"{name}-alone", **changes))
         one, two = (sharpscope.load_run(folder / run).steps["grad_norm"] for run in (f"{name}-alone", name))
         np.testing.assert_allclose(two, one, rtol=tolerance)
@@ -160,13 +152,6 @@ def test_two_processes_do_what_one_does(toy_config, folder):
 def test_every_case_is_the_same_in_two_processes(toy_config, folder, sharded):
     names = ["plain", "shuffled", "covariance", "sam", "token_baseline", *(["dynamic"] if sharded else [])]
     check(toy_config, folder, [(name, sharded) for name in names])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True])
-def test_probes_of_the_surface_are_the_same_in_two_processes(toy_config, folder, sharded):
-    check(toy_config, folder, [("probed", sharded)])
-    assert len(sharpscope.load_run(folder / f"probed-{'sharded' if sharded else 'two'}").probes) > 10
 
 
 @pytest.mark.slow
