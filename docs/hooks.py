@@ -98,7 +98,7 @@ def _configuration() -> str:
     lines = [
         "# Configuration",
         "",
-        "The settings of a run, for YAML files and `--set path=value`. `sharpscope config` prints them, "
+        "The settings of a run, for YAML files and `--set path=value`. `sharpscope config` prints the common ones, "
         "`sharpscope config PART` those of a part.",
     ]
     for title, model, prefix in (("Run", RunConfig, ""), ("Fork (--set fork.…)", ForkSpec, "fork.")):

@@ -196,6 +196,20 @@ def rotation_figure(table: pd.DataFrame, noise: float) -> Figure:
     return figure
 
 
+def weight_functions(functions: pd.DataFrame) -> Figure:
+    """Weights over logit and probability. `functions`: method, axis (logit | probability), x, weight."""
+    labels = {"logit": "logit of the token", "probability": "probability π of the token"}
+    palette = colors(functions["method"])
+    with styled():
+        figure, axes = panels(2)
+        for axis, (name, label) in zip(axes, labels.items(), strict=True):
+            for method, part in functions[functions["axis"] == name].groupby("method", sort=False):
+                axis.plot(part["x"], part["weight"], label=setting_text(method), color=palette[str(method)])
+            axis.set(xlabel=label, ylabel="token weight")
+        finish(figure, axes)
+    return figure
+
+
 def run_pictures(runs: Runs) -> Iterator[tuple[str, Figure]]:
     """Names and figures of the charts of each study among `runs`."""
     for study, settings in laid_out(runs):

@@ -38,12 +38,40 @@ PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
 """Sections of --help, and the order of their commands."""
 
 
+REPLACED = {
+    "watch": "sharpscope show RUN --watch",
+    "spikes": "sharpscope tokens RUN --spikes",
+    "compare": "sharpscope show RUN RUN",
+    "report": "sharpscope analyze RUNS",
+    "figures": "sharpscope analyze RUNS",
+    "claims": "sharpscope study claims RUNS",
+    "power": "sharpscope study plan RUNS",
+    "reduce": "sharpscope export RUNS --to reduced",
+    "pack": "sharpscope export RUNS --to packed",
+    "unpack": "packed runs as they are, such as sharpscope show RUN",
+    "sweep": "sharpscope run FILE, or sharpscope run --methods grpo,grpo-sg --seeds 0,1",
+    "weights": "sharpscope rotate --plot",
+    "shapings": "sharpscope rotate --plot",
+    "tasks": "sharpscope config tasks",
+    "schema": "sharpscope config columns",
+    "warm-start": "python -m sharpscope.warm_start",
+}
+"""Command of version 0.2 -> what replaced it."""
+
+
 class _Commands(TyperGroup):
-    """Lists the commands in the order of PANELS."""
+    """Lists the commands in the order of PANELS, and says what replaced the commands of version 0.2."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names in the order of PANELS."""
         return [name for commands in PANELS.values() for name in commands]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """A command by name."""
+        command = super().get_command(ctx, cmd_name)
+        if command is None and cmd_name in REPLACED:
+            raise UserError(f"sharpscope {cmd_name}: removed in 0.3; use: {REPLACED[cmd_name]}")
+        return command
 
 
 app = typer.Typer(

@@ -6,9 +6,19 @@ from dataclasses import replace
 from typing import Annotated
 
 import typer
-from typer import Argument
+from typer import Argument, Option
 
 from sharpscope.cli.console import check_names
+
+BASIC = (
+    *("out", "seed", "steps", "task", "policy.model", "policy.dtype", "policy.lora"),
+    *("rollout.prompts_per_step", "rollout.group_size", "rollout.temperature", "rollout.max_new_tokens"),
+    *("method.name", "method.weight", "method.clip", "method.kl.coef", "optimizer.lr", "optimizer.schedule"),
+    *("update.mini_batches", "update.microbatch_tokens"),
+    *("evaluation.every", "evaluation.prompts", "evaluation.temperatures"),
+    *("recording.token_gradients_every", "probes.preset", "checkpoint.every"),
+)
+"""Settings that `sharpscope config` lists."""
 
 
 def methods(
@@ -65,12 +75,14 @@ def methods(
 def config(
     topic: Annotated[str | None, Argument(help="tasks, columns, fork, or a part such as method.weight.")] = None,
     table: Annotated[list[str] | None, Argument(help="With columns: tables; default: all.")] = None,
+    every: Annotated[bool, Option("--all", help="List all settings.")] = False,
 ) -> None:
-    """List the settings with values, defaults and meaning, all or those of a part; or the columns of traces.
+    """List the settings with values, defaults and meaning: the common ones, a part, or all; or the columns of traces.
 
     Set one with --set path=value, or nested in a YAML file: sharpscope run FILE.
 
     Examples:
+      sharpscope config
       sharpscope config rollout
       sharpscope config tasks
       sharpscope config columns steps tokens
@@ -89,7 +101,10 @@ def config(
         return
     rows = list(settings_of(ForkSpec, "fork.") if topic == "fork" else settings_of(RunConfig))
     part = "task" if topic == "tasks" else topic
-    chosen = [row for row in rows if part in (None, row.path) or row.path.startswith(f"{part}.")]
+    if part is None:
+        chosen = [row for row in rows if every or row.path in BASIC]
+    else:
+        chosen = [row for row in rows if row.path == part or row.path.startswith(f"{part}.")]
     if not chosen:
         parts = {row.path.rpartition(".")[0] for row in rows} - {""}
         tops = {"tasks", "columns", "fork"} | parts | {row.path for row in rows}
@@ -104,3 +119,7 @@ def config(
         console.print(f"[bold]{escape(row.path)}[/]{escape(default)}{escape(values)}")
         if row.description:
             console.print(f"      {row.description}", markup=False, style="dim")
+    if part is None and not every:
+        console.print(
+            f"\n{len(chosen)} of {len(rows)} settings; --all lists all, `sharpscope config PART` those of a part (rollout, method.clip)."
+        )

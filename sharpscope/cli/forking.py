@@ -99,6 +99,7 @@ def rotate(
     set_: Set = None,
     warm_up: Annotated[int, Option(min=0, help="With --model: batches that fill the optimizer's moments.")] = 0,
     measure: Annotated[bool, Option("--measure", help="Make each update, measure, take it back.")] = False,
+    plot: Annotated[bool, Option("--plot", help="Also plot token weights over logit and probability.")] = False,
     out: Annotated[Path | None, Option(help="Folder. Default: rotation, or RUN/rotation.")] = None,
 ) -> None:
     """Show how far methods turn the gradient, and the optimizer's step, of one batch from plain GRPO's. Nothing is trained.
@@ -109,7 +110,7 @@ def rotate(
     Examples:
       sharpscope rotate --model embedded:knights_knaves --methods grpo-sg,ar,cispo
       sharpscope rotate --methods grpo-sg,strong=grpo-sg+weight.U=4,grpo+tokens.kind=high_entropy --seed 3
-      sharpscope rotate runs/first --checkpoint 50 --methods grpo-sg,mine:flat_top
+      sharpscope rotate runs/first --checkpoint 50 --methods grpo-sg,mine:flat_top --plot
     """
     from sharpscope.forks import rotate as compare
 
@@ -127,7 +128,7 @@ def rotate(
         on_progress=tell,
     )
     print_sections(_sections(rotations))
-    files = rotations.save(out)
+    files = rotations.save(out, plot)
     typer.echo(f"Written: {out}/ ({', '.join(path.name for path in files)})")
 
 

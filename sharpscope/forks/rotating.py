@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from sharpscope.config import (
 from sharpscope.config.method import CurvatureTokens, Kl, Method
 from sharpscope.errors import UserError
 from sharpscope.forks.start import Start, Tell, arms_of, as_recorded, resolve, saved_states
-from sharpscope.objective import StepTensors, calibrate, policy_loss, token_bins, token_normalizer
+from sharpscope.objective import StepTensors, calibrate, policy_loss, token_bins, token_normalizer, token_weights
 from sharpscope.policy import TokenStats
 from sharpscope.recording.rows import weight_columns
 from sharpscope.recording.run_folder import set_threads
@@ -66,11 +67,13 @@ class Rotations:
         noise: estimated angle between plain GRPO's gradient on the batch and its expectation [degrees]; NaN for one prompt.
         batch: `model`, `task`, `seed`, `step`, numbers of `prompts`, `completions`, `tokens` and of `informative_prompts`, whose
             rewards differ, and `recorded`: whether the completions are those that the run has recorded (None: no record).
+        methods: by name, as compared, their constants calibrated.
     """
 
     table: pd.DataFrame
     noise: float
     batch: Mapping[str, Any]
+    methods: Mapping[str, Method]
 
     def figure(self) -> Figure:
         """Rays at the angles of gradients and updates, with the angle of the batch's noise shaded."""
@@ -78,9 +81,9 @@ class Rotations:
 
         return rotation_figure(self.table, self.noise)
 
-    def save(self, folder: Path | str) -> list[Path]:
-        """Write rotation.csv, .json, .png and .svg to a folder; returns their paths."""
-        from sharpscope.analysis.figures import save, styled
+    def save(self, folder: Path | str, plot: bool = False) -> list[Path]:
+        """Write rotation.csv, .json, .png and .svg, with `plot` also weights.png and .svg, to a folder; returns their paths."""
+        from sharpscope.analysis.figures import save, styled, weight_functions
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +93,8 @@ class Rotations:
         content = {"batch": dict(self.batch), "noise_rotation": noise}
         record.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         with styled():
-            return [table, record, *save(self.figure(), folder, "rotation")]
+            paths = [table, record, *save(self.figure(), folder, "rotation")]
+            return paths + (save(weight_functions(weight_curves(self.methods)), folder, "weights") if plot else [])
 
 
 def rotate(
@@ -184,7 +188,7 @@ def rotate(
         "informative_prompts": round((1 - batch.zero_variance_share) * len(batch.examples)),
         "recorded": None if run is None else as_recorded(run, start.seed_step, batch.rollouts.texts),
     }
-    return Rotations(table, noise, described)
+    return Rotations(table, noise, described, start.methods)
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------------
@@ -213,6 +217,7 @@ class _Start(Start):
         advantage = step_advantages(method, batch.rollouts, batch.rewards, stats)
         tensors = step_tensors(batch.rollouts, advantage, stats, stats.logp, progress, method)
         method = method.model_copy(update={"weight": calibrate(method.weight, tensors)})
+        self.methods[name] = method
         reference = reference_method(method)
         grpo = reference_method(Method(name="grpo", kl=reference.kl))
         plain = grpo == reference.model_copy(update={"name": grpo.name})
@@ -305,3 +310,25 @@ class _Start(Start):
         tokens.ratio = torch.ones_like(tokens.ratio)
         tokens.update = torch.where(plan.pass_mask(0).cpu(), 0, tokens.update)
         return tokens
+
+
+def weight_curves(methods: Mapping[str, Method]) -> pd.DataFrame:
+    """Weights of methods on grids of the logit and of the probability.
+
+    Returns:
+        Columns method, axis (logit | probability), x and weight. Methods whose weight also depends on other values have no rows.
+    """
+    import pandas as pd
+
+    rows = []
+    for name, method in methods.items():
+        for axis, x in (("logit", np.linspace(-5.0, 35.0, 401)), ("probability", np.linspace(0.001, 0.999, 500))):
+            values = torch.from_numpy(x)
+            column = {"logit": values} if axis == "logit" else {"logp": values.log()}
+            step = StepTensors.from_columns(**column)  # type: ignore[arg-type]
+            try:
+                weight = token_weights(method.weight, step, torch.Generator().manual_seed(0))[:, 0].numpy()
+            except (UserError, ValueError):
+                continue  # it depends on other values
+            rows += [(name, axis, a, b) for a, b in zip(x, weight, strict=True)]
+    return pd.DataFrame(rows, columns=["method", "axis", "x", "weight"])

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from sharpscope import training
 from sharpscope.cli import app, main
-from sharpscope.cli.app import PANELS
+from sharpscope.cli.app import PANELS, REPLACED
+from sharpscope.cli.describe import BASIC
 from sharpscope.config import RunConfig, settings_of
 from sharpscope.errors import UserError
 from sharpscope.traces import update_run_info
@@ -151,14 +152,22 @@ def test_every_command_has_help_with_an_example_and_its_place():
         assert shown.exit_code == 0 and f"sharpscope {command}" in shown.output, command
 
 
-def test_config_lists_all_settings_and_those_of_a_part():
+@pytest.mark.parametrize("command", REPLACED)
+def test_an_old_command_says_what_replaced_it(command, here):
+    code, _, error = here(command, "x")
+    assert code == 2 and error == f"error: sharpscope {command}: removed in 0.3; use: {REPLACED[command]}\n"
+
+
+def test_config_lists_the_common_settings_all_and_those_of_a_part():
     def paths(*arguments: str) -> list[str]:
         output = CliRunner().invoke(app, ["config", *arguments], env={"COLUMNS": "300"}).output
         return re.findall(r"^([a-z_]+(?:\.\w+)*)(?: =|  \[)", output, flags=re.MULTILINE)
 
-    assert {row.path for row in settings_of(RunConfig) if "<" not in row.path} <= set(paths())
+    assert paths() == [row.path for row in settings_of(RunConfig) if row.path in BASIC]
+    assert set(paths()) == set(BASIC)
     assert {"task.people", "task.path", "task.factory"} <= set(paths("tasks"))
     assert {"method.weight.tau", "method.weight.function", "method.weight.of"} <= set(paths("method.weight"))
+    assert len(paths("--all")) > 5 * len(BASIC)
 
 
 CHANGES = ["task.kind=custom", "task.factory=tests.toy_task:vowels", "rollout.max_new_tokens=8", "threads=1"]

@@ -249,6 +249,22 @@ def test_several_processes_and_a_run_that_is_written_are_refused(trained, monkey
         sharpscope.fork(trained.run_dir)
 
 
+def test_a_repeated_call_adds_what_is_missing_and_reads_the_same(trained):
+    options = {"checkpoint": [2], "methods": ["grpo", "ar"], "prompts": 3}
+    once = sharpscope.fork(trained.run_dir, batches=1, **options).forks
+    more = sharpscope.fork(trained.run_dir, batches=2, **options).forks
+    assert len(more) == 2 * len(once)
+    kept = more.iloc[: len(once)].reset_index(drop=True)
+    assert kept.equals(once)
+    run = sharpscope.fork(trained.run_dir, batches=2, **options)
+    assert len(run.forks) == len(more)
+    ((name, settings),) = run.info["forks"].items()
+    assert set(run.forks["fork"]) == {name} and settings["batches"] == 2
+    assert list(settings["arms"]["2"]) == ["grpo", "ar"]
+    other = sharpscope.fork(trained.run_dir, batches=1, **options | {"prompts": 4}).forks
+    assert other["fork"].nunique() == 2
+
+
 # -- Outcomes against exact values: a bandit whose completions are enumerated, and drawn completions
 
 

@@ -19,7 +19,7 @@ from sharpscope.config import build_config
 from sharpscope.config.method import CurvatureTokens
 from sharpscope.errors import UserError
 from sharpscope.forks import rotate
-from sharpscope.forks.rotating import _Start
+from sharpscope.forks.rotating import _Start, weight_curves
 from sharpscope.forks.start import as_recorded
 from sharpscope.objective import named_method
 from sharpscope.training import train
@@ -141,17 +141,30 @@ def test_all_methods_on_a_fresh_batch(tiny_policy):
 def test_the_command_prints_and_writes(tiny_policy, tmp_path):
     sets = [part for value in FRESH for part in ("--set", value)]
     command = ["rotate", "--model", str(tiny_policy), "--methods", "grpo-sg,ar,cispo"]
-    command += ["--out", str(tmp_path / "out")]
+    command += ["--out", str(tmp_path / "out"), "--plot"]
     result = CliRunner().invoke(app, [*command, *sets], env={"COLUMNS": "220"})
     assert result.exit_code == 0, result.output
     assert "4 prompts" in result.output and "cispo" in result.output and "Noise of this batch" in result.output
     assert "1/3 grpo-sg" in result.stderr
-    names = ["rotation.csv", "rotation.json", "rotation.png", "rotation.svg"]
+    names = ["rotation.csv", "rotation.json", "rotation.png", "rotation.svg", "weights.png", "weights.svg"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     table = pd.read_csv(tmp_path / "out" / "rotation.csv")
     content = json.loads((tmp_path / "out" / "rotation.json").read_text(encoding="utf-8"))
     assert table["method"].tolist() == ["grpo-sg", "ar", "cispo"] and content["batch"]["prompts"] == 4
     assert CliRunner().invoke(app, [*command, *sets]).exit_code == 0  # what it made is refreshed
+
+
+def test_ones_own_token_weights_are_compared_and_plotted(folder):
+    given = "tests.toy_task:by_probability"
+    found = rotate(["grpo-sg", given], run=folder)
+    assert found.table["method"].tolist() == ["grpo-sg", given]
+    curves = weight_curves(found.methods)
+    own = curves[(curves["method"] == given) & (curves["axis"] == "probability")]
+    np.testing.assert_allclose(own["weight"], own["x"] + 0.5)
+    constants = found.methods["grpo-sg"].weight
+    logit = curves[(curves["method"] == "grpo-sg") & (curves["axis"] == "logit")]
+    curve = constants.alpha * (1 / (1 + np.exp(-(logit["x"] - constants.u0) / constants.tau)) - constants.mu)
+    np.testing.assert_allclose(logit["weight"], curve.clip(constants.L, constants.U), rtol=1e-6)
 
 
 def test_a_run_of_another_trainer_says_why_it_cannot_be_rotated(tmp_path):
