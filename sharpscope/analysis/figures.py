@@ -220,8 +220,8 @@ def run_pictures(runs: Runs) -> Iterator[tuple[str, Figure]]:
 
 # -- The picture of one run to share: `show RUN --card card.png`
 
-LETTER, LINE = 0.0836, 0.19
-"""Width of a letter and height of a line [inches], in DejaVu Sans Mono of 10 points."""
+LETTER, LINE = 13 / 150, 0.19
+"""Width of a letter, whole pixels at 150 to an inch, and height of a line [inches], in DejaVu Sans Mono of 10 points."""
 FONTS = ("DejaVu Sans Mono", "Noto Sans Mono CJK JP", "Noto Sans CJK JP", "DejaVu Sans")
 """Those that are installed are used, the first that has a letter."""
 
