@@ -14,7 +14,7 @@ import sharpscope
 from sharpscope.analysis.measures import critical_sentence
 from sharpscope.cli import app, probing
 from sharpscope.errors import UserError
-from tests.cli.invoking import GRPO, invoke
+from tests.cli.test_reading import GRPO, invoke
 
 
 @pytest.fixture(scope="module")
