@@ -32,7 +32,7 @@ from sharpscope.policy import completions_of
 from sharpscope.policy.sharding import full_tensor
 from sharpscope.recording import observers
 from sharpscope.tasks import Reward
-from sharpscope.training import learner, train
+from sharpscope.training import learner, loop, train
 from sharpscope.training import rollouts as drawing
 from tests.models import tiny_model
 
@@ -248,9 +248,15 @@ def our_run(folder: Path, case: Case) -> Any:
         scored = made.with_reward(torch.tensor(given.rewards))
         return type(scored)(**{**vars(scored), "group": scored.group // GROUP}), rewards
 
+    def optimizer(*args: Any) -> torch.optim.AdamW:
+        made = learner.build_optimizer(*args)
+        for group in made.param_groups:
+            group["eps"] = EPS
+        return made
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drawing, "draw_group", drawn)
-        patch.setattr(learner, "EPSILON", EPS)
+        patch.setattr(loop, "build_optimizer", optimizer)
         train(config)
     return sharpscope.load_run(config.run_dir)
 
