@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -73,11 +73,6 @@ def varying(values: pd.DataFrame) -> pd.DataFrame:
     return frame[(grouped["step"].transform("nunique") > 1) & ~still]
 
 
-def in_order(labels: Iterable[str]) -> list[str]:
-    """Labels in the order of their colors: grpo first, then by name."""
-    return sorted(set(labels), key=lambda label: (label != "grpo", label))
-
-
 def study_charts(study: Study, settings: Sequence[Setting], runs: Runs) -> dict[str, Any]:
     """The charts of a study: `name`, `settings`, `charts`, `events`, and `still`, quantities that never vary.
 
@@ -89,7 +84,7 @@ def study_charts(study: Study, settings: Sequence[Setting], runs: Runs) -> dict[
     part = study.only(labels)
     values = study_values(part)
     drawn, recorded = varying(values), set(values.dropna(subset=["value"])["quantity"])
-    order = in_order(labels)
+    order = sorted(labels, key=lambda label: (label != "grpo", label))  # of colors
     names = {id(run): name for name, run in runs.by_name.items()}
     described = [
         {

@@ -26,16 +26,16 @@ from matplotlib.ticker import MaxNLocator
 from rich.cells import cell_len
 from rich.console import Console
 
-from sharpscope.analysis.curves import COLORS, in_order, study_charts
+from sharpscope.analysis.curves import COLORS
 from sharpscope.analysis.headline import largest_update
-from sharpscope.analysis.report import curve_table, found_sections, laid_out
+from sharpscope.analysis.report import curve_table, found_sections
 from sharpscope.analysis.sections import Section, to_terminal
 from sharpscope.analysis.spikes import recorded_by
 from sharpscope.analysis.statistics import contrast_interval, mean_interval
 from sharpscope.analysis.study import Study
 from sharpscope.analysis.text import printable
 from sharpscope.errors import UserError
-from sharpscope.traces import Run, Runs
+from sharpscope.traces import Run
 
 if TYPE_CHECKING:
     from sharpscope.analysis.claims import Verdict
@@ -58,11 +58,6 @@ _RC: Any = {
 _SECTION = re.compile(r"\b(?:\w+\.)+(?=\w+=)")
 
 
-def colors(labels: Iterable[str]) -> dict[str, str]:
-    """Label → color, the same in every figure of a study."""
-    return {label: COLORS[n % len(COLORS)] for n, label in enumerate(in_order(labels))}
-
-
 def styled() -> AbstractContextManager[None]:
     """Context in which figures are made and saved; matplotlib's own settings come back afterwards."""
     return mpl.rc_context(_RC)
@@ -78,11 +73,11 @@ class Picture(Figure):
         return png.getvalue()
 
 
-def panels(count: int, *, height: float = 2.0) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` equal axes in a row of `height` [inches]; made without pyplot, so no global state."""
-    figure = Picture(figsize=(WIDTH if count > 1 else ONE_COLUMN, height + 0.4), layout="constrained")
+def panel(width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure of this size [inches] with one axis; made without pyplot, so no global state."""
+    figure = Picture(figsize=(width, height + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(1, count, squeeze=False).ravel())
+    return figure, figure.subplots()
 
 
 def plain(text: object, limit: int = 60) -> str:
@@ -96,13 +91,10 @@ def setting_text(label: object) -> str:
     return plain(_SECTION.sub("", str(label)), 100)
 
 
-def finish(figure: Figure, axes: Sequence[Axes]) -> None:
-    """Fold long axis labels, and add a legend above the figure that names each label once."""
-    handles: dict[str, Any] = {}
-    for axis in axes:
-        axis.set_ylabel(fill(axis.get_ylabel(), 30))
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
+def finish(figure: Figure, axis: Axes) -> None:
+    """Fold a long axis label, and add a legend above the figure that names each label once."""
+    axis.set_ylabel(fill(axis.get_ylabel(), 30))
+    handles = {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     if handles:
         # 0.06 inch a letter and 0.5 inch for the line: a legend wider than its figure would be cut off
         across = max(1, min(len(handles), 3, int(figure.get_figwidth() / (0.5 + 0.06 * max(map(len, handles))))))
@@ -122,14 +114,14 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
 # -- The figures
 
 
-def curves(chart: Mapping[str, Any], labels: Sequence[str]) -> Figure:
-    """A chart of `study_charts`: a curve for each setting with its interval, and thin lines of few seeds."""
-    x, palette = np.array(chart["x"], dtype=float), colors(labels)
+def curves(chart: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> Figure:
+    """A chart of `study_charts`: a curve for each of its settings with its interval, and thin lines of few seeds."""
+    x = np.array(chart["x"], dtype=float)
     with styled():
-        figure, (axis,) = panels(1, height=1.9)
-        for label, named in zip(labels, chart["series"], strict=True):
+        figure, axis = panel(ONE_COLUMN, 1.9)
+        for setting, named in zip(settings, chart["series"], strict=True):
             series = {name: np.array(values, dtype=float) for name, values in named.items()}
-            y, color = series["y"], palette[label]
+            y, color = series["y"], setting["color"]
             for each in series.get("seeds", ()):
                 axis.plot(x, each, color=color, linewidth=0.5, alpha=0.5)
             if "low" in series and len(x) <= FEW:
@@ -141,10 +133,10 @@ def curves(chart: Mapping[str, Any], labels: Sequence[str]) -> Figure:
                 at = series["hollow"].astype(int)
                 ring: Any = {"markerfacecolor": "w", "markeredgecolor": color, "markersize": 6}
                 axis.plot(x[at], y[at], "o", label="saturated", **ring)
-            axis.plot(x, y, color=color, marker="o" if len(x) <= 12 else "", label=setting_text(label))
+            axis.plot(x, y, color=color, marker="o" if len(x) <= 12 else "", label=setting_text(setting["label"]))
         axis.set(xlabel="step", ylabel=plain(chart["title"], 100), yscale="log" if chart["log"] else "linear")
         axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        finish(figure, [axis])
+        finish(figure, axis)
     return figure
 
 
@@ -160,8 +152,7 @@ def paired_dots(verdict: Verdict) -> Figure:
         return {"plain": data, "log": 100 * np.expm1(data)}.get(claim.scale, 100 * data)
 
     with styled():
-        figure, (axis,) = panels(1, height=0.5 + 0.3 * len(parts))
-        figure.set_figwidth(WIDTH)
+        figure, axis = panel(WIDTH, 0.5 + 0.3 * len(parts))
         axis.axvline(0, color=GRAY, linewidth=0.8)
         axis.axvline(float(scaled(margin)), color=GRAY, linewidth=0.8, linestyle="--")
         for row, frame in enumerate(parts.values()):
@@ -173,7 +164,7 @@ def paired_dots(verdict: Verdict) -> Figure:
             axis.plot(scaled(data.mean()), row, "o", color=BLUE, markersize=5)
         axis.set_yticks(range(len(parts)), [plain(name) for name in parts])
         axis.set(xlabel=fill(plain(f"{claim.effect} [{unit}]", 160), 60), ylim=(-0.6, len(parts) - 0.4))
-        finish(figure, [axis])
+        finish(figure, axis)
     return figure
 
 
@@ -182,8 +173,7 @@ def rotation_figure(table: pd.DataFrame, noise: float) -> Figure:
     shown = table[table[["gradient_rotation", "update_rotation"]].notna().any(axis=1)]
     shown = shown.sort_values("gradient_rotation", ascending=False, na_position="first", kind="stable")
     with styled():
-        figure, (axis,) = panels(1, height=0.9 + 0.2 * len(shown))
-        figure.set_figwidth(WIDTH)
+        figure, axis = panel(WIDTH, 0.9 + 0.2 * len(shown))
         height = np.arange(len(shown))
         axis.plot(shown["gradient_rotation"], height, "o", color=BLUE, label="gradient")
         axis.plot(shown["update_rotation"], height, "s", color=COLORS[1], label="optimizer's step")
@@ -192,30 +182,30 @@ def rotation_figure(table: pd.DataFrame, noise: float) -> Figure:
         axis.set_yticks(height, [plain(name, 48) for name in shown["method"]])
         axis.set(xlabel="angle to the reference [°]", ylim=(-0.6, len(shown) - 0.4))
         axis.set_xlim(left=0)
-        finish(figure, [axis])
+        finish(figure, axis)
     return figure
 
 
 def weight_functions(functions: pd.DataFrame) -> Figure:
     """Weights over logit and probability. `functions`: method, axis (logit | probability), x, weight."""
-    labels = {"logit": "logit of the token", "probability": "probability π of the token"}
-    palette = colors(functions["method"])
     with styled():
-        figure, axes = panels(2)
-        for axis, (name, label) in zip(axes, labels.items(), strict=True):
+        figure = Picture(figsize=(WIDTH, 2.4), layout="constrained")
+        FigureCanvasAgg(figure)
+        for axis, name in zip(figure.subplots(1, 2), ("logit", "probability"), strict=True):
+            axis.set_prop_cycle(color=COLORS)
             for method, part in functions[functions["axis"] == name].groupby("method", sort=False):
-                axis.plot(part["x"], part["weight"], label=setting_text(method), color=palette[str(method)])
-            axis.set(xlabel=label, ylabel="token weight")
-        finish(figure, axes)
+                axis.plot(part["x"], part["weight"], label=setting_text(method))
+            axis.set(xlabel=f"{name} of the token", ylabel="token weight")
+        finish(figure, axis)  # both have the same labels
     return figure
 
 
-def run_pictures(runs: Runs) -> Iterator[tuple[str, Figure]]:
-    """Names and figures of the charts of each study among `runs`."""
-    for study, settings in laid_out(runs):
-        for chart in study_charts(study, settings, runs)["charts"]:
-            name = re.sub(r"\W+", "_", chart["title"].partition(" [")[0]).strip("_").lower()
-            yield f"{study.slug}{name}", curves(chart, [setting.label for setting in settings])
+def chart_figures(studies: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Figure]]:
+    """Names and figures of the charts of each study, see `study_charts`."""
+    for study in studies:
+        for chart in study["charts"]:
+            name = re.sub(r"\W+", "_", f"{study['name']} {chart['title'].partition(' [')[0]}").strip("_").lower()
+            yield name, curves(chart, study["settings"])
 
 
 # -- The picture of one run to share: `show RUN --card card.png`

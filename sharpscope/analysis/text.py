@@ -107,11 +107,6 @@ def sampling(temperature: float, prefix: str = "T = ") -> str:
     return "greedy" if temperature == 0 else f"{prefix}{temperature:g}"
 
 
-def csv_text(frame: pd.DataFrame) -> str:
-    """A frame as CSV whose text holds no control character: such files are shown by `cat` and opened by spreadsheets."""
-    return frame.map(lambda value: printable(value, 10_000) if isinstance(value, str) else value).to_csv(index=False)
-
-
 def told_apart(texts: Sequence[str], width: int = 100) -> list[str]:
     """The texts, cut to `width`, without a long common beginning (whole words)."""
     same = 0

@@ -29,7 +29,8 @@ def export(
       sharpscope export runs/first --to tensorboard --out logs --follow
       sharpscope export runs/study --to reduced --out runs/reduced
     """
-    from sharpscope.analysis import nothing_found, reduce_runs
+    from sharpscope.analysis import nothing_found
+    from sharpscope.analysis.reduction import reduce_runs
     from sharpscope.errors import UserError
     from sharpscope.integrations import loggers
     from sharpscope.traces import load_runs, pack_runs

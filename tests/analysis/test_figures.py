@@ -17,6 +17,10 @@ from sharpscope.traces import Runs, TraceWriter, load_run
 from tests.traces.rows import new_run, rows
 
 
+def named(*labels):
+    return [{"label": label, "color": "blue"} for label in labels]
+
+
 def line(axis, label):
     (drawn,) = [line for line in axis.lines if line.get_label() == label and len(line.get_xdata())]
     return np.asarray(drawn.get_xdata(), float), np.asarray(drawn.get_ydata(), float)
@@ -26,7 +30,7 @@ def test_a_curve_is_the_chart_with_its_interval(study):
     """The numbers of a chart are tested below."""
     chart = charts_of(study)["charts"]["reward"]
     one = chart["series"][study.labels.index("grpo")]
-    (axis,) = plots.curves(chart, study.labels).axes
+    (axis,) = plots.curves(chart, named(*study.labels)).axes
     x, y = line(axis, "grpo")
     assert x.tolist() == chart["x"] and y.tolist() == one["y"]
     arms = axis.collections[study.labels.index("grpo")].get_segments()
@@ -36,7 +40,7 @@ def test_a_curve_is_the_chart_with_its_interval(study):
 def test_saturated_points_are_hollow_and_few_seeds_are_thin_lines():
     frame = pd.DataFrame({"setting": "grpo", "seed": [0, 0, 1, 1], "step": [0, 5] * 2, "quantity": "q"})
     frame = frame.assign(value=[1.0, 2.0, 3.0, 6.0], saturated=[False, True, False, False])
-    (axis,) = plots.curves(chart_of(frame, ["grpo"]), ["grpo"]).axes
+    (axis,) = plots.curves(chart_of(frame, ["grpo"]), named("grpo")).axes
     assert line(axis, "saturated")[1].tolist() == [4.0] and line(axis, "grpo")[1].tolist() == [2.0, 4.0]
     assert [each.get_ydata().tolist() for each in axis.lines[:2]] == [[1.0, 2.0], [3.0, 6.0]]
 
@@ -48,7 +52,7 @@ def test_hostile_labels_are_text_and_equal_figures_give_equal_files(tmp_path):
     values = pd.DataFrame({"setting": name, "seed": 0, "step": [1, 2], "quantity": "reward", "value": [1.0, 2.0]})
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        paths = save(plots.curves(chart_of(values, [name]), [name]), tmp_path / folder, "figure")
+        paths = save(plots.curves(chart_of(values, [name]), named(name)), tmp_path / folder, "figure")
     for path in paths:
         assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()
     assert b"<script>" not in paths[1].read_bytes()
