@@ -15,10 +15,13 @@ from sharpscope.probes.guard import guarded
 from sharpscope.probes.hessian import Curvature, curvature
 from sharpscope.probes.language_model import Objective, lm_surface, rollout_batch
 from sharpscope.probes.perturbation import Radius, Sharpness, find_radius, sharpness
-from sharpscope.probes.probe_set import Drawn, ProbeItem, ProbeSet, build_probe_set
 from sharpscope.probes.runner import (
+    Drawn,
     Measured,
     ProbeBatch,
+    ProbeItem,
+    ProbeSet,
+    build_probe_set,
     choose_radius,
     limited_surface,
     probe_set_batches,

@@ -90,12 +90,9 @@ def random_state() -> AbstractContextManager[None]:
 
 @contextmanager
 def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode within the block; restores attributes (the mode is one) and buffers of all modules, and rotary frequencies.
-
-    Rotary embeddings that depend on the sequence length write to their frequencies in each forward pass.
-    """
+    """Eval mode within the block; restores attributes (the mode is one) and buffers of all modules, and rotary frequencies."""
     before = [(module, dict(module.__dict__), dict(module._buffers)) for module in model.modules()]
-    written = [
+    written = [  # rotary embeddings that depend on the sequence length write to their frequencies in each forward pass
         (tensor, tensor.detach().clone())
         for module, attributes, buffers in before
         if "inv_freq" in buffers or any(name.endswith("_inv_freq") for name in buffers)

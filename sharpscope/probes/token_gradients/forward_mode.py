@@ -17,7 +17,7 @@ from sharpscope.policy.sharding import full_tensor
 from sharpscope.probes.guard import attention_implementation
 from sharpscope.probes.token_gradients.norms import head_chunks
 from sharpscope.probes.token_gradients.rows import Rows
-from sharpscope.probes.token_gradients.structure import Structure, hidden_states, read_before
+from sharpscope.probes.token_gradients.structure import FORWARD, Structure, hidden_states, read_before
 
 
 @contextmanager
@@ -74,14 +74,16 @@ class _AutogradSwitch(TorchFunctionMode):
 
 
 @torch.no_grad()
-def pushed_hidden(model: nn.Module, rows: Rows, direction: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def pushed_hidden(
+    model: nn.Module, structure: Structure, rows: Rows, direction: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
     """Hidden states (B, L, d) of a chunk of rows and their derivative along tensors like the trainable parameters, by name."""
     try:
         with (
             forward_ad.dual_level(),
             torch.enable_grad(),  # only to show where the model switches it off
             dual_parameters(model, direction),
-            attention_implementation(model, "math"),
+            attention_implementation(model, "math" if structure.own_attention else FORWARD),
             _AutogradSwitch(),
         ):
             out = hidden_states(model, rows.ids, read_before(model, rows.before, len(rows.ids)))
@@ -113,7 +115,7 @@ def chunk_derivative(
     model: nn.Module, structure: Structure, chunk: Rows, direction: Mapping[str, Tensor], temperature: float
 ) -> Tensor:
     """Derivatives (M,) of log π of the chosen tokens of a chunk; a parameter without a direction is constant."""
-    states, moved = (x[chunk.predicts] for x in pushed_hidden(model, chunk, direction))  # (M, d)
+    states, moved = (x[chunk.predicts] for x in pushed_hidden(model, structure, chunk, direction))  # (M, d)
     weight, bias = (
         full_tensor(direction.get(name or ""))
         for name in (structure.tied or structure.head_weight, structure.head_bias)

@@ -2,7 +2,7 @@
 
 The passes go through the sharded model itself: FSDP2 gathers a layer's weights while it computes that layer, where the recorder,
 or a tangent gathered alike, meets them; the weights outside the layers are gathered for a pass. Each process gives its rows; all must
-call together, since all run equally many passes. With mixed precision the passes are in the precision of the training.
+call together, since all run equally many passes, and all raise the errors. Mixed precision is that of the training.
 """
 
 from __future__ import annotations
@@ -34,11 +34,7 @@ TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 
 class ShardedProbes:
-    """Norms and shares of tokens of a sharded model; the first call of each compares one with the model's own gradient.
-
-    The processes share the rows, or each has its own; all must call together. Gradients of the training stay as they are.
-    Errors are raised in every process.
-    """
+    """Norms and shares of tokens of a sharded model; the first call of each compares one with the model's own gradient."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model  # after `fully_shard`

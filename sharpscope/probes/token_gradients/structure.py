@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from typing import Any, Literal
 
@@ -27,8 +28,8 @@ from sharpscope.policy.sharding import is_sharded
 from sharpscope.probes.guard import attention_implementation, group_names, remembered, tolerance
 from sharpscope.probes.token_gradients.rows import safe_width
 
-CUT = "sharpscope_cut"
-"""Name of `attend` in transformers' `AttentionInterface`."""
+CUT, FORWARD = "sharpscope_cut", "sharpscope_forward"
+"""Names of `attend` in transformers' `AttentionInterface`, where gradients reach a position only through itself, and plain."""
 QUERY_BLOCK = 128  # rows of probabilities made at once: small enough for a cache, large enough for efficient products
 
 
@@ -140,7 +141,7 @@ def _can_share(model: nn.Module, structure: Structure, ids: Tensor) -> bool:
         cache_keyword(backbone(model))
     except UserError:
         return False
-    with torch.no_grad(), attention_implementation(model, CUT):
+    with torch.no_grad(), attention_implementation(model, FORWARD):
         whole = hidden_states(model, ids[:1])[:, -3:]
         part = hidden_states(model, ids[:1, -3:], read_before(model, ids[0, :-3], 1))
     limit = tolerance((structure.head.weight, *structure.named.values()))
@@ -374,30 +375,30 @@ class UseRecorder:
         out.register_hook(hook)
 
 
-# -- Causal attention whose gradient reaches a position only through itself
+# -- Causal attention
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float | None) -> Tensor:
-    """softmax(cap·tanh(scale·q·kᵀ/cap) + mask)·v, (B, H, L, d), where a position's cotangent reaches only its own q, k and v.
-
-    No attention of PyTorch treats other positions' keys and values as constants. Probabilities are made in blocks of query rows, so
-    that masked parts are not computed.
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float | None, cut: bool) -> Tensor:
+    """softmax(cap·tanh(scale·q·kᵀ/cap) + mask)·v, (B, H, L, d); with `cut` a position's cotangent reaches its own q, k and v only.
 
     q is (B, H, L, d), k and v (B, Hkv, before + L, d) with H a multiple of Hkv, of which the last L keys are those of the queries'
-    positions; mask (B or 1, H or 1, L, keys), None for a causal one.
+    positions; mask (B or 1, H or 1, L, keys), None for a causal one. Probabilities are made in blocks of query rows, so that masked
+    parts are not computed. PyTorch has no attention with this cut, and its fused kernels have no forward-mode derivative.
     """
     (B, H, L, _), (kv, keys) = q.shape, k.shape[1:3]
     before, groups = keys - L, H // kv
     q, k, v = q.reshape(B * kv, groups, L, -1) * scale, k.reshape(B * kv, keys, -1), v.reshape(B * kv, keys, -1)
     own_k, own_v = (x[:, None, before:] - x[:, None, before:].detach() for x in (k, v))  # 0, with the own gradient
-    k, v = k.detach(), v.detach()
+    if cut:
+        k, v = k.detach(), v.detach()
     parts = []
     for start in range(0, L, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, L)
         rows, end, at = q[:, :, start:stop], before + stop, before + start  # `end`: of the keys that the block sees
         S = torch.bmm(rows.flatten(1, 2), k[:, :end].mT).unflatten(1, (groups, -1))  # (B·kv, groups, b, end)
-        diagonal = S.diagonal(at, -2, -1) + torch.linalg.vecdot(rows.detach(), own_k[:, :, start:stop])
-        S = torch.diagonal_scatter(S, diagonal, at, -2, -1)
+        if cut:
+            diagonal = S.diagonal(at, -2, -1) + torch.linalg.vecdot(rows.detach(), own_k[:, :, start:stop])
+            S = torch.diagonal_scatter(S, diagonal, at, -2, -1)
         if cap is not None:
             S = cap * torch.tanh(S / cap)
         if mask is None:
@@ -409,14 +410,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, c
             S = (S.unflatten(0, (B, kv)) + part).flatten(0, 1)
         P = torch.softmax(S, -1)
         out = torch.bmm(P.flatten(1, 2), v[:, :end]).unflatten(1, (groups, -1))  # (B·kv, groups, b, d)
-        parts.append(out + P.diagonal(at, -2, -1).detach()[..., None] * own_v[:, :, start:stop])
+        if cut:
+            out = out + P.diagonal(at, -2, -1).detach()[..., None] * own_v[:, :, start:stop]
+        parts.append(out)
     return torch.cat(parts, 2).view(B, H, L, -1)
 
 
 _callers: set[str] = set()  # classes that have called `attend` since `examine` looked last
 
 
-def _cut_attention(
+def _attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -424,6 +427,8 @@ def _cut_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
+    *,
+    cut: bool,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """`attend` for the interface of transformers."""
@@ -434,9 +439,10 @@ def _cut_attention(
         raise AttentionError(f"{type(module).__name__} has a trainable attention mask")
     _callers.add(type(module).__name__)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    out = attend(query, key, value, attention_mask, scale, softcap)
+    out = attend(query, key, value, attention_mask, scale, softcap, cut)
     return out.transpose(1, 2).contiguous(), None
 
 
-ALL_ATTENTION_FUNCTIONS.register(CUT, _cut_attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(CUT, eager_mask)
+for _name in (CUT, FORWARD):
+    ALL_ATTENTION_FUNCTIONS.register(_name, partial(_attention, cut=_name == CUT))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_name, eager_mask)
