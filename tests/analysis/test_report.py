@@ -19,17 +19,8 @@ from sharpscope.analysis.study import Study, studies
 from sharpscope.analysis.text import interval_text
 from sharpscope.errors import UserError
 from sharpscope.traces import RunLock, TraceWriter, load_run, load_runs, update_run_info
-from tests.analysis.runs import (
-    ROTATION,
-    SMALL_PROMPTS,
-    SMALL_STEPS,
-    SPIKE,
-    WORDS,
-    ids_of,
-    values_of,
-    write_report_run,
-    write_small,
-)
+from tests.analysis import runs as small
+from tests.analysis.runs import SPIKE, values_of, write_report_run, write_small
 from tests.traces.rows import new_run, rows
 
 
@@ -54,20 +45,20 @@ def _row(sections, **wanted: str) -> dict[str, str]:
 def test_sharpness_is_paired_by_prompt_and_named_by_its_functional(pair: Study):
     for setting in ("grpo", "grpo-sg"):
         row = _row(sharpness_sections(pair.settings), measure="SAM sharpness of nll, radius 0.5", setting=setting)
-        first, last = values_of(setting, 0), values_of(setting, SMALL_STEPS)
+        first, last = values_of(setting, 0), values_of(setting, small.SMALL_STEPS)
         change = last - first
-        errors = [each.std(ddof=1) / math.sqrt(SMALL_PROMPTS) for each in (first, change)]
-        assert row["steps"] == f"0 and {SMALL_STEPS}"
+        errors = [each.std(ddof=1) / math.sqrt(small.SMALL_PROMPTS) for each in (first, change)]
+        assert row["steps"] == f"0 and {small.SMALL_STEPS}"
         assert row["at the first"] == interval_text(first.mean(), Z * errors[0])
         assert row["change"] == interval_text(change.mean(), Z * errors[1], sign=True)
     row = _row(sharpness_sections(pair.settings[:1]), measure="critical sharpness")  # updates' prompts are independent
-    change = interval_text(100.0 * (SMALL_STEPS - 1), Z * math.hypot(10, 10), sign=True)
-    assert row["steps"] == f"1 and {SMALL_STEPS}" and row["change"] == change
+    change = interval_text(100.0 * (small.SMALL_STEPS - 1), Z * math.hypot(10, 10), sign=True)
+    assert row["steps"] == f"1 and {small.SMALL_STEPS}" and row["change"] == change
 
 
 @pytest.mark.parametrize(("saturation", "marked"), [(0.5, True), (0.2, False)])
 def test_saturated_sharpness_is_marked_in_show_and_on_the_page(tmp_path: Path, saturation: float, marked: bool):
-    value = float(values_of("grpo", SMALL_STEPS).mean())
+    value = float(values_of("grpo", small.SMALL_STEPS).mean())
     estimate = {"functional": "expected_failure", "ceiling": value / saturation, "saturation": saturation}
     (study,) = studies(load_runs(write_small(tmp_path / "a", "grpo", **estimate)))
     row = _row(sharpness_sections(study.settings), measure="SAM sharpness of expected_failure, radius 0.5")
@@ -79,7 +70,7 @@ def test_rotation_from_rounding_is_not_shown(pair: Study):
     runs = {setting.label: next(iter(setting.runs.values())) for setting in pair.settings}
     assert not curve_table(runs["grpo"])["by step"].str.contains("rotation").any()
     table = curve_table(runs["grpo-sg"]).set_index("by step")
-    assert table.loc["rotation of the gradient [°]", ""] == sparkline(np.array(list(ROTATION.values())))
+    assert table.loc["rotation of the gradient [°]", ""] == sparkline(np.array(list(small.ROTATION.values())))
 
 
 def test_rewards_that_are_not_numbers_are_shown_as_such(tmp_path: Path):
@@ -106,34 +97,26 @@ def printed(renderable, width=140):
     return console.export_text()
 
 
-@pytest.fixture
-def running(tmp_path: Path):
-    """A run at step 1, which each look lets go on by one step until it ends after 4."""
-    folder = new_run(tmp_path / "run")
-    with TraceWriter(folder) as writer:
-        writer.append("steps", rows("steps", 1, 1) | {"reward_mean": 0.1})
-    waits = []
+@pytest.mark.parametrize("terminal", [True, False])
+def test_watch_refreshes_until_the_run_ends(tmp_path: Path, terminal: bool):
+    """The run is at step 1, and each look lets it go on by one step until it ends after 4."""
+    folder, waits = new_run(tmp_path / "run"), []
 
     def go_on(seconds):
-        waits.append(seconds)
         with TraceWriter(folder) as writer:
-            writer.append("steps", rows("steps", len(waits) + 1, 1) | {"reward_mean": len(waits) + 0.5})
+            writer.append("steps", rows("steps", len(waits) + 2, 1))
+        waits.append(seconds)
         if len(waits) == 3:
             update_run_info(folder, status="finished", steps_done=4)
 
-    with RunLock(folder):
-        yield folder, waits, go_on
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_watch_refreshes_until_the_run_ends(running, terminal: bool):
-    folder, waits, go_on = running
+    with TraceWriter(folder) as writer:
+        writer.append("steps", rows("steps", 1, 1))
     console = Console(width=120, file=io.StringIO(), force_terminal=terminal, color_system=None)
-    assert watch(folder, console, every=0.5, sleep=go_on) == "finished"
+    with RunLock(folder):
+        assert watch(folder, console, every=0.5, sleep=go_on) == "finished"
     text = console.file.getvalue()
     assert waits == [0.5] * 3 and "finished after 4 steps" in text
     assert (text.count("by step") == 1) != terminal  # on a pipe the view comes once
-    assert watch(folder, console, sleep=lambda seconds: pytest.fail("nothing to wait for")) == "finished"
 
 
 def test_the_default_step_of_tokens_has_the_largest_gradient_norm_among_the_recorded(tmp_path: Path):
@@ -171,7 +154,7 @@ def test_equal_tokens_are_merged_with_their_shares_summed(run):
     )
     wanted: dict[tuple, list[float]] = {}
     for row in tokens.to_dict("records"):
-        word = WORDS[ids_of(SPIKE, row["rollout"])[row["position"]]][:60]
+        word = small.WORDS[small.ids_of(SPIKE, row["rollout"])[row["position"]]][:60]
         key = (word, -np.sign(row["loss_coef"]), row["correct"], row["group"])
         wanted.setdefault(key, []).append(row["attribution"])
     largest = sorted(wanted.items(), key=lambda item: -abs(sum(item[1])))[:5]

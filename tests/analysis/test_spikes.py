@@ -60,17 +60,12 @@ def _tokens(seed: int, updates: int, chance: float = 1.0) -> pd.DataFrame:
     )
 
 
-class _Run:
-    """As much of a run as the sums need."""
-
-    rollouts = pd.DataFrame({"step": 1, "rollout": range(8), "group": np.arange(8) // 2, "prompt": "p"})
-
-
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 4), st.sampled_from([1.0, 0.25]))
 def test_tokens_sum_to_their_prompt_and_prompts_and_ranges_to_the_update(seed: int, updates: int, chance: float):
     tokens = _tokens(seed, updates, chance)
-    prompts = prompt_shares(_Run, 1, tokens)
+    rollouts = {"step": 1, "rollout": range(8), "group": np.arange(8) // 2, "prompt": "p"}
+    prompts = prompt_shares(SimpleNamespace(rollouts=pd.DataFrame(rollouts)), 1, tokens)
     group = tokens["rollout"] // 2
     for row in prompts.to_dict("records"):
         assert row["share"] == pytest.approx(tokens.loc[group == row["group"], "share"].sum())
