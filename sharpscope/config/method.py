@@ -131,12 +131,6 @@ class DualClip(Part):
         return self
 
 
-class SapoClip(Part):
-    """Objective (4/τ)·sigmoid(τ·(r − 1))·A, τ = 1 where A > 0, else 1.05: a smooth gate instead of a clip (SAPO, arXiv 2511.20347)."""
-
-    kind: Literal["sapo"] = "sapo"
-
-
 class GmpoClip(Part):
     """Objective exp(mean_t x_t)·A, x_t = min(ln r_t, high) for A > 0 and max(ln r_t, −low) for A < 0 (GMPO, arXiv 2507.20673)."""
 
@@ -160,13 +154,15 @@ class DppoMask(Part):
     bound: float = Field(20.0, ge=1, description="Largest factor r; 20 as in the implementations of verl and TRL.")
 
 
-class VespoGate(Part):
-    """Objective φ(W)·A·ln π, φ(W) = sg[W^k·exp(λ·(1 − W))], W = Π_t r_t in [1e-8, e^20] (VESPO, arXiv 2602.10693).
+class SmoothClip(Part):
+    """A smooth weight instead of a clip.
 
-    k = 2 and λ = 3 where A ≥ 0, else k = 3 and λ = 2, as in TRL.
+    sapo: objective (4/τ)·sigmoid(τ·(r − 1))·A, τ = 1 where A > 0, else 1.05 (SAPO, arXiv 2511.20347). vespo: φ(W)·A·ln π,
+    φ(W) = sg[W^k·exp(λ·(1 − W))], W = Π_t r_t in [1e-8, e^20], k = 2 and λ = 3 where A ≥ 0, else k = 3 and λ = 2, as in TRL
+    (VESPO, arXiv 2602.10693).
     """
 
-    kind: Literal["vespo"] = "vespo"
+    kind: Literal["sapo", "vespo"]
 
 
 class DelightGate(Part):
@@ -212,7 +208,7 @@ class MaskedCorrection(Band):
 Correction = Annotated[TruncatedCorrection | MaskedCorrection, Field(discriminator="kind")]
 
 Clip = Annotated[
-    PpoClip | CispoClip | DualClip | SapoClip | GmpoClip | DppoMask | VespoGate | DelightGate,
+    PpoClip | CispoClip | DualClip | GmpoClip | DppoMask | SmoothClip | DelightGate,
     Field(discriminator="kind"),
 ]
 

@@ -1,4 +1,4 @@
-"""Read configurations: YAML files, `--set path=value`, how layers are merged, and the user's functions."""
+"""Read configurations: YAML files (untrusted, so bounded), `--set path=value`, how layers are merged, and the user's functions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,9 @@ from sharpscope.errors import UserError, nearest
 
 YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError, OverflowError, TypeError, AttributeError, KeyError)
 """Exceptions that invalid YAML can raise; PyYAML's constructors also raise Python's built-in ones."""
+
+
+MOST_VALUES = 200_000
 
 
 class _Loader(yaml.SafeLoader):
@@ -44,13 +48,28 @@ _Loader.add_implicit_resolver(
 
 
 def load_yaml(text: str) -> Any:
-    """Parse YAML text into plain values; what is not valid raises one of `YAML_ERRORS`."""
-    return yaml.load(text, _Loader)
+    """Parse YAML text into plain values; what is not valid or too much with aliases expanded raises one of `YAML_ERRORS`."""
+    loader = _Loader(text)
+    node = loader.get_single_node()
+    if node is not None and _expanded_size(node, {}) > MOST_VALUES:
+        raise yaml.YAMLError(f"more than {MOST_VALUES:,} values")
+    return None if node is None else loader.construct_document(node)
+
+
+def _expanded_size(node: yaml.Node, known: dict[int, int]) -> int:
+    """Number of values in a node, with aliases counted at each use; one that contains itself is a RecursionError."""
+    if id(node) not in known:
+        children = node.value if isinstance(node, yaml.CollectionNode) else []
+        flat = chain.from_iterable(children) if isinstance(node, yaml.MappingNode) else children
+        known[id(node)] = 1 + sum(_expanded_size(child, known) for child in flat)
+    return known[id(node)]
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
     """Read a YAML mapping with a safe loader."""
     try:
+        if file.stat().st_size > 4_000_000:
+            raise UserError(f"config file '{file}': is larger than 4 MB; give a configuration file")
         data = load_yaml(file.read_text("utf-8"))
     except FileNotFoundError:
         raise UserError(f"config file '{file}' does not exist; give the path of a YAML file") from None

@@ -170,7 +170,6 @@ class UniformWeight(Weighting):
     kind: Literal["uniform"] = "uniform"
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
-        """Ones."""
         return xp.ones_like(step.logp)
 
 
@@ -186,7 +185,6 @@ class LinearWeight(Weighting):
         return 1.0 - number(self.alpha), 1.0
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
-        """alpha·π + 1 − alpha."""
         return number(self.alpha) * xp.exp(step.logp) + (1 - number(self.alpha))
 
 
@@ -202,7 +200,6 @@ class PowerWeight(Weighting):
         return 0.0, 1.0
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
-        """π^gamma."""
         return xp.exp(number(self.gamma) * step.logp)
 
 
@@ -219,7 +216,6 @@ class CovarianceGaussianWeight(Weighting):
     advantage for each completion: exp(−z²/2), z the standardized ln π of the completion)."""
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
-        """See the class."""
         mask, covariance = step.mask.bool(), step.covariance
         if self.over == "completion":
             count = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1)
@@ -261,7 +257,6 @@ class PolarityWeight(Weighting):
         return self.replace(target=target)
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
-        """See the class."""
         alpha, target = number(self.alpha), number(self.target)
         entropy = float(step.entropy[step.mask.bool()].double().mean())
         phase = max(-1.0, min(1.0, (target - entropy) / target))
@@ -298,7 +293,6 @@ class StareWeight(Weighting):
         return self.replace(W=min(max(self.W + sign, 1.0), 1.5), M=min(max(self.M - sign, 0.5), 1.0))
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
-        """See the class."""
         mask, weight = step.mask.bool(), xp.ones_like(step.logp)
         if float(step.entropy[mask].double().mean()) >= self.target:
             return weight
@@ -321,7 +315,6 @@ class PepoWeight(Weighting):
     window: int = Field(101, ge=1, description="Width of the window [tokens]; published 101.")
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
-        """See the class."""
         mask, half = step.mask.bool(), self.window // 2
         order = (~mask).to(xp.int8).argsort(dim=-1, stable=True)  # (N, T) loss tokens first, in order
         inside = mask.gather(-1, order)
@@ -345,7 +338,6 @@ class EntropyAdvantageWeight(Weighting):
     strength: Share = Field(1.0, description="Factor of the term; a schedule lets it fade (arXiv 2605.25381).")
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
-        """See the class."""
         size = step.token_advantage.abs()
         term = (0.4 * step.entropy / xp.where(size > 0, size, 1.0)).clip(max=0.5)
         return 1 + number(self.strength) * step.token_advantage.sign() * term
@@ -463,7 +455,6 @@ class SigmoidWeight(Weighting):
         return step.logit
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
-        """clip(alpha·[sigmoid((u − u0)/tau) − mu], L, U)."""
         known = self.constants()
         alpha, tau, mu, low, high, u0 = (number(known.get(name)) for name in PAPER_SIGMOID)
         return (alpha * (xp.sigmoid((self.statistic(step) - u0) / tau) - mu)).clip(low, high)
@@ -544,7 +535,6 @@ class ReverseWeight(Control):
         return self.of.bounds
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
-        """L + U − w."""
         assert self.bounds is not None  # validated
         return sum(self.bounds) - self.of.evaluate(step, xp, generator)
 
@@ -569,7 +559,6 @@ class ShuffledWeight(Control):
         return None if self.matched == "gradient" else self.of.bounds
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
-        """The moved weights."""
         if generator is None:
             raise ValueError("shuffled weights need a generator")
         weight, mask = self.of.evaluate(step, xp, generator), step.mask.bool()
@@ -606,7 +595,6 @@ class ConstantWeight(Control):
     matched: Counted = Field("tokens", description=f"What the mean counts. {COUNTED}.")
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
-        """The mean weight."""
         weight = self.of.evaluate(step, xp, generator)
         return _mean(weight, step, self.matched).to(weight.dtype).expand_as(weight)
 
@@ -618,7 +606,6 @@ class MeanOneWeight(Control):
     matched: Counted = Field("tokens", description=f"What the mean counts. {COUNTED}.")
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
-        """The rescaled weights."""
         weight = self.of.evaluate(step, xp, generator)
         mean = _mean(weight, step, self.matched).to(weight.dtype)
         if not bool(mean > 0):

@@ -53,10 +53,10 @@ def policy_loss(
     log_ratio = torch.where(mask, logp - plan.behavior_logp, 0.0).clamp(max=LARGEST_LOG_RATIO)
     ratio = importance_ratio(method.ratio, log_ratio, mask)
 
-    weight = plan.weight
+    weight, vespo = plan.weight, method.clip is not None and method.clip.kind == "vespo"
     if isinstance(method.clip, parts.GmpoClip):
         objective, clipped = gmpo_objective(method.clip, log_ratio, plan.advantage, mask)
-    elif isinstance(method.clip, parts.VespoGate):
+    elif vespo:
         factor = vespo_factor(log_ratio.detach(), plan.advantage, mask, plan.correction)
         objective = factor * plan.advantage * logp
         clipped = torch.zeros_like(mask, dtype=torch.int32)
@@ -65,7 +65,7 @@ def policy_loss(
         objective, clipped = clipped_objective(method.clip, coordinate, plan.advantage, logp)
     if method.weight_on == "surrogate":
         objective = weight * objective
-    if method.correction is not None and not isinstance(method.clip, parts.VespoGate):
+    if method.correction is not None and not vespo:
         objective = plan.correction * objective
     keep = plan.keep
     loss = -(torch.where(keep, objective, 0.0) * active).sum()
@@ -132,7 +132,7 @@ def clipped_objective(clip: parts.Clip | None, ratio: Tensor, advantage: Tensor,
     dual also where x > bound and A < 0; of dppo on the tokens that it masks. `ratio` is x, the ratio or weight × ratio; all are
     (n, T).
     """
-    if isinstance(clip, parts.SapoClip):
+    if isinstance(clip, parts.SmoothClip):
         tau = _choose(advantage > 0, 1.0, 1.05, ratio)
         return torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantage, torch.zeros_like(ratio, dtype=torch.int32)
     if isinstance(clip, parts.DppoMask):

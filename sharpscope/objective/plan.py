@@ -6,8 +6,8 @@ N completions of up to T tokens.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -21,7 +21,16 @@ TOKEN_COLUMNS = ("behavior_logp", "logp", "logit", "entropy", "collision", "pola
 
 
 @dataclass(frozen=True)
-class StepTensors:
+class ByRow:
+    """Tensors with a row for each completion."""
+
+    def rows(self, index: Tensor | slice) -> Self:
+        """The same for the completions `index` (any index of a tensor's first dimension)."""
+        return replace(self, **{name: value[index] for name, value in vars(self).items() if isinstance(value, Tensor)})
+
+
+@dataclass(frozen=True)
+class StepTensors(ByRow):
     """One step's completions and their statistics under the policy at the START of the step.
 
     That policy is π_old: it stays fixed over the step's updates, and so does everything derived from it (weights,
@@ -80,10 +89,6 @@ class StepTensors:
             raise ValueError("a weighting counts tokens by their gradient: StepTensors needs gradient_mass")
         return self.gradient_mass
 
-    def rows(self, index: Tensor | slice) -> StepTensors:
-        """The same for the completions `index` (any index of a tensor's first dimension)."""
-        return StepTensors(**{f.name: _rows(getattr(self, f.name), index) for f in fields(self)})
-
     @classmethod
     def from_columns(cls, *, advantage: Tensor | None = None, progress: float = 0.0, **columns: Tensor) -> StepTensors:
         """One token per row, from 1-D columns of equal length such as those of the `tokens` table.
@@ -103,7 +108,7 @@ class StepTensors:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(ByRow):
     """Tensors computed once per step and fixed over its updates; each is (N, T) and without gradient."""
 
     mask: Tensor  # bool, loss tokens
@@ -118,10 +123,6 @@ class Plan:
     correction: Tensor  # factor of the surrogate for the difference between those two; 1 without a correction
     progress: float = 0.0  # share of the training done, at which the method's schedules are read
     warnings: tuple[str, ...] = ()  # what a person should know; the same text at every step, so it can be shown once
-
-    def rows(self, index: Tensor | slice) -> Plan:
-        """The same for the completions `index` (any index of a tensor's first dimension)."""
-        return Plan(**{f.name: _rows(getattr(self, f.name), index) for f in fields(self)})
 
     def pass_mask(self, pass_index: int) -> Tensor:
         """(N, T) bool: the loss tokens of one optimizer pass."""
@@ -142,10 +143,6 @@ class LossOutput:
 def per_token(advantage: Tensor, like: Tensor) -> Tensor:
     """Advantages (N,) or (N, T) in the shape (N, T) of `like`, without a copy."""
     return (advantage[:, None] if advantage.dim() == 1 else advantage).expand(like.shape)  # (N,) -> (N, 1) -> (N, T)
-
-
-def _rows(value: Any, index: Tensor | slice) -> Any:
-    return value[index] if isinstance(value, Tensor) else value
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,12 @@ def test_a_mistake_is_one_line_with_its_place(overrides, says):
         ("- a\n- b\n", "must be a mapping"),
         ("steps: !!python/object/apply:os.system ['true']\n", "not valid YAML"),
         ("steps: 3\nsteps: 4\n", "duplicate key 'steps'"),
+        ("&a {steps: *a}", "not valid YAML"),
+        (
+            "a: &a [x]\n" + "".join(f"{y}: &{y} [{', '.join(['*' + x] * 10)}]\n" for x, y in pairwise("abcdefg")),
+            "more than 200,000 values",
+        ),
+        ("#" * 4_000_001, "larger than"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, content, says):
