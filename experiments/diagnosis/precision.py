@@ -15,8 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sharpscope.config.run import HealthSpec
-from sharpscope.rules.judging import judge
-from sharpscope.traces.rules import mismatch, sampler_values
+from sharpscope.rules.judging import judge, mismatch, sampler_values
 
 PROMPTS = (
     "Explain why the sky is blue.",

@@ -18,7 +18,7 @@ from sharpscope.analysis.study import Setting, Study, last_step
 from sharpscope.analysis.text import interval_text, method_label, number, percent, sampling, told_apart, visible
 from sharpscope.traces import Run
 from sharpscope.traces.reader import piece_maker
-from sharpscope.traces.rules import WINDOW
+from sharpscope.rules.judging import WINDOW
 
 CANDIDATES = 40
 """Tokens with the largest shares among which equal ones are merged."""

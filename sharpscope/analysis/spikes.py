@@ -16,7 +16,7 @@ from sharpscope.analysis.study import per_run
 from sharpscope.analysis.text import number
 from sharpscope.analysis.tokens import INCLUSION, inverse_inclusion, sample_text
 from sharpscope.traces import Run
-from sharpscope.traces.rules import MINIMUM, WINDOW, robust_z
+from sharpscope.rules.judging import MINIMUM, WINDOW, robust_z
 
 PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.5, 0.8, 0.95, 0.99, 1.0)
 """Ranges of π in which shares are summed."""

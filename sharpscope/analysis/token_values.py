@@ -17,8 +17,8 @@ from sharpscope.analysis.sections import Section
 from sharpscope.analysis.study import per_run
 from sharpscope.analysis.text import number, percent
 from sharpscope.analysis.tokens import INCLUSION, ROW, inverse_inclusion, row_probability
+from sharpscope.rules.judging import QUANTITIES, mismatch
 from sharpscope.traces import Run, Runs
-from sharpscope.traces.rules import QUANTITIES, mismatch
 
 
 def _k3(tokens: pd.DataFrame) -> pd.Series:
@@ -121,7 +121,7 @@ def entropy_section(run: Run) -> Section | None:
 
 @per_run
 def mismatch_sums(run: Run) -> pd.DataFrame:
-    """Number of `tokens` and the sums over them of `outside`, k1, k2, k3 [nats], see `traces.rules`; index: the step.
+    """Number of `tokens` and the sums over them of `outside`, k1, k2, k3 [nats], see `rules.judging`; index: the step.
 
     Empty without sampler log-probabilities.
     """

@@ -15,10 +15,9 @@ import pandas as pd
 
 from sharpscope.config.run import HealthSpec
 from sharpscope.errors import UserError
-from sharpscope.rules.judging import Event, judge
+from sharpscope.rules.judging import Event, judge, sampler_values
 from sharpscope.traces import TABLES, RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
 from sharpscope.traces.files import now
-from sharpscope.traces.rules import sampler_values
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ import pandas as pd
 
 from sharpscope.errors import UserError, nearest
 from sharpscope.integrations.completions import Completion, Options, write
+from sharpscope.rules.judging import POSITIVE
 from sharpscope.tasks.dataset import read_file
 from sharpscope.traces import load_run
-from sharpscope.traces.rules import POSITIVE
 
 if TYPE_CHECKING:
     from sharpscope.config.method import Method

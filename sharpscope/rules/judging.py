@@ -8,7 +8,7 @@ measure looks ahead, so that a run is judged after each step as its log is after
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,14 +43,7 @@ def applies(rule: Rule, measured: np.ndarray, threshold: float | None = None) ->
 
 
 def advise(rule: Rule, trainer: str = "", lr: float | None = None, checkpoint: str | None = None) -> tuple[str, str]:
-    """A rule's meaning and advice, with the trainer's names of the settings.
-
-    Args:
-        rule: row of the table.
-        trainer: key of FIELDS.
-        lr: learning rate of the step.
-        checkpoint: what to go back to, by name.
-    """
+    """A rule's meaning and advice, with the trainer's names of the settings (FIELDS)."""
     names = {
         **FIELDS.get(trainer, FIELDS[""]),
         "lr_value": "" if lr is None else f" = {lr:g}",
@@ -68,17 +61,11 @@ def judge(
     checkpoint: str | None = None,
     known: str | None = None,
 ) -> list[Event]:
-    """Events of the rules that apply at the last step of a history.
+    """Events of the rules that apply at the last step of a history, number `step`.
 
-    Args:
-        step: number of that step.
-        history: values by canonical quantity, of the steps so far or of this step alone; a rule whose quantities are missing, None
-            or NaN at the step does not apply.
-        limits: by rule what `health.<rule>` sets: `threshold` and `action` (off, warn, skip_step, stop); rules without one are left out.
-        trainer: whose names of the settings are used, a key of FIELDS.
-        lr: learning rate of the step.
-        checkpoint: the newest one, by name.
-        known: judge only the rules that are known then, see `Rule.known`.
+    `history` has values by canonical quantity, of the steps so far or of this step alone: a rule whose quantities are
+    missing, None or NaN does not apply. `limits` has, by rule, `threshold` and `action` of `health.<rule>`. With `known`
+    only such rules are judged (`Rule.known`). `trainer`, `lr` and `checkpoint` are for the text.
     """
     arrays = OfLastStep((name, np.atleast_1d(np.asarray(values, dtype=np.float64))) for name, values in history.items())
     events = []
@@ -109,7 +96,6 @@ SPIKE_WINDOW, SPIKE_LEAST = 50, 10
 """Steps before a step to which its gradient norm is compared, and the fewest that are needed."""
 FEW = 30
 """Steps from which on a run may be said to go nowhere."""
-JUDGED_FINITE = ("grad_norm", "loss", "reward", "kl", "entropy")
 
 
 class OfLastStep(dict[str, Values]):
@@ -269,8 +255,8 @@ def drift(history: History) -> Values:
 def policy_change(history: History) -> Values:
     """KL(π_old‖π) of the step [nats/token].
 
-    Where no step has it: three times the relative change of entropy in a step from which on the mean reward of three steps is at most 5 % of the
-    mean before, which is known three steps later.
+    Where no step has it, three steps later: three times the relative change of entropy in a step from which on the
+    mean reward of three steps is at most 5 % of the mean before.
     """
 
     def _of(reward: Values, entropy: Values) -> Values:
@@ -297,31 +283,13 @@ def ratio_tail(history: History) -> Values:
 
 
 def not_finite(history: History) -> Values:
-    """Number of the quantities JUDGED_FINITE whose logged value is not finite."""
-    known = [np.isinf(history[name]).astype(float) for name in JUDGED_FINITE if name in history]
+    """Number of the rule's quantities whose logged value is not finite."""
+    known = [np.isinf(history[name]).astype(float) for name in RULES["non_finite"].quantities if name in history]
     return np.sum(known, axis=0) if known else _nothing(history)
 
 
-def no_trend(history: History) -> Values:
-    """p-value of Kendall's test for a trend of the reward over all steps; 0 where the ends differ by three standard errors.
-
-    Of the last step only.
-    """
-
-    def _of(y: Values) -> Values:
-        out = np.full(len(y), np.nan)
-        if len(y) >= FEW and np.ptp(y) > 0:
-            out[-1] = 0.0 if moved(y, ends=True) > 3 else trend_p(y)
-        return out
-
-    return _on_known(history, ("reward",), _of)
-
-
 def standing_still(history: History) -> Values:
-    """Steps at whose end reward, entropy and length are where they began, and KL to the reference is below 1e-3; 0 otherwise.
-
-    Of the last step only.
-    """
+    """Of the last step: the steps, if reward, entropy and length are where they began; 0 otherwise."""
 
     def _of(reward: Values, entropy: Values) -> Values:
         out = np.full(len(reward), np.nan)
@@ -338,21 +306,17 @@ def standing_still(history: History) -> Values:
 
 
 def trend_p(y: Values) -> float:
-    """p-value of Kendall's test for a trend of a series (normal approximation with ties); of 1,000 means where it is longer."""
-    if len(y) > 1000:
-        y = np.array([part.mean() for part in np.array_split(y, 1000)])
-    n = len(y)
-    concordant = sum(float(np.sign(y[at + 1 :] - y[at]).sum()) for at in range(n))
-    ties = np.unique(y, return_counts=True)[1].astype(float)
-    variance = (n * (n - 1) * (2 * n + 5) - float((ties * (ties - 1) * (2 * ties + 5)).sum())) / 18
-    return math.erfc(abs(concordant) / math.sqrt(2 * variance)) if variance > 0 else 1.0
+    """p-value of Kendall's test for a trend of a series."""
+    from scipy.stats import kendalltau  # slow to import
+
+    return float(kendalltau(np.arange(len(y)), y, method="asymptotic").pvalue)
 
 
-def moved(y: Values, ends: bool = False) -> float:
-    """Largest distance of the mean of a tenth of a series (`ends`: of the last tenth) from that of the first, in standard errors."""
+def moved(y: Values) -> float:
+    """Largest distance of the mean of a tenth of a series from that of the first, in standard errors."""
     n = max(1, min(len(y) // 2, max(5, round(len(y) / 10))))
     means = np.array([part.mean() for part in np.array_split(y, len(y) // n)])
-    gap, noise = float(np.abs((means[-1:] if ends else means) - means[0]).max()), float(step_noise(y)[-1])
+    gap, noise = float(np.abs(means - means[0]).max()), float(step_noise(y)[-1])
     return gap / (noise * np.sqrt(2 / n)) if noise > 0 else (np.inf if gap > 0 else 0.0)
 
 
@@ -395,3 +359,61 @@ def _on_known(
         if len(known):
             out[known] = of(*(history[name][known] for name in names))
     return out
+
+
+# -- spikes in a running training, and the sampler's log-probabilities: with r = π/μ, of the trainer's to the sampler's
+# -- probability, KL(μ‖π) is estimated by k1 = −ln r, k2 = (ln r)²/2 and k3 = r − 1 − ln r
+
+BAND = (0.9, 1.1)
+"""Ratios π/μ outside are counted."""
+QUANTITIES = ("outside", "k1", "k2", "k3")
+POSITIVE = 1e-4
+"""Rounding that a log-probability of 0 may have [nats]."""
+CERTAIN = -0.1
+"""Where the trainer's log-probability is below this, a sampler's of exactly 0 is wrong [nats]."""
+FEWEST = 16
+"""Tokens from which on equal log-probabilities are no coincidence."""
+
+
+def robust_z(history: Sequence[float], value: float) -> float:
+    """Robust z-score (value − median)/(1.4826·MAD) against the last `SPIKE_WINDOW` values of `history`.
+
+    NaN with fewer than `SPIKE_LEAST` finite values. If the MAD is zero, 0 at the median and ±inf otherwise.
+    """
+    recent = [v for v in history[-SPIKE_WINDOW:] if math.isfinite(v)]
+    if len(recent) < SPIKE_LEAST or not math.isfinite(value):
+        return math.nan
+    median = float(np.median(recent))
+    scale = 1.4826 * float(np.median(np.abs(np.array(recent) - median)))
+    if scale == 0:
+        return 0.0 if value == median else math.copysign(math.inf, value - median)
+    return (value - median) / scale
+
+
+def mismatch(logp: NDArray[np.floating], sampler: NDArray[np.floating]) -> dict[str, NDArray[np.float64]]:
+    """QUANTITIES of each token (n,): `outside` (0 or 1), k1, k2, k3 [nats]."""
+    x = np.asarray(logp, dtype=np.float64) - np.asarray(sampler, dtype=np.float64)
+    ratio = np.exp(x)
+    outside = (ratio < BAND[0]) | (ratio > BAND[1])
+    return {"outside": outside.astype(float), "k1": -x, "k2": x * x / 2, "k3": np.expm1(x) - x}
+
+
+def sampler_values(logp: NDArray[np.floating], sampler: NDArray[np.floating]) -> dict[str, float]:
+    """What the health rules judge of a step's log-probabilities (n,) [nats], where both are known; empty without any.
+
+    Impossible are a sampler's above 0, of 0 where the trainer's is below CERTAIN, and equal ones where the trainer's differ.
+    """
+    known = np.isfinite(logp) & ~np.isnan(sampler)
+    if not known.any():
+        return {}
+    logp, sampler = logp[known], sampler[known]
+    gap, outside = np.abs(logp - sampler), mismatch(logp, sampler)["outside"].mean()
+    impossible = (sampler > POSITIVE) | ((sampler == 0) & (logp < CERTAIN))
+    if len(sampler) >= FEWEST and np.ptp(sampler) == 0 and np.ptp(logp) > 0:
+        impossible[:] = True
+    return {
+        "sampler_impossible": float(impossible.mean()),
+        "sampler_outside": float(outside),
+        "mismatch": float(gap.mean()),
+        "ratio_max": float(np.exp(np.minimum(gap.max(), 700))),
+    }

@@ -1,5 +1,6 @@
 """Recorded data of a run: schema, crash-safe writer and reader. `schema` defines every table and column."""
 
+from sharpscope.rules.judging import robust_z
 from sharpscope.traces.files import (
     RUN_FILE,
     RunLock,
@@ -16,5 +17,4 @@ from sharpscope.traces.files import (
 )
 from sharpscope.traces.parts import SchemaError, TraceWriter, pack_runs, rewind
 from sharpscope.traces.reader import DamagedPartWarning, Reduction, Run, Runs, load_run, load_runs, write_reductions
-from sharpscope.traces.rules import robust_z
 from sharpscope.traces.schema import MAX_SATURATION, SCHEMA_VERSION, TABLES, schema_markdown, timing_columns

@@ -23,7 +23,6 @@ TRACES = "traces"
 ASIDE = ".tmp"
 STARTING = f".start{ASIDE}"
 """Marks a folder as a run's from its creation until run.json exists."""
-_START_FILES = (CONFIG_FILE, "tokenizer", LOCK_FILE, TRACES)
 
 
 def now() -> str:
@@ -50,11 +49,7 @@ def write_atomic(path: Path, data: str | bytes) -> None:
 
 
 def output_folder(out: str | Path) -> Path:
-    """Create the folder `out` if it does not exist, and return its path.
-
-    Raises:
-        UserError: the folder cannot be created.
-    """
+    """Create the folder `out` if it does not exist, and return its path."""
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,11 +65,7 @@ def free_name(path: str | Path) -> Path:
 
 
 def check_free(path: str | Path) -> None:
-    """Check that a new run can be written to a folder.
-
-    Raises:
-        UserError: the folder has content or lies inside the folder of a run; the message names a free folder.
-    """
+    """Refuse a folder for a new run that has content or lies inside a run, and name a free one."""
     folder = Path(path)
     around = next((parent for parent in folder.absolute().parents if (parent / RUN_FILE).exists()), None)
     if around is not None:
@@ -91,13 +82,7 @@ def set_aside(folder: Path) -> Path:
 
 
 def create_run_dir(path: str | Path) -> Path:
-    """Create the folder of a new run and its `traces` folder.
-
-    The folder may exist if it is empty or left by a run that was killed before it wrote run.json.
-
-    Raises:
-        UserError: the folder has other content, is inside another run, is a file, or cannot be created.
-    """
+    """Create the folder of a new run, which must be free (see `check_free`), and its `traces` folder."""
     folder = Path(path)
     check_free(folder)
     try:
@@ -112,32 +97,21 @@ def create_run_dir(path: str | Path) -> Path:
 
 
 def never_began(folder: Path) -> bool:
-    """Whether a folder is empty or left by a run that was killed before it wrote run.json.
-
-    False for a user's folder with similar content, such as a config.yaml.
-    """
+    """Whether a folder is empty or left by a run that was killed before it wrote run.json."""
     content = set(folder.iterdir())
     if any(path.is_file() for path in (folder / TRACES).rglob("*")):
         return False
-    # The marker is the first file of a run: without it the folder has no other file.
     return content <= {folder / TRACES} or (folder / STARTING in content and content == set(start_files(folder)))
 
 
 def start_files(folder: Path) -> list[Path]:
     """Files and folders in `folder` that a run creates before run.json."""
-    return [p for p in folder.iterdir() if p.name in _START_FILES or (p.name[0] == "." and p.name.endswith(ASIDE))]
+    names = (CONFIG_FILE, "tokenizer", LOCK_FILE, TRACES)
+    return [p for p in folder.iterdir() if p.name in names or (p.name[0] == "." and p.name.endswith(ASIDE))]
 
 
 def create_run_info(run_dir: str | Path, info: Mapping[str, Any]) -> dict[str, Any]:
-    """Write run.json of a new run and return its content.
-
-    Args:
-        run_dir: folder of the run.
-        info: content, with method, task, seed and config; schema_version, name, status and start time are added.
-
-    Raises:
-        FileExistsError: run.json exists.
-    """
+    """Write run.json of a new run: `info`, schema version, name, status and start time; returns it."""
     path = Path(run_dir) / RUN_FILE
     if path.exists():
         raise FileExistsError(f"{path} exists")
@@ -159,11 +133,7 @@ def _write_info(path: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_run_info(run_dir: str | Path) -> dict[str, Any]:
-    """Read run.json.
-
-    Raises:
-        UserError: the file is missing, or is not a JSON object with a dictionary `config`.
-    """
+    """Read run.json; UserError if it is missing or damaged."""
     path = Path(run_dir) / RUN_FILE
     try:
         return parse_run_info(path.read_bytes(), path)
@@ -174,11 +144,7 @@ def read_run_info(run_dir: str | Path) -> dict[str, Any]:
 
 
 def parse_run_info(content: str | bytes, path: Path) -> dict[str, Any]:
-    """Parse the content of run.json; `path` is for the error message.
-
-    Raises:
-        UserError: the content is not a JSON object with a dictionary `config`.
-    """
+    """Parse the content of run.json; `path` is for the error message."""
     try:
         info = json.loads(content)
         problem = "" if isinstance(info, dict) and isinstance(info.get("config"), dict | None) else "not a run's"
@@ -217,11 +183,7 @@ class RunLock:
         self.path = Path(run_dir) / LOCK_FILE  # its content is for messages
 
     def __enter__(self) -> RunLock:
-        """Acquire the lock.
-
-        Raises:
-            UserError: another process holds the lock, or the folder is not writable.
-        """
+        """Acquire the lock; UserError if another process holds it, or the folder is not writable."""
         for _ in range(20):  # a reader may hold it for an instant
             try:
                 self._file = self.path.open("a+b")

@@ -32,42 +32,28 @@ RUN = "run"
 """First column of the files of a packed data set."""
 # Values repeat within a step, so dictionary encoding is smaller than byte stream split.
 _REPEATING = {"advantage", "ratio", "weight"}
-# Readers skip row groups in which these columns are all null.
-_STATISTICS = {"step", RUN} | {c.name for table in TABLES.values() for c in table.columns if c.probe}
 
 
 class DamagedPartError(ValueError):
     """The content of a part is damaged; the message gives the reason."""
 
 
-def read_part(
-    path: Path,
-    columns: Sequence[str],
-    steps: Collection[int] | None = None,
-    required: Sequence[str] = (),
-    run: str = "",
-) -> pa.Table:
-    """Read rows of a table's file. Other columns, and row groups without such rows, are not read from the disk.
+def read_part(path: Path, columns: Sequence[str], steps: Collection[int] | None = None, run: str = "") -> pa.Table:
+    """Read rows of a table's file: `columns` of `steps` (None: all), in a packed data set those of `run`.
 
-    Args:
-        path: of the file.
-        columns: columns to return, in this order; none without a row. A column that the file lacks (an older schema) is null.
-        steps: steps to return; None returns all.
-        required: skip row groups in which one of these columns is all null.
-        run: name of a run in the file of a packed data set; "" in the file of one run.
+    Nothing else is read from the disk. A column that the file lacks (an older schema) is null; without a row there are
+    no columns.
 
     Raises:
         FileNotFoundError: there is no such file.
         DamagedPartError: the file has no footer or another schema version, or a page fails its checksum.
     """
     stat = path.stat()
-    metadata, groups = _footer(str(path), stat.st_mtime_ns, stat.st_size)
+    metadata, groups = _footer(str(path), stat.st_mtime_ns, stat.st_size)  # new content has another key in the cache
     chosen = [
         index
         for index, runs, first, last in groups
-        if runs[0] <= run <= runs[1]
-        and (steps is None or any(first <= step <= last for step in steps))
-        and not any(_all_null(metadata, index, name) for name in required)
+        if runs[0] <= run <= runs[1] and (steps is None or any(first <= step <= last for step in steps))
     ]
     if not chosen:
         return pa.table({})
@@ -86,14 +72,6 @@ def read_part(
         if name not in stored:
             table = table.append_column(name, pa.nulls(table.num_rows))
     return table.select(list(columns))
-
-
-def _all_null(metadata: pq.FileMetaData, group: int, column: str) -> bool:
-    if column not in metadata.schema.names:
-        return True
-    part = metadata.row_group(group)
-    known = part.column(metadata.schema.names.index(column)).statistics
-    return known is not None and known.has_null_count and known.null_count == part.num_rows
 
 
 @lru_cache(maxsize=65536)
@@ -125,7 +103,7 @@ def parquet_options(schema: pa.Schema) -> dict[str, Any]:
         "compression_level": 3,
         "use_dictionary": [f.name for f in schema if f.name not in split],
         "column_encoding": dict.fromkeys(split, "BYTE_STREAM_SPLIT"),
-        "write_statistics": [name for name in schema.names if name in _STATISTICS],
+        "write_statistics": [name for name in schema.names if name in ("step", RUN)],
         "write_page_checksum": True,
     }
 
@@ -148,30 +126,22 @@ def write_part(table: pa.Table, path: Path, *, groups: bool = True) -> None:
 def rewind(run_dir: str | Path, step: int) -> dict[str, str]:
     """Remove every row after `step` from a run's traces, so that a resumed run does not record them twice.
 
-    Hold the folder's RunLock. A part with rows before and after `step` is replaced; if its pages are damaged it is renamed
-    to a name that readers skip. Parts with a damaged footer stay. It can be repeated after an interruption.
-
-    Returns:
-        Part that was set aside (relative to the run's folder) -> reason.
+    Hold the folder's RunLock. A part with rows before and after `step` is replaced. A damaged one is renamed so that
+    readers skip it, and returned with the reason.
     """
     damaged = {}
-    for temporary in Path(run_dir).glob(f"*{ASIDE}"):
-        temporary.unlink(missing_ok=True)
     for name, table in TABLES.items():
         for path in sorted((Path(run_dir) / TRACES / name).glob("part-*.parquet")):
             try:
                 steps = read_part(path, ["step"])["step"].to_numpy()
-            except DamagedPartError:
-                continue
-            if (steps > step).all():
-                path.unlink()
-            elif (steps > step).any():
-                try:
+                if (steps > step).all():
+                    path.unlink()
+                elif (steps > step).any():
                     rows = read_part(path, table.names)
                     write_part(rows.filter(pc.less_equal(rows["step"], step)).cast(arrow_schema(name)), path)
-                except DamagedPartError as error:
-                    renamed = path.rename(path.with_name(f".damaged-{path.name}"))
-                    damaged[renamed.relative_to(run_dir).as_posix()] = str(error)
+            except DamagedPartError as error:
+                renamed = path.rename(path.with_name(f".damaged-{path.name}"))
+                damaged[renamed.relative_to(run_dir).as_posix()] = str(error)
     return damaged
 
 
@@ -187,14 +157,10 @@ class SchemaError(ValueError):
 
 
 class TraceWriter:
-    """Append rows to the traces of one run; `flush` makes them durable.
+    """Append rows to the traces of one run; `flush` makes them durable, and so does leaving the context.
 
     Hold the folder's RunLock while writing. Part numbers continue after existing parts, intact or damaged, and nothing is
-    overwritten. As a context manager it flushes on exit, also after an exception.
-
-    Args:
-        run_dir: folder of the run; `traces/` is created if missing.
-        groups: write one row group per step, so that a reader can read one step alone; False makes smaller files.
+    overwritten. With `groups` a reader can read one step alone; without, files are smaller.
     """
 
     def __init__(self, run_dir: str | Path, *, groups: bool = True) -> None:
@@ -205,8 +171,6 @@ class TraceWriter:
         for name in TABLES:
             folder = self.folder / name
             folder.mkdir(parents=True, exist_ok=True)
-            for temporary in folder.glob(f".part-*{ASIDE}"):
-                temporary.unlink(missing_ok=True)
             numbers = [int(match[1]) for path in folder.iterdir() if (match := PART.search(path.name))]
             self._next[name] = max(numbers, default=-1) + 1
 
@@ -226,11 +190,7 @@ class TraceWriter:
         return self.append_table(table, _to_arrow(table, columns))
 
     def append_table(self, table: str, rows: pa.Table) -> int:
-        """Buffer rows as returned by `Run.arrow`, with null and NaN unchanged, and return their number.
-
-        Raises:
-            SchemaError: `rows` has other columns.
-        """
+        """Buffer rows as returned by `Run.arrow`, with null and NaN unchanged, and return their number."""
         if rows.schema.names != TABLES[table].names:
             raise SchemaError(f"{table}: not a trace table with all its columns")
         if rows.num_rows:
@@ -238,9 +198,7 @@ class TraceWriter:
         return len(rows)
 
     def flush(self) -> list[Path]:
-        """Write the buffered rows, one part per table.
-
-        `steps` comes last: every step in `steps` has its rows in the other tables.
+        """Write the buffered rows, one part per table, `steps` last, whose rows say that a step is complete.
 
         Raises:
             OSError: the disk is full or the folder is read-only. Unwritten rows stay buffered for a later flush.
@@ -280,7 +238,7 @@ def _to_arrow(name: str, columns: Mapping[str, Any]) -> pa.Table:
             array = pa.nulls(rows, ARROW_TYPES[field.type])
         else:
             value = value if field.name in lengths else np.full(rows, value)
-            array = (_texts if field.type in ("string", "json") else _numbers)(label, field, value)
+            array = _array(label, field, value)
         if array.null_count and not field.nullable:
             raise SchemaError(f"{label} may not be null, but {array.null_count} of {rows} rows are")
         arrays.append(array)
@@ -295,48 +253,34 @@ def _to_numpy(value: Any) -> Any:
     return value
 
 
-def _numbers(label: str, column: Column, value: Any) -> pa.Array:
-    """An array of numbers or booleans; None and masked entries are null."""
-    dtype = np.dtype(ARROW_TYPES[column.type].to_pandas_dtype())
-    mask, data = np.ma.getmaskarray(value) if isinstance(value, np.ma.MaskedArray) else None, np.ma.getdata(value)
-    if not isinstance(value, np.ndarray) or data.dtype == object:
-        items = [item.item() if hasattr(item, "item") else item for item in value]
-        mask = np.array([item is None for item in items], dtype=bool)
-        # Masked entries get a valid value, so that None does not determine the dtype.
-        filler = next((item for item in items if item is not None), dtype.type(0))
-        data = np.array([filler if item is None else item for item in items]) if items else np.empty(0, dtype)
-    if data.ndim != 1:
-        raise SchemaError(f"{label} has shape {data.shape}; give one value per row")
-    if data.dtype.kind not in {"b": "b", "i": "iu", "f": "fiu"}[dtype.kind]:
-        raise SchemaError(f"{label} is {column.type}, got {data.dtype}")
-    if dtype.kind == "i" and data.size and not np.can_cast(data.dtype, dtype):
-        bounds = np.iinfo(dtype)
-        if data.min() < bounds.min or data.max() > bounds.max:
-            raise SchemaError(f"{label} is {column.type}, got values from {data.min()} to {data.max()}")
-    with np.errstate(over="ignore"):  # values beyond float32 become infinite
-        return pa.array(data.astype(dtype), ARROW_TYPES[column.type], mask=mask)
+def _array(label: str, column: Column, value: Any) -> pa.Array:
+    """The values of a column; None and masked entries are null, of texts what UTF-8 cannot encode is replaced."""
+    mask = np.ma.getmaskarray(value) if isinstance(value, np.ma.MaskedArray) else None
+    plain = isinstance(value, np.ndarray) and value.dtype.kind not in "OU"
+    try:
+        array = pa.array(np.ma.getdata(value) if plain else [_plain(item) for item in value], mask=mask)
+        if pa.types.is_string(array.type) != (column.type in ("string", "json")) and array.null_count < len(array):
+            raise pa.ArrowTypeError(f"got {array.type}")
+        return array.cast(ARROW_TYPES[column.type])
+    except pa.ArrowException as error:
+        raise SchemaError(f"{label} is {column.type}: {_one_line(error)}") from error
 
 
-def _texts(label: str, column: Column, value: Any) -> pa.Array:
-    """An array of strings; a mapping in a column of JSON becomes an object of numbers, null where not finite."""
-    items = [_json(item) if column.type == "json" and isinstance(item, Mapping) else item for item in value]
-    wrong = next((item for item in items if not isinstance(item, str | None)), None)
-    if wrong is not None:
-        raise SchemaError(f"{label} is {column.type}, got {type(wrong).__name__}")
-    # A lone surrogate (from "\ud800" in a JSON file) cannot be encoded in UTF-8.
-    return pa.array([item and item.encode("utf-8", "replace").decode("utf-8") for item in items], pa.string())
-
-
-def _json(numbers: Mapping[str, float]) -> str:
-    known = {str(key): float(number) for key, number in numbers.items()}
-    return json.dumps({k: v if math.isfinite(v) else None for k, v in known.items()}, ensure_ascii=False)
+def _plain(item: Any) -> Any:
+    """One value as a number, a text that UTF-8 can encode, or of a mapping of numbers a JSON object."""
+    if isinstance(item, str):
+        return item.encode("utf-8", "replace").decode("utf-8")  # "\ud800" in a JSON file is half a character
+    if isinstance(item, Mapping):
+        numbers = {str(key): float(number) for key, number in item.items()}
+        return json.dumps({k: v if math.isfinite(v) else None for k, v in numbers.items()}, ensure_ascii=False)
+    return item.item() if hasattr(item, "item") else item
 
 
 # -- packed data sets
 
 PACK_FILE = "runs.parquet"
-GROUP = 4_000
-"""Rows from which a row group is full; it holds whole runs, and small ones share it."""
+GROUP = 10_000
+"""Rows of a row group, which may hold several runs."""
 _RUNS = pa.schema([(RUN, pa.string()), ("info", pa.string()), ("config", pa.string())])
 
 
@@ -345,17 +289,9 @@ def is_pack(folder: Path) -> bool:
     return (folder / PACK_FILE).is_file()
 
 
-def packed_runs(folder: Path) -> dict[str, dict[str, Any]]:
-    """Texts of run.json (`info`) and config.yaml (`config`, may be None) of the runs in a packed data set, by name.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
-    return _packed_runs(folder, (folder / PACK_FILE).stat().st_mtime_ns)
-
-
 @lru_cache(maxsize=8)
-def _packed_runs(folder: Path, _modified: int) -> dict[str, dict[str, Any]]:
+def packed_runs(folder: Path) -> dict[str, dict[str, Any]]:
+    """Texts of run.json (`info`) and config.yaml (`config` or None) of a packed data set's runs, by name."""
     try:
         rows = pq.read_table(folder / PACK_FILE, schema=_RUNS, partitioning=None).to_pylist()
     except (pa.ArrowException, OSError) as error:
@@ -364,14 +300,7 @@ def _packed_runs(folder: Path, _modified: int) -> dict[str, dict[str, Any]]:
 
 
 def pack_runs(runs: Mapping[str, Run], out: Path) -> list[Path]:
-    """Write finished runs to a packed data set; checkpoints and tokenizers are not included.
-
-    Args:
-        runs: name in the data set -> run. A name may contain slashes.
-        out: its folder; empty or new.
-
-    Returns:
-        The written files.
+    """Write finished runs by name to a packed data set, without checkpoints and tokenizers; returns its files.
 
     Raises:
         UserError: `out` is not empty, there is no run, or a run is not finished or has damaged parts.
@@ -387,17 +316,14 @@ def pack_runs(runs: Mapping[str, Run], out: Path) -> list[Path]:
     pq.write_table(pa.Table.from_pylist(texts, _RUNS), out / PACK_FILE, compression="zstd")
     for table in TABLES:
         schema = arrow_schema(table).insert(0, pa.field(RUN, pa.string()))
-        groups: list[list[pa.Table]] = [[]]
+        whole = schema.empty_table()
         for name, run in runs.items():
             rows = run.arrow(table)
             if run.damaged:
                 raise UserError(f"run: {name} has damaged parts ({', '.join(run.damaged)}); restore or exclude it")
-            if len(rows):
-                groups += [[]] if sum(map(len, groups[-1])) >= GROUP else []
-                groups[-1].append(rows.add_column(0, schema.field(RUN), pa.repeat(name, len(rows))).cast(schema))
-        if groups[0]:
-            options = parquet_options(schema) | {"compression_level": 19}
-            with pq.ParquetWriter(out / f"{table}.parquet", schema, **options) as writer:
-                for group in map(pa.concat_tables, groups):
-                    writer.write_table(group, row_group_size=len(group))
+            rows = rows.add_column(0, schema.field(RUN), pa.repeat(name, len(rows))).cast(schema)
+            whole = pa.concat_tables([whole, rows])
+        if len(whole):
+            options = parquet_options(schema) | {"compression_level": 19, "row_group_size": GROUP}
+            pq.write_table(whole, out / f"{table}.parquet", **options)
     return sorted(out.iterdir())

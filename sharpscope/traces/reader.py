@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
@@ -54,8 +53,8 @@ def write_reductions(run_dir: str | Path, rows: Sequence[Reduction]) -> None:
             writer.append("reductions", asdict(row) | {"values": values})
 
 
-class _Tables(ABC):
-    """Attribute access to the tables that are read as data frames."""
+class _Tables:
+    """Attribute access to the tables that are read as data frames, by `_frame`."""
 
     steps: pd.DataFrame
     updates: pd.DataFrame
@@ -66,15 +65,12 @@ class _Tables(ABC):
     eval: pd.DataFrame
     events: pd.DataFrame
     forks: pd.DataFrame
+    _frame: Callable[[str], pd.DataFrame]
 
     def __getattr__(self, name: str) -> pd.DataFrame:
         if name not in TABLES or name in ("tokens", "reductions"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return self._frame(name)
-
-    @abstractmethod
-    def _frame(self, table: str) -> pd.DataFrame:
-        """The table as a data frame."""
 
 
 class Run(_Tables):
@@ -159,13 +155,14 @@ class Run(_Tables):
         Args:
             steps: steps to read; None reads all.
             columns: columns to read; None reads all.
-            required: skip steps in which one of these columns was not recorded.
+            required: leave out rows in which one of these of the columns is null or NaN.
 
         Raises:
             UserError: a column does not exist.
         """
-        for table in self._tables("tokens", _steps(steps), _columns("tokens", columns), _columns("tokens", required)):
-            yield _pandas(table)
+        for table in self._tables("tokens", _steps(steps), _columns("tokens", columns)):
+            if len(frame := _pandas(table).dropna(subset=list(required))):
+                yield frame
 
     def arrow(
         self, table: str, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None
@@ -177,16 +174,9 @@ class Run(_Tables):
 
     @cached_property
     def reductions(self) -> list[Reduction] | None:
-        """Results computed from the full token table before it was sampled; None for other runs.
-
-        Raises:
-            UserError: a value is not valid JSON.
-        """
-        try:
-            rows = self.arrow("reductions").to_pylist()
-            made = [row | {"values": json.loads(row["values"], object_hook=_from_json)} for row in rows]
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{self.path}: its reductions cannot be read ({error}); reduce the run again") from error
+        """Results computed from the full token table before it was sampled; None for other runs."""
+        rows = self.arrow("reductions").to_pylist()
+        made = [row | {"values": json.loads(row["values"], object_hook=_from_json)} for row in rows]
         return [Reduction(**row) for row in made] or None
 
     def show(self, height: int = 900) -> Any:
@@ -224,9 +214,7 @@ class Run(_Tables):
             self.arrow(table)
         return self.damaged
 
-    def _tables(
-        self, table: str, steps: set[int] | None, columns: list[str], required: Sequence[str] = ()
-    ) -> Iterator[pa.Table]:
+    def _tables(self, table: str, steps: set[int] | None, columns: list[str]) -> Iterator[pa.Table]:
         """Rows of each sound part of a table, in order."""
         schema = pa.schema([arrow_schema(table).field(name) for name in columns])
         root = self.path if self._pack is None else self._pack
@@ -236,7 +224,7 @@ class Run(_Tables):
             if name in self.damaged:
                 continue
             try:
-                rows = read_part(path, columns, steps, required, self._key)
+                rows = read_part(path, columns, steps, self._key)
             except FileNotFoundError:
                 continue  # a resumed run removed it: its rows are recorded again
             except DamagedPartError as error:
@@ -249,9 +237,6 @@ class Run(_Tables):
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, method={self.method!r}, seed={self.seed}, status={self.status!r})"
-
-    def _repr_html_(self) -> str:
-        return Runs(self.path.parent, {self.name: self}, {})._repr_html_()
 
 
 class Runs(_Tables, Sequence[Run]):
@@ -307,9 +292,6 @@ class Runs(_Tables, Sequence[Run]):
 
     def __repr__(self) -> str:
         return f"Runs({str(self.root)!r}, {len(self)} runs, {len(self.skipped)} skipped)"
-
-    def _repr_html_(self) -> str:
-        return str(self.table.to_html(index=False, escape=True))
 
 
 def load_run(path: str | Path) -> Run:
@@ -399,11 +381,10 @@ def _columns(table: str, columns: Sequence[str] | None) -> list[str]:
     valid = TABLES[table].names
     if columns is None:
         return valid
-    selected = [columns] if isinstance(columns, str) else list(columns)
-    for name in selected:
+    for name in columns:
         if name not in valid:
             raise UserError(f"columns: {table} has no column {name!r}{nearest(name, valid)}")
-    return selected
+    return list(columns)
 
 
 def _pandas(table: pa.Table) -> pd.DataFrame:
@@ -441,54 +422,36 @@ def piece_maker(run: Run) -> Pieces | None:
 @lru_cache(maxsize=8)
 def _load(folder: Path) -> Pieces | None:
     """`piece_maker` of the tokenizer in a folder."""
-    loaded: Any
-    options = {"skip_special_tokens": False}
+    from tokenizers import Tokenizer
+
     try:
-        if (folder / "tokenizer.json").is_file():
-            # AutoTokenizer gives some model types (Qwen2 among them) a class that cuts text in another way than the file says
-            from tokenizers import Tokenizer
-
-            loaded = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        else:
-            from transformers import AutoTokenizer
-
-            loaded, options["clean_up_tokenization_spaces"] = AutoTokenizer.from_pretrained(folder), False
-    except Exception:  # the libraries raise bare exceptions for a damaged file; tokens then stand as their numbers
+        loaded = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception:  # the library raises bare exceptions for a damaged file; tokens then stand as their numbers
         return None
-    return lambda ids: pieces(ids, lambda part: str(loaded.decode(part, **options)))
+    decode = lru_cache(maxsize=None)(lambda *ids: str(loaded.decode(ids, skip_special_tokens=False)))
+    return lambda ids: pieces(ids, lambda part: decode(*part))
 
 
 def token_texts(run: Run, tokens: pd.DataFrame) -> pd.Series:
     """The text of each row of `tokens` (step, rollout, position, token_id), by `piece_maker`; None without a tokenizer."""
-    maker = piece_maker(run)
-    if maker is None or tokens.empty:
+    maker, ordered = piece_maker(run), tokens.sort_values(["step", "rollout", "position"])
+    if maker is None:
         return pd.Series(None, index=tokens.index, dtype=object)
-    known = {token: maker([int(token)])[0] for token in tokens["token_id"].unique()}
-    texts = tokens["token_id"].map(known).astype(object)
-    parts = tokens["token_id"].isin([token for token, text in known.items() if BROKEN in text])
-    for _, rows in tokens.groupby(["step", "rollout"]) if parts.any() else ():
-        if not parts[rows.index].any():
-            continue
-        ordered = rows.sort_values("position")
-        texts.loc[ordered.index] = maker([int(token) for token in ordered["token_id"]])
-    return texts
+    texts = [text for _, ids in ordered.groupby(["step", "rollout"])["token_id"] for text in maker(ids.tolist())]
+    return pd.Series(texts, index=ordered.index, dtype=object).reindex(tokens.index)
 
 
 def pieces(ids: Sequence[int], join: Callable[[list[int]], str]) -> list[str]:
     """Texts of `ids`, given a function that decodes several ids at once."""
-    known: dict[int, str] = {}
     result: list[str] = []
     waiting: list[int] = []
     for token in ids:
-        if token not in known:
-            known[token] = join([token])
         waiting.append(token)
-        text = known[token] if len(waiting) == 1 else join(waiting)
-        if text.endswith(BROKEN) and len(waiting) < LONGEST:
-            result.append("")
-            continue
-        result.append(text)
-        waiting = []
+        text = join(waiting)
+        unfinished = text.endswith(BROKEN) and len(waiting) < LONGEST
+        result.append("" if unfinished else text)
+        if not unfinished:
+            waiting = []
     if waiting:  # ends in the middle of a character
         result[-1] = join(waiting)
     return result

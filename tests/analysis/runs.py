@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from sharpscope.analysis.text import shown
 from sharpscope.traces import TraceWriter, create_run_dir, create_run_info, update_run_info
-from tests.traces.rows import INFO, rows
+from tests.traces.synthetic import INFO, rows
 
 SPIKE, STEPS = 12, 14
 """The spike's step, after enough others for it to stand out, and the last step."""

@@ -14,7 +14,7 @@ from sharpscope.analysis.curves import chart_of, study_charts
 from sharpscope.analysis.figures import plain, save, setting_text
 from sharpscope.analysis.study import Setting, Study
 from sharpscope.traces import Runs, TraceWriter, load_run
-from tests.traces.rows import new_run, rows
+from tests.traces.synthetic import new_run, rows
 
 
 def named(*labels):

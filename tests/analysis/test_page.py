@@ -19,7 +19,7 @@ from sharpscope.traces import TraceWriter, load_run, load_runs
 from sharpscope.traces.reader import pieces
 from tests.analysis.runs import HOSTILE, LONG, SPIKE, WORDS, ids_of, in_file, write_report_run
 from tests.faults.test_untrusted import Elements
-from tests.traces.rows import rows
+from tests.traces.synthetic import rows
 
 
 def elements(text: str) -> list[tuple[str, dict[str, str | None]]]:

@@ -14,8 +14,7 @@ from sharpscope.analysis.reduction import reduce_run, reduce_runs
 from sharpscope.cli import app
 from sharpscope.errors import UserError
 from sharpscope.traces import Reduction, load_run, load_runs, write_reductions
-from tests.traces.rows import new_run
-from tests.traces.synthetic import Effects, Shape, write_study
+from tests.traces.synthetic import Effects, Shape, new_run, write_study
 
 
 @pytest.fixture(scope="module")

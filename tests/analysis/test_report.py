@@ -21,7 +21,7 @@ from sharpscope.errors import UserError
 from sharpscope.traces import RunLock, TraceWriter, load_run, load_runs, update_run_info
 from tests.analysis import runs as small
 from tests.analysis.runs import SPIKE, values_of, write_report_run, write_small
-from tests.traces.rows import new_run, rows
+from tests.traces.synthetic import new_run, rows
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from sharpscope.analysis.spikes import (
     range_shares,
     step_shares,
 )
+from sharpscope.rules.judging import robust_z
 from sharpscope.traces import Runs, load_run
-from sharpscope.traces.rules import robust_z
 from tests.analysis.runs import SPIKE, STEPS, write_report_run
 
 

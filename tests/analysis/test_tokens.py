@@ -28,7 +28,7 @@ from sharpscope.analysis.token_values import (
 )
 from sharpscope.integrations.importers import Options, import_files
 from sharpscope.traces import TraceWriter, load_run
-from tests.traces.rows import new_run, rows
+from tests.traces.synthetic import new_run, rows
 
 GROUPS = ["0.attention", "0.mlp", "head"]
 

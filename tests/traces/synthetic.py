@@ -1,4 +1,4 @@
-"""Synthetic runs, written through TraceWriter, with effects of known size: ground truth for analysis and claims.
+"""Made runs: rows of every table filled at random, and synthetic runs with effects of known size, ground truth for analysis and claims.
 
 Token statistics come from real softmax distributions, so that every identity between columns holds to float32 rounding;
 rewards, norms, influences and probes follow simple laws whose constants are `Effects`.
@@ -11,12 +11,68 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 
-from sharpscope.traces import TraceWriter, create_run_dir, create_run_info, update_run_info
+from sharpscope.traces import TABLES, TraceWriter, create_run_dir, create_run_info, update_run_info
 
 SIGMOID = {"kind": "sigmoid", "preset": "calibrated", "input": "logit", "alpha": 2.0, "tau": 3.0, "mu": 0.25}
 SIGMOID |= {"L": 1.0, "U": 1.4, "u0": 2.0}
 RHOS = (0.01, 0.05, 0.2)
+
+
+INFO: dict[str, Any] = {"method": "grpo", "task": "knights_knaves", "seed": 0, "config": {"seed": 0, "steps": 3}}
+
+
+def new_run(path, **info):
+    folder = create_run_dir(path)
+    create_run_info(folder, INFO | info)
+    return folder
+
+
+def rows(table: str, step: int, count: int = 4, seed: int = 0) -> dict[str, Any]:
+    """`count` valid rows with every column filled, in a dict as TraceWriter.append takes it."""
+    rng = np.random.default_rng([seed, step])
+    columns: dict[str, Any] = {}
+    for column in TABLES[table].columns:
+        if column.type == "bool":
+            columns[column.name] = rng.random(count) < 0.5
+        elif column.type.startswith("int"):
+            columns[column.name] = rng.integers(-1, 2, count)
+        elif column.name == "inclusion_probability":
+            columns[column.name] = np.ones(count, dtype=np.float32)
+        elif column.type.startswith("float"):
+            columns[column.name] = rng.normal(size=count).astype(column.type)
+        elif column.type == "json":
+            columns[column.name] = [{"format": 1.0, "answer": float(i)} for i in range(count)]
+        else:
+            columns[column.name] = [f"{column.name} {i}" for i in range(count)]
+    return columns | {"step": step}
+
+
+def token_rows(step=1, count=4, **changes):
+    return rows("tokens", step, count) | changes
+
+
+def two_parts(path):
+    run = new_run(path)
+    writer = TraceWriter(run)
+    for step in (1, 2):
+        writer.append("tokens", rows("tokens", step, 20))
+        writer.flush()
+    return run, sorted((run / "traces/tokens").iterdir())
+
+
+def damage_part(part: Path, column: str, group: int = -1) -> None:
+    """Flip one bit in the last page of a column of a row group, so that only readers of that column notice."""
+    metadata = pq.read_metadata(part)
+    place = metadata.row_group(group % metadata.num_row_groups).column(metadata.schema.names.index(column))
+    start = place.dictionary_page_offset if place.has_dictionary_page else place.data_page_offset
+    content = bytearray(part.read_bytes())
+    content[start + place.total_compressed_size - 1] ^= 1
+    part.write_bytes(content)
+
+
+# -- runs with effects of known size
 
 
 @dataclass(frozen=True)
@@ -65,9 +121,6 @@ def write_run(
     seed: int = 0,
     shape: Shape | None = None,
     effects: Effects | None = None,
-    task: str = "knights_knaves",
-    config: dict[str, Any] | None = None,
-    status: str = "finished",
     probes: bool = True,
     tokens: bool = True,
 ) -> Path:
@@ -77,9 +130,10 @@ def write_run(
     world = World(rng, shape, effects, method, rng.normal(0, 0.02))
     weight = SIGMOID if "sg" in method else {"kind": "uniform"}
     folder = create_run_dir(path)
+    task = "knights_knaves"
     whole = {"seed": seed, "steps": shape.steps, "task": {"kind": task}, "policy": {"model": "embedded:knights_knaves"}}
     whole |= {"method": {"name": method, "weight": weight}, "optimizer": {"lr": 1e-4}, "rollout": {"temperature": 1.0}}
-    info = {"method": method, "task": task, "seed": seed, "config": whole | (config or {}), "calibration": weight}
+    info = {"method": method, "task": task, "seed": seed, "config": whole, "calibration": weight}
     info |= {"versions": {"sharpscope": "0.1.0"}, "commit": None, "device": "cpu", "threads": 1}
     create_run_info(folder, info | {"parameters": 1000, "vocabulary": shape.vocabulary})
     with TraceWriter(folder) as writer:
@@ -94,7 +148,7 @@ def write_run(
                 _probe(writer, world, step)
         event = {"step": shape.steps, "rule": "weight_saturation", "severity": "warning", "value": 0.97}
         writer.append("events", event | {"threshold": 0.95, "action": "warn", "message": "weights sit on one bound"})
-    update_run_info(folder, status=status, steps_done=shape.steps)
+    update_run_info(folder, status="finished", steps_done=shape.steps)
     return folder
 
 

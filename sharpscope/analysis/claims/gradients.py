@@ -30,8 +30,8 @@ from sharpscope.analysis.measures import by_step, dose_of, log_ratios, probe_row
 from sharpscope.analysis.spikes import SPIKE_Z
 from sharpscope.analysis.study import Pairing, PairMeasure, Study
 from sharpscope.analysis.tokens import INCLUSION, Columns, Reducer, complement, inverse_inclusion
+from sharpscope.rules.judging import SPIKE_LEAST, robust_z
 from sharpscope.traces import Run
-from sharpscope.traces.rules import MINIMUM, robust_z
 
 FEWEST = 20
 """Steps with a gradient that a run must have [steps]."""
@@ -50,7 +50,7 @@ def spike_rate(norms: NDArray[np.float64]) -> float | None:
     logs = np.log(norms[np.isfinite(norms) & (norms > 0)]).tolist()
     if len(logs) < FEWEST:
         return None
-    scores = [robust_z(logs[:t], logs[t]) for t in range(MINIMUM, len(logs))]
+    scores = [robust_z(logs[:t], logs[t]) for t in range(SPIKE_LEAST, len(logs))]
     return float(np.mean(np.array(scores) > SPIKE_Z))
 
 

@@ -18,8 +18,7 @@ from sharpscope.analysis.tokens import scan
 from sharpscope.traces import TraceWriter, load_run, update_run_info
 from tests.analysis.claims import planted
 from tests.analysis.claims.planted import NOT_SUPPORTED, fork_frame, frame_run, made, study, tokens_frame, verdict
-from tests.traces.rows import new_run, rows
-from tests.traces.synthetic import softmax_tokens
+from tests.traces.synthetic import new_run, rows, softmax_tokens
 
 
 def test_every_violation_of_the_logit_bounds_is_counted(tmp_path):
