@@ -19,7 +19,7 @@ import pandas as pd
 import yaml
 
 from sharpscope.diagnose import Log, findings
-from sharpscope.diagnose.logs import LIKE, QUANTITIES, keys_of
+from sharpscope.diagnose.logs import QUANTITIES, keys_of
 from sharpscope.rules.judging import applies
 from sharpscope.rules.table import RULES
 from tests.diagnose.trainers import healthy
@@ -31,7 +31,7 @@ def frame_of(table: pd.DataFrame, framework: str) -> pd.DataFrame:
     """Canonical quantities of a run's rows, index: the step."""
     rows, found = table.set_index("step"), {}
     for quantity in QUANTITIES:
-        _, keys = keys_of(quantity, LIKE.get(framework, framework), rows.columns)
+        _, keys = keys_of(quantity, framework, rows.columns)
         if keys:
             found[quantity.name] = rows[list(keys)].astype(float).sum(axis=1, min_count=1)
     return pd.DataFrame(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sharpscope.diagnose.findings import false_alarms
+from sharpscope.diagnose.findings import FALSE_ALARMS
 from sharpscope.diagnose.logs import BY_NAME
 from sharpscope.rules.judging import advise
 from sharpscope.rules.table import FIELDS, RULES, Rule
@@ -64,9 +64,7 @@ def _section(rule: Rule) -> list[str]:
     if rule.known != "log":
         lines += [f"*In a running training.* `health.{rule.name}.threshold` and `health.{rule.name}.action`.", ""]
     counts = [
-        f"{alarms} of {runs} {_KINDS[kind]}"
-        for kind, (alarms, runs) in false_alarms().get(rule.name, {}).items()
-        if runs
+        f"{alarms} of {runs} {_KINDS[kind]}" for kind, (alarms, runs) in FALSE_ALARMS.get(rule.name, {}).items() if runs
     ]
     lines += [
         f"*False alarms.* It applies in {', '.join(counts) if counts else 'no healthy run that has the quantity'}.",

@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Literal
 
 import numpy as np
 import pandas as pd
 
 from sharpscope.diagnose.logs import BY_NAME, Log
+from sharpscope.packaged import package_yaml
 from sharpscope.rules.judging import EARLY, WINDOW, History, applies, finite, step_noise
 from sharpscope.rules.table import RULES, SEVERITIES, Rule, Severity
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that applied.
-
-    Attributes:
-        rule: row of the table.
-        severity: how bad it is, by what the reward does afterwards.
-        began: the change of the quantity that shows it best, with which it began.
-        change: how the quantity changed, and what the reward did afterwards.
-        measured: what the rule measured, with its threshold.
-        certainty: where it applies, and how often it does in healthy runs.
-    """
+    """A rule that applied."""
 
     rule: Rule
-    severity: Severity
-    began: Change
-    change: str
-    measured: str
-    certainty: str
+    severity: Severity  # by what the reward does afterwards
+    began: Change  # of the quantity that shows it best
+    change: str  # how the quantity changed, and what the reward did afterwards
+    measured: str  # what the rule measured, with its threshold
+    certainty: str  # where it applies, and how often it does in healthy runs
 
     @property
     def step(self) -> int:
@@ -64,15 +53,8 @@ EXACT = ("zero_gradient", "reward_constant")
 """Rules of a quantity that stays exactly the same; they begin where it begins to."""
 
 
-@functools.cache
-def false_alarms() -> dict[str, dict[str, list[int]]]:
-    """How often each rule applied in healthy runs: rule -> kind of runs -> [runs with it, runs that it could judge].
-
-    Measured by experiments/diagnosis/false_alarms.py.
-    """
-    text = resources.files("sharpscope.diagnose").joinpath("false_alarms.json").read_text("utf-8")
-    found: dict[str, dict[str, list[int]]] = json.loads(text)
-    return found
+FALSE_ALARMS: dict[str, dict[str, list[int]]] = package_yaml("sharpscope.diagnose", "false_alarms.json")
+"""Rule -> kind of healthy runs -> [runs in which it applied, runs that it could judge]."""
 
 
 def find(log: Log, changes: Sequence[Change]) -> list[Finding]:
@@ -190,7 +172,7 @@ def _certainty(rule: Rule, stretch: _Stretch, passed: bool) -> str:
         parts.append(f"began between steps {stretch.began.low} and {stretch.began.high}")
     if rule.window != 0 and judged > 1:
         parts.append(f"at {stretch.count} of the {judged} steps from then on" + (", and over since" if passed else ""))
-    runs = [sum(counts) for counts in zip(*false_alarms().get(rule.name, {}).values(), strict=True)]
+    runs = [sum(counts) for counts in zip(*FALSE_ALARMS.get(rule.name, {}).values(), strict=True)]
     if runs and runs[1]:
         parts.append(f"in {runs[0]} of {runs[1]} healthy runs")
     return "; ".join(parts) or "certain"
@@ -224,22 +206,14 @@ _MOST = 3
 
 @dataclass(frozen=True)
 class Change:
-    """A change of one quantity.
+    """A change of one quantity."""
 
-    Attributes:
-        quantity: canonical name.
-        step: first step after the change.
-        low, high: 95 % interval of `step`, by the likelihood of the other steps.
-        direction: "up" | "down" | "flat": where the quantity goes from there; flat: it stops rising or falling.
-        before, after: its mean value before the change and after it, up to the next change.
-    """
-
-    quantity: str
-    step: int
-    low: int
+    quantity: str  # canonical name
+    step: int  # first step after the change
+    low: int  # low, high: 95 % interval of `step`, by the likelihood of the other steps
     high: int
-    direction: Literal["up", "down", "flat"]
-    before: float
+    direction: Literal["up", "down", "flat"]  # where the quantity goes from there; flat: it stops rising or falling
+    before: float  # before, after: its mean value before the change and after it, up to the next change
     after: float
 
 

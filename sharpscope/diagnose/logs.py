@@ -30,28 +30,20 @@ STEP_KEYS = (
 
 SWIFT_STEP = STEP_KEYS[-1]
 NOT_FINITE = math.inf
-"""What stands in a frame for a logged value that is not finite."""
+"""What stands in a frame for a logged value that is not finite; NaN means that nothing was logged."""
 
-READS = "a run of sharpscope, trainer_state.json, JSON lines, CSV, TSV, TensorBoard events, or a folder of these"
+READS = "a run of sharpscope, trainer_state.json, JSON lines, CSV, TensorBoard events, or a folder of these"
 
 
 @dataclass(frozen=True)
 class Log:
-    """A training log.
+    """A training log."""
 
-    Attributes:
-        path: file or folder that was read.
-        framework: the trainer that wrote it; None if its keys are not known.
-        frame: one row for each step, sorted; index: the step; columns: canonical quantities that were found.
-        sources: canonical quantity -> keys of the log whose values it has.
-        unmapped: numeric keys that no quantity uses.
-    """
-
-    path: Path
-    framework: str | None
-    frame: pd.DataFrame
-    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    unmapped: tuple[str, ...] = ()
+    path: Path  # file or folder that was read
+    framework: str | None  # the trainer that wrote it, if known
+    frame: pd.DataFrame  # index: the steps; columns: the quantities that were found
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)  # canonical quantity -> keys of the log
+    unmapped: tuple[str, ...] = ()  # numeric keys that no quantity uses
 
     def finite(self, name: str) -> pd.Series:
         """Recorded values of a quantity that are finite, by step; empty if there are none."""
@@ -60,14 +52,10 @@ class Log:
 
 
 def read_log(path: str | Path, mapping: Mapping[str, str] | None = None) -> Log:
-    """Read a log and name its quantities.
-
-    Args:
-        path: see `READS`.
-        mapping: canonical quantity -> key of the log, for keys that are not recognized.
+    """Read a log (`READS`) and name its quantities; `mapping`: quantity -> key, for keys that are not recognized.
 
     Raises:
-        UserError: The path cannot be read, has no step, or a mapped key is missing.
+        UserError: the path cannot be read, has no step, or a mapped key is missing.
     """
     path = Path(path)
     if not path.exists():
@@ -103,10 +91,8 @@ def _find(path: Path) -> Path:
         return states[-1]
     if any(path.rglob("*.tfevents.*")):
         return path
-    logs = [file for ending in ("jsonl", "ndjson", "csv", "tsv") for file in sorted(path.glob(f"*.{ending}"))]
-    if len(logs) == 1:
-        return logs[0]
-    metrics = [file for file in logs if file.stem in ("metrics", "log", "experiment", "history")]
+    logs = [file for ending in ("jsonl", "csv") for file in sorted(path.glob(f"*.{ending}"))]
+    metrics = [file for file in logs if len(logs) == 1 or file.stem == "metrics"]
     if len(metrics) == 1:
         return metrics[0]
     what = f"holds {len(logs)} logs ({', '.join(file.name for file in logs[:5])}): give one" if logs else "holds no log"
@@ -146,17 +132,16 @@ def _own_run(folder: Path) -> pd.DataFrame:
 def _read_table(file: Path) -> pd.DataFrame:
     if file.is_dir():
         return _events(file)
-    if file.suffix in (".csv", ".tsv"):
-        separator = "\t" if file.suffix == ".tsv" else ","
+    if file.suffix == ".csv":
         # as text, since a value "nan" was logged and an empty one was not
-        text = _parsed(file, lambda: pd.read_csv(file, sep=separator, dtype=str, keep_default_na=False))
+        text = _parsed(file, lambda: pd.read_csv(file, dtype=str, keep_default_na=False))
         table = pd.DataFrame([_flat(row) for row in text.to_dict("records")])
         # the columns of a W&B chart are "run - key", with __MIN and __MAX of the same
         table = table[[key for key in table.columns if not str(key).endswith(("__MIN", "__MAX"))]]
         table.columns = pd.Index([str(key).split(" - ", 1)[-1] for key in table.columns])
         return table.loc[:, ~table.columns.duplicated()]
     text = _parsed(file, lambda: file.read_text("utf-8"))
-    if file.suffix in (".jsonl", ".ndjson"):
+    if file.suffix == ".jsonl":
         rows = [_parsed(f"{file} line {n}", lambda line=line: json.loads(line)) for n, line in _lines(text)]
     else:
         content = _parsed(file, lambda: json.loads(text))
@@ -188,10 +173,7 @@ def _parsed(place: object, read: Any) -> Any:
 
 
 def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Numbers of a row, keys of nested objects joined by "/"; verl's {"step", "data"} is taken apart.
-
-    A NaN that was logged becomes infinite, since NaN in a frame means that nothing was logged.
-    """
+    """Numbers of a row, keys of nested objects joined by "/"; a NaN that was logged becomes infinite."""
     found: dict[str, float] = {}
     for key, value in row.items():
         name = f"{prefix}{key}"
@@ -271,30 +253,19 @@ def _canonical(
 
 @dataclass(frozen=True)
 class Quantity:
-    """One canonical quantity.
+    """One canonical quantity; an entry of quantities.yaml."""
 
-    Attributes:
-        name: its name here, in `--map` and in the JSON output.
-        title: what a reader calls it.
-        keys: trainer -> regular expressions of keys, all of whose values are added up (accuracies: averaged). The first expression
-            that fits counts; "1-" in front of one means one minus the value.
-        unit: unit of its values; empty if dimensionless.
-        log: whether it is positive and varies by factors, so that it is judged on a logarithmic scale.
-    """
-
-    name: str
-    title: str
-    keys: Mapping[str, list[str]]
-    unit: str = ""
-    log: bool = False
+    name: str  # here, in `--map` and in the JSON output
+    title: str  # what a reader calls it
+    keys: Mapping[str, list[str]]  # trainer -> regular expressions of its keys
+    unit: str = ""  # empty if dimensionless
+    log: bool = False  # whether it is judged on a logarithmic scale
 
 
 _ENTRIES = package_yaml("sharpscope.diagnose", "quantities.yaml")
+_SIGNATURES: dict[str, list[str]] = _ENTRIES.pop("trainers")
 BY_NAME: dict[str, Quantity] = {name: Quantity(name, **entry) for name, entry in _ENTRIES.items()}
 QUANTITIES: tuple[Quantity, ...] = tuple(BY_NAME.values())
-_SIGNATURES = package_yaml("sharpscope.diagnose", "trainers.yaml")
-LIKE = {"unsloth": "TRL"}
-"""Trainers that write the keys of another: unsloth adds completion_length to TRL's, without its entropy."""
 
 
 def framework_of(keys: Iterable[str]) -> str | None:
@@ -312,7 +283,7 @@ def keys_of(quantity: Quantity, framework: str | None, keys: Iterable[str]) -> t
     Without a known trainer a key counts if it, or its part after the last "/", is the name of the quantity.
     """
     known = list(keys)
-    for expression in quantity.keys.get(LIKE.get(framework or "", framework or ""), ()):
+    for expression in quantity.keys.get(framework or "", ()):
         complement, pattern = expression.startswith("1-"), expression.removeprefix("1-")
         found = tuple(key for key in known if re.fullmatch(pattern, key))
         if found:

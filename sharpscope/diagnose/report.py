@@ -22,23 +22,17 @@ FEWEST = 5
 """Steps without a finding from which on a log is said to show none."""
 
 _BARS = "▁▂▃▄▅▆▇█"
-_NAMES = {"TRL": "trl", "unsloth": "trl", "HF Trainer": "trl", "verl": "verl", "sharpscope": "sharpscope"}
+_NAMES = {"TRL": "trl", "HF Trainer": "trl", "verl": "verl", "sharpscope": "sharpscope"}
 _WORDS = {"up": "rises", "down": "falls", "flat": "levels off"}
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a log shows.
-
-    Attributes:
-        log: the log that was read.
-        findings: rules that fired, most severe first; the text shows `MOST` of them.
-        order: changes of the quantities by step.
-    """
+    """What a log shows."""
 
     log: Log
-    findings: list[Finding]
-    order: list[Change]
+    findings: list[Finding]  # rules that applied, most severe first; the text shows `MOST` of them
+    order: list[Change]  # of the quantities, by step
 
     @property
     def finding(self) -> str:
@@ -69,7 +63,7 @@ class Diagnosis:
         if log.framework == "sharpscope":
             return "sharpscope " + finding.rule.command.format(run=shlex.quote(str(log.path)), step=step)
         none = "" if checkpoint else "  (no checkpoint before it was found: from the start)"
-        if log.framework in ("TRL", "unsloth", "HF Trainer"):
+        if log.framework in ("TRL", "HF Trainer"):
             start = f"resume_from_checkpoint={str(checkpoint)!r}" if checkpoint else ""
             return f'sharpscope.record(trainer, out="runs/again"); trainer.train({start}){none}'
         if log.framework == "verl":

@@ -28,41 +28,24 @@ SEVERITY: Mapping[str, Severities] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        name: of the rule, its setting `health.<name>`, its events and its section in the documentation.
-        title: the finding in a few words.
-        quantities: canonical quantities that it judges; the first one shows it best.
-        measured_by: function of `rules.judging` with its arguments: `drift`, `relative(entropy, 1)`.
-        threshold: it applies at or above this (`below`: at or below).
-        statistic: what the measure is, in words and units; the value is shown before it or after it.
-        meaning: what it usually means.
-        advice: what to change; names in braces are settings as the trainer calls them (FIELDS), or `restart`.
-        source: where the threshold comes from.
-        severity: when the reward falls afterwards, when it does neither, and when it has risen.
-        worse: a value beyond the threshold, and how bad the symptom is at least from there on.
-        below: whether small values are the problem.
-        window: steps that the measure averages.
-        known: when it can be judged: before a step's updates, after them, at an evaluation, or from a log only.
-        command: command that shows more in a recorded run.
-    """
-
-    name: str
-    title: str
-    quantities: tuple[str, ...]
-    measured_by: str
-    threshold: float
-    statistic: str
-    meaning: str
-    advice: str
-    source: str
-    severity: Severities
-    worse: tuple[float, Severity] | None = None
-    below: bool = False
-    window: int = 1
+    name: str  # its setting is `health.<name>`, its section in the documentation has it as anchor
+    title: str  # the finding in a few words
+    quantities: tuple[str, ...]  # canonical ones that it judges; the first one shows it best
+    measured_by: str  # function of `rules.judging` with its arguments: `drift`, `relative(entropy, 1)`
+    threshold: float  # it applies at or above this (`below`: at or below)
+    statistic: str  # what the measure is, in words and units
+    meaning: str  # what it usually means
+    advice: str  # what to change; names in braces are settings as the trainer calls them (FIELDS), or `restart`
+    source: str  # where the threshold comes from
+    severity: Severities  # when the reward falls afterwards, when it does neither, and when it has risen
+    worse: tuple[float, Severity] | None = None  # a value from which on the symptom is at least so bad
+    below: bool = False  # whether small values are the problem
+    window: int = 1  # steps that the measure averages
+    # When it can be judged: before a step's updates, after them, at an evaluation, or from a log only.
     known: Literal["before", "after", "evaluation", "log"] = "before"
-    command: str = "show {run}"
+    command: str = "show {run}"  # shows more in a recorded run
 
     @cached_property
     def measure(self) -> Measure:
@@ -90,6 +73,8 @@ def _rule(name: str, entry: Mapping[str, Any]) -> Rule:
 
 
 _ENTRIES = package_yaml("sharpscope.rules", "table.yaml")
+FIELDS: Mapping[str, Mapping[str, str]] = _ENTRIES.pop("fields")
+"""What trainers call the settings that advice names; "": in words."""
 RULES: Mapping[str, Rule] = {name: _rule(name, entry) for name, entry in _ENTRIES.items()}
 
 OF_ROLLOUTS = (
@@ -97,6 +82,3 @@ OF_ROLLOUTS = (
     *("dead_groups", "truncation", "length_growth"),
 )
 """Rules that judge completions a policy drew and their rewards, which supervised training has not."""
-
-FIELDS: Mapping[str, Mapping[str, str]] = package_yaml("sharpscope.rules", "fields.yaml")
-"""What trainers call the settings that advice names; "": in words."""

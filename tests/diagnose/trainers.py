@@ -18,19 +18,12 @@ Rows = list[dict[str, float]]
 
 @dataclass(frozen=True)
 class Trainer:
-    """How a trainer logs.
+    """How a trainer logs."""
 
-    Attributes:
-        name: as `diagnose` reports it.
-        keys: canonical quantity -> its keys, among which the value is divided equally; "1-key": one minus the value.
-        others: keys beside them that no quantity uses, with a value.
-        write: from the rows (with `step`) to the file or folder.
-    """
-
-    name: str
-    keys: dict[str, tuple[str, ...]]
-    others: dict[str, float]
-    write: Callable[[Rows, Path], Path]
+    name: str  # as `diagnose` reports it
+    keys: dict[str, tuple[str, ...]]  # quantity -> keys among which its value is divided equally; "1-key": one minus it
+    others: dict[str, float]  # keys beside them that no quantity uses, with a value
+    write: Callable[[Rows, Path], Path]  # from the rows (with `step`) to the file or folder
 
     def rows(self, frame: pd.DataFrame) -> Rows:
         """The rows of a frame of canonical quantities, index: the step."""
@@ -70,10 +63,10 @@ def healthy(steps: int = 200, seed: int = 0, rate: float = 40.0) -> pd.DataFrame
     )
 
 
-def write(frame: pd.DataFrame, folder: Path) -> Path:
-    """The frame as the trainer_state.json of transformers' trainers."""
+def write(rows: Rows, folder: Path) -> Path:
+    """Rows as the trainer_state.json of transformers' trainers."""
     file = folder / "trainer_state.json"
-    file.write_text(json.dumps({"log_history": frame.to_dict("records")}))
+    file.write_text(json.dumps({"best_metric": None, "global_step": rows[-1]["step"], "log_history": rows}))
     return file
 
 
@@ -100,13 +93,9 @@ def run(steps: int = 120, at: int = 61, seed: int = 0) -> pd.DataFrame:
 def _state(rows: Rows, folder: Path) -> Path:
     """trainer_state.json with an evaluation and the summary of the end, as transformers writes it."""
     history = [{"epoch": row["step"] / 100, **row} for row in rows]
-    last = rows[-1]["step"]
     history.insert(20, {"epoch": 0.2, "eval_loss": 0.1, "eval_runtime": 3.2, "step": rows[19]["step"]})
-    history.append({"epoch": 1.2, "step": last, "total_flos": 0.0, "train_loss": 0.01, "train_runtime": 640.0})
-    state = {"best_metric": None, "epoch": 1.2, "global_step": last, "log_history": history}
-    file = folder / "trainer_state.json"
-    file.write_text(json.dumps(state, indent=2))
-    return file
+    history.append({"epoch": 1.2, "step": rows[-1]["step"], "train_loss": 0.01, "train_runtime": 640.0})
+    return write(history, folder)
 
 
 def _lines(rows: list[dict], file: Path) -> Path:
@@ -147,12 +136,6 @@ def _wandb(rows: Rows, folder: Path) -> Path:
     return folder / "wandb_export.csv"
 
 
-def _history(rows: Rows, folder: Path) -> Path:
-    """What wandb's scan_history gives, as JSON lines: its own step, time stamps, system metrics."""
-    own = {"_runtime": 9.0, "_timestamp": 1.7e9}
-    return _lines([{"_step": row.pop("step"), **own, **row} for row in map(dict, rows)], folder / "history.jsonl")
-
-
 def _tensorboard(rows: Rows, folder: Path) -> Path:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -184,18 +167,10 @@ def keys(trainer: str) -> dict[str, tuple[str, ...]]:
 
 
 _TRL = keys("TRL")
-_TRL_OTHERS = {
-    "num_tokens": 29865.0,
-    "completions/max_length": 512.0,
-    "completions/min_terminated_length": 15.2,
-    "rewards/accuracy_reward/mean": 0.3,
-    "rewards/accuracy_reward/std": 0.4,
-    "clip_ratio/high_max": 0.0,
-    "step_time": 9.1,
-}
+_TRL_OTHERS = {"num_tokens": 29865.0, "completions/max_length": 512.0, "rewards/accuracy_reward/mean": 0.3}
+_TRL_OTHERS |= {"clip_ratio/high_max": 0.0, "step_time": 9.1}
 _CHART = {name: tuple(f"train/{key}" for key in written) for name, written in _TRL.items()}
 _OWN = {"reward": ("reward",), "grad_norm": ("opt/grad_norm",), "entropy": ("entropy",)}
-_UNSLOTH = {name: written for name, written in _TRL.items() if name not in ("entropy", "mismatch")}
 _WRITTEN: dict[str, tuple[dict[str, float], Callable[[Rows, Path], Path]]] = {
     "TRL": (_TRL_OTHERS, _state),
     "HF Trainer": ({"mean_token_accuracy": 0.7}, _state),
@@ -208,7 +183,7 @@ _WRITTEN: dict[str, tuple[dict[str, float], Callable[[Rows, Path], Path]]] = {
     "OpenRLHF": ({"train/return": 0.3, "perf/gen_time": 12.0}, _tensorboard),
     "slime": ({"train/ppo_kl": 0.7, "rollout/zero_std/count_0": 3.0}, _tensorboard),
     "NeMo-RL": ({"train/token_mult_prob_error": 1.01, "train/probs_ratio_max": 9.0}, _tensorboard),
-    "SkyRL": ({"reward/avg_pass_at_8": 0.5, "timing/step": 30.0}, _history),
+    "SkyRL": ({"reward/avg_pass_at_8": 0.5, "timing/step": 30.0}, _csv),
     "open-instruct": ({"val/ratio": 1.0, "time/total": 50.0}, _wandb),
     "AReaL": ({"ppo_actor/update/dual_clip_ratio/avg": 0.5, "ppo_actor/seq_len/avg": 300.0}, _tensorboard),
 }
@@ -216,9 +191,7 @@ _WRITTEN: dict[str, tuple[dict[str, float], Callable[[Rows, Path], Path]]] = {
 
 TRAINERS: dict[str, Trainer] = {
     **{name: Trainer(name, keys(name), *written) for name, written in _WRITTEN.items()},
-    "unsloth": Trainer("unsloth", _UNSLOTH, {**_TRL_OTHERS, "completion_length": 99.0}, _state),
     "TRL, W&B chart": Trainer("TRL", _CHART, {"train/num_tokens": 9.0}, _wandb),
-    "TRL, CSV": Trainer("TRL", _TRL, _TRL_OTHERS, _csv),
     "TRL, ms-swift": Trainer("TRL", _TRL, {"memory(GiB)": 52.2, "train_speed(iter/s)": 0.01}, _swift),
     "own keys": Trainer("", _OWN, {"speed": 3.0}, _csv),
 }
