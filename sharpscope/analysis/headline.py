@@ -16,9 +16,9 @@ from sharpscope.analysis.spikes import SPIKE_Z, SURE, Spike, concentration, nota
 from sharpscope.analysis.statistics import mean_interval
 from sharpscope.analysis.study import Setting, Study, last_step
 from sharpscope.analysis.text import interval_text, method_label, number, percent, sampling, told_apart, visible
+from sharpscope.rules.judging import SPIKE_WINDOW
 from sharpscope.traces import Run
 from sharpscope.traces.reader import piece_maker
-from sharpscope.rules.judging import WINDOW
 
 CANDIDATES = 40
 """Tokens with the largest shares among which equal ones are merged."""
@@ -242,7 +242,7 @@ def layer_norms(run: Run) -> pd.DataFrame:
 
 
 def layer_growth(run: Run, step: int) -> pd.DataFrame:
-    """How each group's gradient in a step's largest update compares with the WINDOW updates before the step; empty if not recorded.
+    """How each group's gradient in a step's largest update compares with the SPIKE_WINDOW updates before the step; empty if not recorded.
 
     Index: the group, the largest growth first. Columns: `grad_norm`, `typical` (median of the updates before), `growth` (their ratio)
     and `share` of the update's ‖∇L‖².
@@ -253,7 +253,7 @@ def layer_growth(run: Run, step: int) -> pd.DataFrame:
         return pd.DataFrame()
     present = here[(here**2).sum().idxmax()].dropna()
     earlier = table[table["step"] < step].pivot_table(index=["step", "update"], columns="group", values="grad_norm")
-    typical = earlier.tail(WINDOW).median().reindex(present.index)
+    typical = earlier.tail(SPIKE_WINDOW).median().reindex(present.index)
     growth = (present / typical.where(typical > 0)).astype(float)
     share = present**2 / float((present**2).sum())
     columns = {"grad_norm": present, "typical": typical, "growth": growth, "share": share}

@@ -15,8 +15,8 @@ import pandas as pd
 from sharpscope.analysis.study import per_run
 from sharpscope.analysis.text import number
 from sharpscope.analysis.tokens import INCLUSION, inverse_inclusion, sample_text
+from sharpscope.rules.judging import SPIKE_LEAST, SPIKE_WINDOW, robust_z
 from sharpscope.traces import Run
-from sharpscope.rules.judging import MINIMUM, WINDOW, robust_z
 
 PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.5, 0.8, 0.95, 0.99, 1.0)
 """Ranges of π in which shares are summed."""
@@ -78,10 +78,11 @@ def gradient_scores(run: Run) -> pd.DataFrame:
     rows = []
     for step, norm in zip(steps["step"], norms, strict=True):
         if norm > 0:
-            typical = math.exp(float(np.median(logs[-WINDOW:]))) if logs else math.nan
+            typical = math.exp(float(np.median(logs[-SPIKE_WINDOW:]))) if logs else math.nan
             rows.append((int(step), norm, robust_z(logs, math.log(norm)), typical))
             logs.append(math.log(norm))
-    return pd.DataFrame(rows, columns=["step", "grad_norm", "z", "typical"])
+    scores = pd.DataFrame(rows, columns=["step", "grad_norm", "z", "typical"])
+    return scores.astype({"grad_norm": float, "z": float, "typical": float})  # also without a row
 
 
 @per_run
@@ -208,9 +209,7 @@ def spike_text(run: Run) -> str:
         said = f"{len(spikes)} step{'s' * (len(spikes) > 1)} with z ≥ {SPIKE_Z:g}: {each}."
         step = int(spikes.nlargest(1, "times")["step"].iloc[0])
     elif scores["z"].isna().all():
-        said = (
-            f"A spike is judged against {MINIMUM} earlier steps with a gradient; this run has {len(scores)} such steps."
-        )
+        said = f"A spike is judged against {SPIKE_LEAST} earlier steps with a gradient; this run has {len(scores)} such steps."
     else:
         top = scores.nlargest(1, "z").iloc[0]
         said = f"No step reaches z = {SPIKE_Z:g}: the highest is z = {top['z']:.1f} at step {top['step']:.0f}, gradient norm "

@@ -152,22 +152,19 @@ def _replay(source: Path, model: str, out: Path, temperature: float | None, opti
     """Copy an imported run, or write a dumped batch as a run, with what a recorded step would have had at `model`."""
     from sharpscope.integrations.importers import probe_rollouts
     from sharpscope.policy import PolicySpec, load_policy
-    from sharpscope.recording.from_checkpoint import Probed, probe_trace
+    from sharpscope.recording.from_checkpoint import probe_trace
     from sharpscope.recording.run_folder import set_threads
     from sharpscope.traces import load_run
-
-    def say(probed: Probed) -> None:
-        """One line for each step."""
-        shares = "norms and shares" if probed.attributed else "norms (not every token has a loss_coef, so no shares)"
-        gap = f"|ln π − recorded| {probed.logp_gap:.2g} nats"
-        typer.echo(f"step {probed.step}: {shares} of {probed.tokens} tokens; {gap}")
 
     set_threads(None, model)
     policy = load_policy(PolicySpec(model=model))
     if (source / "run.json").exists():
-        probe_trace(load_run(source), policy, out, on_step=say, **options)
+        found = probe_trace(load_run(source), policy, out, **options)
     else:
-        probe_rollouts(source, policy, out, temperature=temperature, on_step=say, **options)
+        found = probe_rollouts(source, policy, out, temperature=temperature, **options)
+    for one in found:
+        shares = "norms and shares" if one.attributed else "norms (not every token has a loss_coef, so no shares)"
+        typer.echo(f"step {one.step}: {shares} of {one.tokens} tokens; |ln π − recorded| {one.logp_gap:.2g} nats")
     typer.echo(f"Written: {out}/ (try: sharpscope tokens {out} --spikes)")
 
 

@@ -32,7 +32,7 @@ from sharpscope.errors import UserError
 from sharpscope.integrations.completions import Completion, step_events, step_tables
 from sharpscope.integrations.guard import Guard, reason_of, warn_stopped
 from sharpscope.recording import run_folder
-from sharpscope.recording.norms import gradient_norms, layer_groups, update_norm, update_norms
+from sharpscope.recording.norms import gradient_norms, layer_groups, update_norms
 from sharpscope.recording.rows import update_columns
 from sharpscope.recording.step import UpdateResult, UpdateTokens
 from sharpscope.rules.judging import Event
@@ -227,7 +227,7 @@ class VerlRecorder(Guard):
             # FSDP 1: each process's parameters are its part, which several hold if fsdp_size divides the processes.
             processes = distributed.world_size()
             copies = processes // config.fsdp_size if 0 < config.fsdp_size < processes else 1
-            size = math.sqrt(distributed.sum_values(update_norm(optimizer) ** 2) / copies)
+            size = math.sqrt(distributed.sum_values(update_norms(optimizer, {}).total ** 2) / copies)
         lr, skipped = float(optimizer.param_groups[0]["lr"]), not math.isfinite(norm)
         rows.updates.append(UpdateResult(math.nan, norm, norm, size, 1.0, skipped, lr=lr, layers=layers))
 

@@ -1,14 +1,11 @@
-"""Score norms, shares, layers and rotation of a recorded or imported trace, measured afterwards at a checkpoint.
-
-The completions of a step become tensors at the checkpoint (`StepRows`); `replay` gives what a method's loss does with their tokens.
-"""
+"""Score norms, shares, layers and rotation of a recorded or imported trace, measured afterwards at a checkpoint."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -70,29 +67,16 @@ def probe_trace(
     steps: Sequence[int] | None = None,
     method: Method | None = None,
     check: Check = "first",
-    on_step: Callable[[Probed], None] | None = None,
     force: bool = False,
 ) -> list[Probed]:
-    """Copy a trace with what a recorded step would have had, measured at a policy's weights.
+    """Copy a trace to `out` with what its `steps` (None: all) would have had if they had been recorded with `policy`.
 
-    Tokens get `score_norm_local`, statistics where they have none and, where there are coefficients, `attribution`; updates get
-    the gradient's norm, in all and by layer, where the trace has no rows of them. The gradient of an update is Σ c_t ∇log π_t;
-    of a step of which only a sample of the tokens was written it is not known, and there are no shares.
-    Everything is exact at the checkpoint, which is the policy of the training at one step only.
-
-    Args:
-        run: with `rollouts.token_ids`, which importers and recorders write.
-        policy: the checkpoint, in float32 or float64.
-        out: folder of the new run.
-        steps: to measure; None: all that have tokens.
-        method: whose loss gives the coefficients of a trace that has none, and its rotation; see `replay`.
-        check: when the probes compare themselves with autograd.
-        on_step: called with what was measured at each step.
-        force: accept a checkpoint whose log-probabilities differ from the trace's by more than WRONG.
+    Tokens get `score_norm_local`, statistics where they have none and, where there are coefficients (of the trace or of
+    `method`), `attribution`; updates get the gradient's norms where the trace has no rows of them. The gradient is
+    Σ c_t ∇log π_t, which a sample of a step's tokens does not give. With `force` the policy need not fit.
 
     Raises:
-        UserError: the trace has no token IDs of whole sequences, a step does not exist, an ID is not in the vocabulary, the
-            checkpoint does not fit, or the method needs what the trace lacks.
+        UserError: the trace lacks token IDs, the step or what the method needs, or the checkpoint does not fit.
     """
     chosen = run.token_steps if steps is None else sorted(set(steps))
     for step in chosen:
@@ -121,8 +105,6 @@ def probe_trace(
                         tokens = _replaced(tokens, name, values)
                     results.append(probed)
                     _judge(probed, writer, force)
-                    if on_step is not None:
-                        on_step(probed)
                 writer.append_table("tokens", tokens)
                 writer.flush()
             for table in TABLES:
@@ -312,12 +294,7 @@ class StepRows:
 
 
 def step_rows(run: Run, step: int, tokens: pa.Table, policy: Policy) -> StepRows:
-    """The completions of a step of a trace.
-
-    Raises:
-        UserError: none has token IDs, an ID is not in the vocabulary, IDs are not those of the token rows, or these have several
-            temperatures.
-    """
+    """The completions of a step of a trace; UserError where a model cannot read them."""
     rollouts = run.rollouts[run.rollouts["step"] == step].dropna(subset=["token_ids"]).sort_values("rollout")
     if rollouts.empty:
         raise UserError(
@@ -362,14 +339,8 @@ def step_rows(run: Run, step: int, tokens: pa.Table, policy: Policy) -> StepRows
 def replay(rows: StepRows, method: Method) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Coefficients, ratios and clipping of a step by a method, and how far it turns the gradient, at the checkpoint's weights.
 
-    The denominator of the ratio is the recorded ln π (`logp`), of the sampler's correction `behavior_logp`. Advantages are the
-    recorded ones, or else the method's from rewards and groups. A method's constants are calibrated on the step.
-
-    Returns:
-        Columns of the tokens table, (N, T) each, and those of the updates table that compare the gradients.
-
-    Raises:
-        UserError: the method needs values that were not recorded, or has terms beyond the tokens' coefficients.
+    Columns of the tokens table, (N, T) each, and those of the updates table that compare the gradients. The ratio is to the
+    recorded `logp`, the sampler's correction to `behavior_logp`. Advantages are the recorded ones, or else the method's.
     """
     _check_method(rows, method)
     rollouts, stats, mask = rows.rollouts, rows.stats, rows.rollouts.completion_mask
@@ -423,7 +394,7 @@ def _advantage(rows: StepRows, method: Method) -> Tensor:
 
 
 def _check_method(rows: StepRows, method: Method) -> None:
-    """Raise UserError if a method's first update is not made of the tokens' coefficients, or needs what was not recorded."""
+    """Refuse a method whose first update is not made of the tokens' coefficients, or needs what was not recorded."""
     known: Any = rows.frame[rows.known]
     name = method.name or "method"
     if known["loss_coef"].notna().any():
@@ -442,10 +413,6 @@ def _check_method(rows: StepRows, method: Method) -> None:
             f"--method {name}: its update is not Σ c ∇ log π of one pass over the tokens; give a method without SAM, entropy bonus, "
             "Lopti's passes, Lp-Reg and CAPO"
         )
-    sampler = method.correction is not None
-    for needed, column, what in (
-        (method.needs_reference, "ref_logp", "log-probabilities of the reference policy"),
-        (sampler, "behavior_logp", "log-probabilities of the sampler"),
-    ):
+    for needed, column in ((method.needs_reference, "ref_logp"), (method.correction is not None, "behavior_logp")):
         if needed and known[column].isna().any():
-            raise UserError(f"--method {name}: needs {what} ({column}), which step {rows.step} lacks")
+            raise UserError(f"--method {name}: needs {column} of each token, which step {rows.step} lacks")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from sharpscope import distributed
-from sharpscope.config import is_reference, method_rotation_bound, same_at_one_update
 from sharpscope.config.run import HealthSpec
 from sharpscope.diagnose.logs import own_values
 from sharpscope.errors import CheckError, UserError
@@ -21,8 +20,7 @@ from sharpscope.objective import Method, gradient_mass, summarize_weights
 from sharpscope.policy import TokenStats
 from sharpscope.recording.rows import clipped_weight_share
 from sharpscope.recording.step import RolloutBatch
-from sharpscope.rules.judging import Event, judge
-from sharpscope.traces.rules import sampler_values
+from sharpscope.rules.judging import Event, judge, sampler_values
 
 UNIFORM = 0.9
 """Share of ln V from which a token's entropy counts as that of noise."""
@@ -34,47 +32,10 @@ def refusal(step: int, what: str, problem: UserError) -> Event:
     return Event(step, "self_check", "warning", error, limit, "left out", f"{what} is left out from here on: {problem}")
 
 
-def rotation_event(step: int, row: Mapping[str, Any], method: Method, progress: float) -> Event | None:
-    """How far the method turns the gradient and the optimizer's step, and how far it can, from a row of the steps table.
-
-    None where the rotation was not measured, and for a method that is its own reference.
-    """
-    turned = row["gradient_rotation"]
-    if turned is None or is_reference(method):
-        return None
-    text, bound = f"the gradient is turned by {turned:.2g}°", method_rotation_bound(method.at(progress))
-    if bound:
-        span = "[{:g}, {:g}]".format(*method.weight.at(progress).bounds or ())
-        text += f", {turned / bound:.0%} of the most that weights in {span} can do to orthogonal token gradients, {bound:.1f}°"
-    if row["update_rotation"] is not None:
-        text += f"; the optimizer's step by {row['update_rotation']:.2g}°"
-    if row["noise_rotation"] is not None:
-        text += f"; the noise of one batch turns the gradient by about {row['noise_rotation']:.0f}°"
-    return Event(step, "rotation", "info", turned, bound or math.nan, "none", text)
-
-
-def check_method(method: Method, updates: int) -> list[Event]:
-    """An event if steps of `updates` optimizer updates give the method the gradient of a simpler one."""
-    same = same_at_one_update(method) if updates == 1 else None
-    if same is None:
-        return []
-    message = (
-        f"with one update per step every ratio is 1, so that {method.name} has the gradient of {same}; set "
-        "update.mini_batches or update.inner_epochs above 1 to see its own"
-    )
-    return [Event(0, "same_gradient", "warning", 1.0, 1.0, "warn", message)]
-
-
-def check_finite(spec: HealthSpec, step: int, problems: Sequence[tuple[str, float]], broken: bool) -> list[Event]:
-    """An event for each of `problems`, pairs of what is not finite and its value.
-
-    `broken`: the model's own weights are not finite. No action can repair that, so the run stops.
-    """
-    advice = "lower optimizer.lr, or look at this step's rollouts and tokens"
-    action = "stop" if broken else spec.non_finite
-    return [
-        Event(step, "non_finite", "error", value, math.nan, action, f"{what}; {advice}") for what, value in problems
-    ]
+def not_finite(spec: HealthSpec, step: int, what: str, value: float, broken: bool = False) -> Event:
+    """The event that a value is not finite; where the weights themselves are `broken` the run stops."""
+    text = f"{what}; lower optimizer.lr, or look at this step's rollouts and tokens"
+    return Event(step, "non_finite", "error", value, math.nan, "stop" if broken else spec.non_finite, text)
 
 
 class Quantities:
@@ -120,7 +81,7 @@ class StepHealth:
     def __post_init__(self) -> None:
         reward = self.batch.rollouts.reward
         for value in reward[~torch.isfinite(reward)].tolist()[:1]:
-            self.events += check_finite(self.spec, self.step, [("a reward is not finite", value)], False)
+            self.events.append(not_finite(self.spec, self.step, "a reward is not finite", value))
 
     def _judge(self, values: Mapping[str, float | None], known: str) -> None:
         """Add quantities of the step, and the events of the rules that are known then."""

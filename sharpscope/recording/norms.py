@@ -25,10 +25,7 @@ class Norms:
 
 
 def layer_groups(model: nn.Module) -> dict[int, str]:
-    """Group of each trainable parameter by its identity: `12.attention` in a decoder layer, elsewhere its kind.
-
-    Kinds are `attention`, `mlp`, `norm`, `embedding` (with a tied output layer), `head`, `other`.
-    """
+    """Group of each trainable parameter by its identity: `12.attention` in a layer, elsewhere its kind."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     made = {}
     for name, (kind, *layer) in group_names(model, named).items():
@@ -37,12 +34,18 @@ def layer_groups(model: nn.Module) -> dict[int, str]:
 
 
 def norms(parts: Iterable[tuple[Tensor, Tensor | None]], groups: Mapping[int, str]) -> Norms:
-    """Norms of (parameter, part) pairs, a part being its gradient or its change."""
-    pairs = list(parts)
-    found = squares(part for _, part in pairs)
-    layers: dict[str, float] = dict.fromkeys(groups.values(), 0.0)
-    for (parameter, _), square in zip(pairs, found, strict=True):
-        layers[groups[id(parameter)]] += square
+    """Norms of (parameter, part) pairs, a part being its gradient or its change; without groups only the total."""
+    owners: list[int] = []
+
+    def each() -> Iterator[Tensor | None]:
+        for parameter, part in parts:
+            owners.append(id(parameter))
+            yield part
+
+    found, layers = squares(each()), dict.fromkeys(groups.values(), 0.0)
+    for owner, square in zip(owners, found, strict=True):
+        if groups:
+            layers[groups[owner]] += square
     return Norms(math.sqrt(sum(found)), {name: math.sqrt(square) for name, square in layers.items()})
 
 
@@ -90,12 +93,6 @@ def update_norms(optimizer: torch.optim.AdamW, groups: Mapping[int, str]) -> Nor
     m̂ = m/(1 − β₁ᵗ), v̂ = v/(1 − β₂ᵗ).
     """
     return norms(_steps_taken(optimizer), groups)
-
-
-@torch.no_grad()
-def update_norm(optimizer: torch.optim.AdamW) -> float:
-    """The total of `update_norms`."""
-    return total_norm(part for _, part in _steps_taken(optimizer))
 
 
 def _steps_taken(optimizer: torch.optim.AdamW) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,9 +1,8 @@
 """Probes of an update, between its gradient and the optimizer's step. They change nothing that training sees.
 
-`MeasurementSchedule` says which steps are measured. At such a step the tokens of a random sample of each update's groups get the local
-score norm and their attribution; at a step whose gradient norm is a spike, those of all groups with a gradient. The tokens with the largest
-local norm and random ones also get the exact norm, so that the error of the local norm is known in each run. A probe that
-refuses the policy, or differs from plain autograd on it, is left out for the rest of the run, and an event reports it.
+At the steps of `MeasurementSchedule` the tokens of a random sample of each update's groups get the local score norm and
+their attribution, at a spike of the gradient norm those of all groups. A few also get the exact norm, so that the error
+of the local one is known. A probe that refuses the policy, or differs from autograd on it, is left out from then on.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ from sharpscope.probes.token_gradients import ShardedProbes
 from sharpscope.recording.health import refusal
 from sharpscope.recording.probe_sets import Drawer, SurfaceProbes, needs_probe_set, run_probe_set
 from sharpscope.recording.rows import written_groups
-from sharpscope.recording.schedule import CRITICAL, MeasurementSchedule
 from sharpscope.recording.step import PendingUpdate
 from sharpscope.rules.judging import Event
 from sharpscope.seeds import derive, generator
@@ -60,17 +58,73 @@ GUESS = 2.0  # first step size of a run's first line search for the critical sha
 TOLERANCE = 0.25  # relative width of the bracket in which the critical learning rate is interpolated
 EVALUATIONS = 12  # largest number of losses of a line search
 LEADING = 8  # tokens of an update whose local norms are kept by layer
+CRITICAL = "critical sharpness"  # name under which its time is counted
+MOST_SPIKES = 8  # steps of a run at which a spike is measured
 HELDOUT_SAMPLES = 8  # completions per prompt for held-out influence
+
+
+class MeasurementSchedule:
+    """Which steps measure what, by the configuration alone, and the time that measuring takes."""
+
+    def __init__(self, config: RunConfig) -> None:
+        spec = config.recording
+        self.last = config.steps
+        self.every = {  # interval of each measure [steps]; 0: never
+            "shares": spec.token_gradients_every,
+            "norms": spec.token_gradients_every,
+            "rotation": spec.rotation_every,
+            "influence": spec.heldout_influence_every,
+            "surface": config.probes.interval(config.steps),
+        }
+        self.seconds: dict[str, float] = {}  # spent so far by measure
+        self.training = 0.0  # time of generation and training so far [s]
+        self.spikes: list[int] = []  # steps so far at which a spike was measured
+        self.at: dict[str, frozenset[int]] = {}  # measure -> the steps of it, in place of its interval
+        self.most_spikes = MOST_SPIKES
+
+    def due(self, measure: str, step: int) -> bool:
+        """Whether a measure is made in `step` (0: before training); spikes are not part of the schedule."""
+        if measure in self.at:
+            return step in self.at[measure]
+        every = self.every[measure]
+        ends = {"influence": (), "surface": (0, self.last)}.get(measure, (1,))
+        return bool(every) and (step % every == 0 or step in ends)
+
+    def spike_allowed(self, step: int) -> bool:
+        """Whether a spike in `step` is measured; counts it."""
+        if step not in self.spikes and len(self.spikes) < self.most_spikes:
+            self.spikes.append(step)
+        return step in self.spikes
+
+    def spend(self, measure: str, seconds: float) -> None:
+        """Count time spent on a measure [s]."""
+        self.seconds[measure] = self.seconds.get(measure, 0.0) + seconds
+
+    def end_step(self, training: float, tables: float) -> None:
+        """Count a step's time of generation and training, and that of its tables [s]."""
+        self.training += training
+        self.spend("tables", tables)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint stores, as JSON."""
+        return {"seconds": self.seconds, "training": self.training, "spikes": self.spikes}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.seconds, self.training = dict(state["seconds"]), float(state["training"])
+        self.spikes = list(state["spikes"])
+
+    def summary(self) -> dict[str, Any]:
+        """Share of the run's time spent on measuring (without evaluation), and seconds by measure, for run.json."""
+        total = sum(self.seconds.values())
+        share = total / (total + self.training) if total else 0.0
+        return {"share": round(share, 4), "seconds": {name: round(s, 3) for name, s in self.seconds.items()}}
 
 
 class Observers:
     """The probes of a run: a `StepObserver` observes the updates of a step, `surface` the weights between steps.
 
-    Args:
-        config: of the run.
-        policy: in training.
-        view: gives the present model, gradients and optimizer; every process must call it, in the same order.
-        drawer: draws completions for probes; None where no schedule needs any.
+    `view` gives the present model, gradients and optimizer; every process must call it, in the same order.
     """
 
     def __init__(
@@ -85,26 +139,14 @@ class Observers:
         self.checked: set[str] = set()  # columns that have passed their self-check
         self.critical_lr: float | None = None  # η_c found last, from which the next line search starts
         self.sharded = ShardedProbes(policy.model) if is_sharded(policy.model) else None
-        if self.sharded is not None:
-            self._require_copy()
-
-    def _require_copy(self) -> None:
-        """Check that the measures that gather a sharded model's weights and gradient have the memory for it.
-
-        Raises:
-            UserError: they do not; the message says how much and which setting switches them off.
-        """
-        every, functionals = self.schedule.every, self.config.probes.functionals
-        wanted = [
-            (every["influence"], "held-out influence", "recording.heldout_influence_every=0"),
-            (every["surface"] and functionals, "the loss surface", "probes.preset=off"),
-            (every["rotation"], "rotation", "recording.rotation_every=0"),
-        ]
-        for due, what, setting in wanted:
-            if due:
-                size, device = copy_bytes(self.policy.model, 2), self.policy.device
-                text = f"a copy of all weights and gradients on each process, which {what} needs,"
-                require_memory(size, device, text, f"set {setting}")
+        gathering = {
+            "recording.heldout_influence_every=0": self.schedule.every["influence"],
+            "probes.preset=off": self.schedule.every["surface"] and config.probes.functionals,
+            "recording.rotation_every=0": self.schedule.every["rotation"],
+        }
+        for setting in (name for name, due in gathering.items() if due and self.sharded is not None):
+            text = "a copy of all weights and gradients on each process"
+            require_memory(copy_bytes(policy.model, 2), policy.device, text, f"set {setting}")
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, as JSON."""
@@ -146,17 +188,11 @@ class Observers:
 
 
 class StepObserver:
-    """Called with each update of a step between its gradient and the optimizer's step.
-
-    Args:
-        run: its probes.
-        step: number of the step.
-        rollouts: of the step, as far as they are known.
-        recent: log gradient norms of the last steps, for spikes.
-    """
+    """Called with each update of a step between its gradient and the optimizer's step."""
 
     def __init__(self, run: Observers, step: int, rollouts: Rollouts, recent: Sequence[float]) -> None:
-        self.run, self.step, self.rollouts, self.recent = run, step, rollouts, recent
+        self.run, self.step, self.rollouts = run, step, rollouts
+        self.recent = recent  # log gradient norms of the last steps
         self.columns: dict[str, Tensor] = {}  # of the tokens table, (N, T) each, NaN where nothing was measured
         self.by_layer: dict[tuple[int, int], dict[str, float]] = {}  # local norms of leading tokens (rollout, position)
         self.events: list[Event] = []  # one for each column that its probe refused
@@ -238,10 +274,7 @@ class StepObserver:
         start: Tensor | float | None = None,
         clip_factor: float | None,
     ) -> None:
-        """Measure the critical sharpness of the first update, if it is due; see `critical_rows` for the arguments.
-
-        Call it between clipping and the optimizer's step. Every process must call it.
-        """
+        """Measure the critical sharpness of a step's first update, after clipping, if it is due."""
 
         def measure(_: Check) -> None:
             clip = getattr(self.run.config.method.clip, "kind", None)
@@ -288,16 +321,11 @@ def critical_rows(
     """The critical sharpness of the update that `optimizer` is about to make, and its rows, with the threshold 2/lr.
 
     Args:
-        model: in training, as the optimizer has it; its `.grad` is what the optimizer gets.
-        optimizer: about to make the step.
-        loss_fn: the update's loss at the present weights, or one value for each prompt, (k,), with this mean; everything else
-            as it was at the start of the step.
+        loss_fn: the update's loss at the present weights, or one value for each prompt, (k,), with this mean.
         start: its value, by prompt if `loss_fn` is, if already computed.
         clip_factor: what clipping has multiplied the gradient by; None if `.grad` is not the gradient of the loss (SAM).
-        compute: dtype of the forward pass.
-        scale: Σ_t |∂L/∂log π_t|, the size of the loss's terms, which sets the size of its rounding.
-        last: critical learning rate found last, to start from.
-        usual_lr: learning rate to start from where there is none and the present one is 0.
+        scale: Σ_t |∂L/∂log π_t|, the size of the loss's terms, which sets that of its rounding in the dtype `compute`.
+        last: critical learning rate found last, to start from; `usual_lr`: if there is none, and the present is 0.
     """
     direction = update_direction(optimizer, model)
     lr = max(float(group["lr"]) for group in optimizer.param_groups)
@@ -321,10 +349,7 @@ def critical_rows(
 
 
 class _UpdateProbes:
-    """The probes of one update, on the rows of a sample of its groups or of all.
-
-    `rows` are the n measured rows of the update, `part` their rollouts, P prompt and T completion positions wide.
-    """
+    """The probes of one update, on n `rows` of it, P prompt and T completion positions wide."""
 
     def __init__(self, observer: StepObserver, update: PendingUpdate, *, sampled: bool) -> None:
         self.observer, self.update, self.sharded = observer, update, observer.run.sharded
@@ -353,10 +378,7 @@ class _UpdateProbes:
         return self.run.view()
 
     def _each(self, probe: Callable[..., Tensor], mask: Tensor, rows: Tensor, *, together: bool = False) -> Tensor:
-        """Values (m, P+T) of `rows` (m,) by `probe(rows, **arguments)`; each process computes a part of them.
-
-        With `together` the probe exchanges weights, so that all processes call it, also for no rows.
-        """
+        """Values (m, P+T) of `rows` (m,), a part by each process; `together`: also a process without rows calls the probe."""
         part, temperature = self.part, self.config.rollout.temperature
 
         def of_rows(some: Tensor) -> Tensor:
@@ -437,10 +459,7 @@ class _UpdateProbes:
         )
 
     def _along(self, direction: list[Tensor], check: Check, sharded: ShardedProbes | None = None) -> Tensor:
-        """c_t⟨∇log π_t, direction⟩ (n, P+T), of a direction in shards by `sharded`.
-
-        Rows of groups whose rewards are all equal have c = 0 and are not run.
-        """
+        """c_t⟨∇log π_t, direction⟩ (n, P+T); rows whose c are all 0 are not run."""
         live = ((self.coef != 0) & self.mask.bool()).any(dim=1).nonzero()[:, 0]
         out = torch.zeros_like(self.coef)
 
@@ -455,10 +474,7 @@ class _UpdateProbes:
         return out
 
     def _exact(self, local: Tensor | None, check: Check) -> None:
-        """The exact norm of the largest tokens by local norm and on random others, with the probability of being drawn.
-
-        Where there are no local norms: on random ones alone.
-        """
+        """The exact norm of the largest tokens by local norm and of random others, with the probability of being drawn."""
         part, count = self.part, self.config.recording.exact_tokens
         first = self.update.first_use[self.rows].to(part.input_ids.device)
         places = first.nonzero()  # (M, 2)
@@ -532,13 +548,7 @@ def sample_groups(
     """Rows of a simple random sample of the groups with a gradient, in order, and the probability that such a group is in it.
 
     Sums over the sample, divided by the probability, are unbiased for sums over all groups of what is 0 without a gradient.
-
-    Args:
-        group: (n,) group of each row.
-        moved: (n,) bool, whether a row has a gradient; without any, all groups count.
-        share: of these groups that are drawn, in (0, 1], and `least` the fewest.
-        seeded: draws them.
-        written: (n,) bool, whether a row's group may be drawn, itself a simple random sample of the groups.
+    A `share` of the groups (n,) that `moved` (n,) is drawn, at `least` so many, from the `written` ones (n,), themselves a sample.
     """
     groups = torch.unique(group[moved] if bool(moved.any()) else group)
     among = groups[torch.isin(groups, group[written])]

@@ -30,22 +30,17 @@ from sharpscope.probes import (
 )
 from sharpscope.recording.health import refusal
 from sharpscope.recording.run_folder import note
-from sharpscope.recording.schedule import MeasurementSchedule
 from sharpscope.rules.judging import Event
 from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Task
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
-
-PROBE_SET_FILE = "probe_set.parquet"
+    from sharpscope.recording.observers import MeasurementSchedule
 
 
 class Drawer:
-    """Draws seeded completions of a policy for probes, and has the task score them.
-
-    Probes assume draws from softmax(z/T) of this policy, so these are without top-p and top-k, at the run's temperature.
-    """
+    """Draws and scores completions for probes: without top-p, since these assume draws from softmax(z/T)."""
 
     def __init__(self, config: RunConfig, policy: Policy, task: Task) -> None:
         self.policy, self.task = policy, task
@@ -77,11 +72,8 @@ def check_probe_set(config: RunConfig, task: Task) -> None:
 
 
 def run_probe_set(config: RunConfig, task: Task) -> ProbeSet:
-    """The run's probe set: from the run's folder, or built and saved.
-
-    It depends on the task, the initial policy and `probes.probe_set_seed` only, never on the method or the run's seed.
-    """
-    path = Path(config.run_dir) / PROBE_SET_FILE
+    """The probe set in the run's folder, or a new one that is saved there; no method and no seed of the run enters it."""
+    path = Path(config.run_dir) / "probe_set.parquet"
     if distributed.broadcast(path.exists()):
         return ProbeSet.load(path)
     probe_set = _built(config, load_policy(config.policy), task)
@@ -90,7 +82,8 @@ def run_probe_set(config: RunConfig, task: Task) -> ProbeSet:
 
 
 def _built(config: RunConfig, initial: Policy, task: Task) -> ProbeSet:
-    """The probe set that a configuration asks for, with the initial policy's solutions."""
+    """The probe set of a configuration with the initial policy's solutions, named by the task and its settings."""
+    settings = json.dumps(config.task.model_dump(mode="json"), sort_keys=True)
     return build_probe_set(
         task,
         Drawer(config, initial, task),
@@ -99,25 +92,15 @@ def _built(config: RunConfig, initial: Policy, task: Task) -> ProbeSet:
         seed=config.probes.probe_set_seed,
         train=config.probes.prompts,
         heldout=config.probes.heldout_prompts,
-        name=task_key(config),
+        name=f"{config.task.kind}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}",
     )
-
-
-def task_key(config: RunConfig) -> str:
-    """The task's kind with a hash of its settings, so that probe sets of different data never share a name."""
-    settings = json.dumps(config.task.model_dump(mode="json"), sort_keys=True)
-    return f"{config.task.kind}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
 
 
 class SurfaceProbes:
     """Probes the loss surface at scheduled steps."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        view: Callable[[], ModelView],
-        drawer: Drawer | None,
-        schedule: MeasurementSchedule,
+        self, config: RunConfig, view: Callable[[], ModelView], drawer: Drawer | None, schedule: MeasurementSchedule
     ) -> None:
         self.config, self.view, self.drawer = config, view, drawer
         self.spec = config.probes
@@ -161,10 +144,7 @@ class SurfaceProbes:
         return self.spec.critical_sharpness and bool(self.schedule.every["surface"]) and (step == 1 or regular)
 
     def rows(self, step: int) -> tuple[dict[str, dict[str, Any]], list[Event]]:
-        """Columns of the tables `probes` and `probe_prompts`, and an event for each estimate that is not reliable.
-
-        If the probed loss differs from the policy's own, the loss surface is left out for the rest of the run.
-        """
+        """Columns of the tables `probes` and `probe_prompts`, and an event for each estimate that is not reliable."""
         assert self.probe_set is not None and self.drawer is not None
         estimates: list[Estimate] = []
         events: list[Event] = []

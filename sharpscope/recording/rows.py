@@ -43,7 +43,7 @@ def steps_row(
         "accuracy_completed": accuracy_completed([r.correct for r in batch.rewards], rollouts.truncated.cpu().numpy()),
         "loss": _mean([u.loss for u in done]),
         "kl": _each(float(tokens.kl[counted].sum()), uses) if method.needs_reference else None,
-        "entropy_mean": _masked_mean(tokens.stats.entropy.cpu(), mask),
+        "entropy_mean": float(tokens.stats.entropy.cpu()[mask].double().mean()) if mask.any() else None,
         "grad_norm": _mean([u.grad_norm for u in done]),
         "update_norm": _mean([u.update_norm for u in done]),
         "grad_clipped": _mean([float(u.clip_factor < 1) for u in done]),
@@ -102,10 +102,7 @@ def unweighted_gradient(tokens: StepTokens, used: Tensor) -> Tensor:
 
 
 def weight_columns(method: Method, tokens: StepTokens, used: Tensor, progress: float) -> dict[str, float | None]:
-    """The weight columns of the steps table, over the tokens (N, T) that an update used; null without any.
-
-    Those ending in `_gradient` count a token with its gradient before its weight.
-    """
+    """The weight columns of the steps table, over the tokens (N, T) that an update used; null without any."""
     mass = torch.where(used, unweighted_gradient(tokens, used) * tokens.stats.logit_grad_norm.cpu().double(), 0.0)
     plain = summarize_weights(method.weight, tokens.weight, used, progress=progress)
     massed = summarize_weights(method.weight, tokens.weight, used, progress=progress, mass=mass)
@@ -126,10 +123,7 @@ def _rotation_values(update: UpdateResult) -> dict[str, float | None]:
 
 
 def clipped_weight_share(method: Method, weight: Tensor, advantage: Tensor, mask: Tensor) -> float:
-    """Share of the loss tokens whose weight (N, T) alone puts them beyond PPO's clip, by their advantage (N,) or (N, T).
-
-    They have no gradient at ratio 1. NaN without tokens, and for methods whose weight is not inside such a clip.
-    """
+    """Share of the loss tokens whose weight (N, T) alone is beyond PPO's clip; NaN if it is in none."""
     if method.weight_on != "ratio" or not isinstance(method.clip, PpoClip):
         return math.nan
     killed = gradient_killed(method.clip, weight, per_token(advantage, weight).to(weight))
@@ -170,10 +164,7 @@ def completion_advantage(advantage: Tensor, mask: Tensor) -> Tensor:
 
 
 def head_grad_norm(stats: TokenStats, head: Head, temperature: float) -> Tensor | None:
-    """(N, T) norm of ∇ ln π by the output layer: ‖p − e_y‖·‖h‖·scale/T, with a bias √(‖h‖² + 1) for ‖h‖.
-
-    None under a soft cap, which scales each logit's derivative differently; `sharpscope.score_norms(method="head")` computes it.
-    """
+    """(N, T) norm of ∇ ln π by the output layer, ‖p − e_y‖·‖h‖·scale/T; None under a soft cap."""
     if head.soft_cap is not None:
         return None
     length = stats.hidden_norm if head.bias is None else (stats.hidden_norm.square() + 1).sqrt()
@@ -181,10 +172,7 @@ def head_grad_norm(stats: TokenStats, head: Head, temperature: float) -> Tensor 
 
 
 def written_groups(rollouts: Rollouts, limit: int, seed: int, step: int) -> tuple[Tensor, float]:
-    """(N,) whether the tokens of a completion are written, and the share of groups that are: with more than `limit` tokens a sample.
-
-    At least two groups are drawn, as many as have about `limit` tokens.
-    """
+    """(N,) whether a completion's tokens are written, about `limit` of at least two groups, and the share of groups."""
     group, tokens = rollouts.group.cpu(), int(rollouts.completion_mask.sum())
     groups = group.unique()
     count = len(groups) if tokens <= limit else max(2, round(len(groups) * limit / tokens))
@@ -298,10 +286,6 @@ def _mean(values: list[float]) -> float | None:
 
 def _finite(value: float | None) -> float | None:
     return None if value is None or math.isnan(value) else value
-
-
-def _masked_mean(values: Tensor, mask: Tensor) -> float | None:
-    return float(values[mask].double().mean()) if bool(mask.any()) else None
 
 
 def _each(total: float, uses: int) -> float | None:

@@ -32,12 +32,7 @@ if TYPE_CHECKING:
     from sharpscope.config import RunConfig
 
 TRACEBACK = "traceback.txt"
-_REFUSALS = dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make it writable") | {
-    errno.ENOSPC: "free some space",
-    errno.EDQUOT: "free some of your quota",
-    errno.EFBIG: "raise the limit on file sizes",
-    errno.EIO: "check the disk",
-}
+_REFUSALS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def begin_run_dir(config: RunConfig, policy: Policy, info: dict[str, Any]) -> None:
@@ -59,6 +54,7 @@ def begin_run_dir(config: RunConfig, policy: Policy, info: dict[str, Any]) -> No
 
 def run_info(config: RunConfig, policy: Policy, threads: int, launch: distributed.Launch) -> dict[str, Any]:
     """Contents of run.json for a new run."""
+    cpu = f"{platform.machine()} CPU, {psutil.cpu_count(logical=False) or os.cpu_count()} cores"
     return {
         "method": method_label(config.method),
         "task": config.task.kind,
@@ -66,7 +62,7 @@ def run_info(config: RunConfig, policy: Policy, threads: int, launch: distribute
         "config": config.model_dump(mode="json"),
         "versions": versions(),
         "commit": commit(),
-        "device": describe_device(policy.device),
+        "device": torch.cuda.get_device_name(policy.device) if policy.device.type == "cuda" else cpu,
         "threads": threads,
         "processes": launch.processes,
         "sharded": launch.sharded,
@@ -77,10 +73,7 @@ def run_info(config: RunConfig, policy: Policy, threads: int, launch: distribute
 
 
 def discard_unused(folder: Path) -> None:
-    """Remove the files of a new run if nothing was recorded, after a mistake that was found late.
-
-    Other files in the folder stay.
-    """
+    """Remove the files of a new run if nothing was recorded; other files in the folder stay."""
     if any((folder / TRACES).rglob("part-*.parquet")):
         return
     with suppress(OSError):
@@ -90,21 +83,13 @@ def discard_unused(folder: Path) -> None:
 
 
 def check_resume(config: RunConfig) -> None:
-    """Check that the run in `config.run_dir` can be resumed. The caller holds its lock.
-
-    Raises:
-        UserError: the folder has no run, or the run is finished or reduced.
-    """
+    """Refuse to resume a folder without a run, and a finished or reduced run. The caller holds its lock."""
     folder = config.run_dir
     if not (folder / RUN_FILE).exists():
         if not never_began(folder):
             raise UserError(f"run '{folder}' has no {RUN_FILE}; give the folder of a run")
         return
     info = read_run_info(folder)
-    if info.get("reduced") is not None:
-        raise UserError(
-            f"run '{folder}' was reduced by `export --to reduced` and cannot be resumed; resume the run that it was made from"
-        )
     done = info.get("steps_done") or 0
     if info.get("status") == "finished" and done >= config.steps:
         raise UserError(
@@ -113,16 +98,11 @@ def check_resume(config: RunConfig) -> None:
 
 
 def wind_back(folder: Path, step: int | None) -> list[str]:
-    """Remove the rows after `step` from a run's traces; returns notes for run.json.
-
-    Without a step (no checkpoint to continue from), the traces are renamed, not removed: the run records them again.
-    """
+    """Remove the rows after `step` from a run's traces, or rename these if it is None; returns notes for run.json."""
     notes = []
     traces = folder / TRACES
     if step is None and any(path.is_file() and not path.name.endswith(ASIDE) for path in traces.rglob("*")):
         kept = set_aside(traces)
-        for half_written in kept.rglob(f".part-*{ASIDE}"):
-            half_written.unlink(missing_ok=True)
         notes = [f"no checkpoint to go on from: the run began again, what it had recorded is kept in {kept}"]
     damaged = rewind(folder, -1 if step is None else step)
     return notes + [f"{name} is set aside: {why}" for name, why in damaged.items()]
@@ -136,7 +116,7 @@ def refused_write(error: OSError, folder: Path) -> str:
     if number not in _REFUSALS:
         return ""
     text = " ".join(str(error).split())
-    return f"{folder} cannot be written ({text}); {_REFUSALS[number]}, then: sharpscope run --resume {folder}"
+    return f"{folder} cannot be written ({text}); free space or allow writing, then: sharpscope run --resume {folder}"
 
 
 def keep_traceback(folder: Path, error: BaseException) -> str:
@@ -183,26 +163,19 @@ def end_run(folder: Path, **changes: Any) -> None:
 
 # -- the machine -------------------------------------------------------------------------------------------------------
 
-OPTIONAL = ("accelerate", "peft", "trl")
-PACKAGES = ("sharpscope", "torch", "transformers", "tokenizers", "numpy", "scipy", "pandas", "pyarrow", *OPTIONAL)
+PACKAGES = (
+    *("sharpscope", "torch", "transformers", "tokenizers", "numpy", "scipy", "pandas", "pyarrow"),
+    *("accelerate", "peft", "trl"),
+)
+THREADS = torch.get_num_threads()
 TINY = 20 * 2**20
 """Weights up to this size [bytes] are computed with one thread: a second gains little, and waits for the first at each of
 thousands of small operations, which on a shared machine costs more than it gains."""
 
 
 def default_threads(model: str | None = None) -> int:
-    """Default number of CPU threads for a model, as `policy.model` names it; one on the hub is taken to be large.
-
-    One for a tiny model, else `OMP_NUM_THREADS` where it is set, else the physical cores of this process divided by the run's
-    processes on this machine.
-    """
-    if model is not None and _is_tiny(model):
-        return 1
-    if os.environ.get("OMP_NUM_THREADS", "").isdecimal():
-        return max(1, int(os.environ["OMP_NUM_THREADS"]))
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    physical = psutil.cpu_count(logical=False) or usable
-    return max(1, min(usable, physical) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    """Default number of CPU threads: one for a tiny model, else torch's own."""
+    return 1 if model is not None and _is_tiny(model) else THREADS
 
 
 def set_threads(threads: int | None, model: str | None = None) -> int:
@@ -220,40 +193,25 @@ def _is_tiny(model: str) -> bool:
     return model.startswith(EMBEDDED_PREFIX) or (0 < weights <= TINY and whole)
 
 
-def describe_device(device: torch.device) -> str:
-    """A readable name of the device."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {psutil.cpu_count(logical=False) or os.cpu_count()} cores"
-
-
 @functools.cache  # 0.1 s: each is read from the package's metadata
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that numbers depend on."""
+    """Versions of Python and of the packages that numbers depend on, of those that are installed."""
     installed = {"python": sys.version.split()[0]}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             installed[package] = version(package)
-        except PackageNotFoundError:
-            if package not in OPTIONAL:
-                installed[package] = "not installed as a package"
     return installed
 
 
 def commit() -> str | None:
     """The commit of the sharpscope sources, with `+` where files differ from it; None outside a git checkout."""
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-
-    def git(*arguments: str) -> str:
-        command = ["git", *arguments]
-        return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
     try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", "sharpscope") else "")
+        found = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
+    return found.stdout.strip() if (root / ".git").exists() else None
 
 
 def peak_memory_bytes(device: torch.device) -> dict[str, int]:

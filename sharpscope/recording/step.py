@@ -92,10 +92,7 @@ OPTIONAL = ("kl_coef", "entropy_coef", "ref_logp")
 
 @dataclass
 class StepTokens:
-    """Values of each token in the first update that used it, and counts over all updates; (N, T), on the CPU.
-
-    Weight, advantage, coefficient and ratio have the dtype of the statistics.
-    """
+    """Values of each token in the first update that used it, and counts over all updates; (N, T), on the CPU."""
 
     stats: TokenStats  # of the policy at the start of the step
     weight: Tensor
@@ -194,10 +191,7 @@ class PendingUpdate:
 def step_tensors(
     rollouts: Rollouts, advantage: Tensor, stats: TokenStats, old_logp: Tensor, progress: float, method: Method
 ) -> StepTensors:
-    """What the objective needs of a step, from rollouts (N, T) and the statistics of the policy at its start.
-
-    `advantage` is (N,) or (N, T).
-    """
+    """What the objective needs of a step: rollouts (N, T), `advantage` (N,) or (N, T), the statistics at its start."""
     mask = rollouts.completion_mask
     return StepTensors(
         mask=mask,

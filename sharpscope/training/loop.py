@@ -24,14 +24,7 @@ from sharpscope.objective import Method, method_label
 from sharpscope.policy import Policy, check_lengths, render_prompts
 from sharpscope.policy.sharding import shard
 from sharpscope.recording import run_folder
-from sharpscope.recording.health import (
-    Quantities,
-    StepHealth,
-    check_finite,
-    check_method,
-    rotation_event,
-    temperature_gap,
-)
+from sharpscope.recording.health import Quantities, StepHealth, not_finite, temperature_gap
 from sharpscope.recording.observers import Observers, StepObserver
 from sharpscope.recording.probe_sets import Drawer, check_probe_set
 from sharpscope.recording.rows import rollout_columns, steps_row, token_columns, update_columns
@@ -230,8 +223,7 @@ class _Run:
                 self.display.status("choosing the probe set")
                 events = self.observers.start(self.task, info)
                 if checkpoint is None:
-                    updates = config.update.mini_batches * config.update.inner_epochs
-                    self._report(check_method(config.method, updates) + events)  # a resumed run has reported them
+                    self._report(events)  # a resumed run has reported them
                     self._evaluate(0)
                     self._probe(0)
                 for step in range(done + 1, config.steps + 1):
@@ -327,7 +319,7 @@ class _Run:
         row = steps_row(step, batch, result, method, progress, lr)
         health.after_updates(row)
         self.quantities.rows.append(health.values)
-        self._report([*health.events, *observer.events, *self._result_events(step, row, result, method, progress)])
+        self._report([*health.events, *observer.events, *self._result_events(step, result)])
         largest = max((update.plain_norm for update in result.updates if not update.skipped), default=0.0)
         if largest:
             self.recent = [*self.recent[-49:], math.log(largest)]
@@ -370,23 +362,18 @@ class _Run:
         run_folder.note(self.config.run_dir, calibration=self.method.weight.model_dump(mode="json"))
         return self.method
 
-    def _result_events(
-        self, step: int, row: Mapping[str, Any], result: StepResult, method: Method, progress: float
-    ) -> Iterator[Event]:
-        """Events of a step's updates: what is not finite, warnings of the method, its rotation."""
+    def _result_events(self, step: int, result: StepResult) -> Iterator[Event]:
+        """Events of a step's updates: what is not finite, and warnings of the method."""
         for update in result.updates:
             if update.problem:
                 value = update.loss if not math.isfinite(update.loss) else update.grad_norm
                 self.broken = self.broken or update.broken
                 value = update.update_norm if update.broken else value
-                yield from check_finite(self.config.health, step, [(update.problem, value)], update.broken)
-        events = [Event(step, "method", "warning", math.nan, math.nan, "warn", text) for text in result.warnings]
-        turned = rotation_event(step, row, method, progress)
-        for event in [*events, *([turned] if turned is not None else [])]:
-            key = event.rule if event is turned else event.message
-            if key not in self.shown:
-                self.shown.add(key)
-                yield event
+                yield not_finite(self.config.health, step, update.problem, value, update.broken)
+        for text in result.warnings:
+            if text not in self.shown:
+                self.shown.add(text)
+                yield Event(step, "method", "warning", math.nan, math.nan, "warn", text)
 
     def _report(self, events: Sequence[Event]) -> None:
         """Write events to the trace and show them; one whose action is `stop` ends the run after this step."""

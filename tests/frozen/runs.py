@@ -1,4 +1,4 @@
-"""What runs and probes of two versions of the code compute, compared to the last bit.
+"""What runs of two versions of the code record, of tokens, updates and probes, compared to the last bit.
 
 A change that should not move a number is checked against the commit before it:
 
@@ -19,7 +19,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 METHODS = ("grpo", "grpo-sg", "tr-grpo", "ar-lopti", "gspo", "grpo-sam", "dapo", "cov-grpo")
 SMALL = {
@@ -45,16 +44,11 @@ SMALL = {
     "probes.samples": 2,
     "health.memory.action": "off",
 }
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": 2},
-    "gemma2": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
-    "gpt_neox": {"rotary_pct": 0.5, "hidden_dropout": 0.0, "attention_dropout": 0.0},
-}
 
 
 def record() -> dict[str, str]:
-    """A hash for each column of each trace and for each result of a probe."""
-    return dict(_runs()) | dict(_probes())
+    """A hash for each column of each trace."""
+    return dict(_runs())
 
 
 def _runs() -> Iterator[tuple[str, str]]:
@@ -75,52 +69,6 @@ def _runs() -> Iterator[tuple[str, str]]:
                     if frame[column].dtype.kind in "fiub":
                         data = frame[column].to_numpy().tobytes().hex()
                     yield f"run {method} {table}.{column}", _hash(data)
-
-
-def _probes() -> Iterator[tuple[str, str]]:
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    from sharpscope import attribute, curvature, score_norms, sharpness
-
-    torch.set_num_threads(1)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    for name, options in MODELS.items():
-        torch.manual_seed(0)
-        config = CONFIG_MAPPING[name](
-            vocab_size=37,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=1,
-            max_position_embeddings=64,
-            **sizes,
-            **options,
-        )
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-        ids = torch.randint(2, 37, (3, 12), generator=torch.Generator().manual_seed(1))
-        mask = torch.ones_like(ids)
-        mask[:, :4] = 0
-        coef = torch.randn(ids.shape, generator=torch.Generator().manual_seed(2))
-        for method in ("head", "local", "exact"):
-            yield f"probe {name} score_norms {method}", _tensor(score_norms(model, ids, mask, method).values)
-        yield f"probe {name} attribute forward", _tensor(attribute(model, ids, mask, coef))
-        for parameter in model.parameters():
-            parameter.requires_grad_(True)
-
-        def loss(model: Any = model, ids: Any = ids) -> Any:
-            logp = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
-            return -logp.gather(-1, ids[:, 1:, None]).mean()
-
-        found = curvature(loss, list(model.parameters()), top=2, trace_probes=4)
-        yield f"probe {name} curvature", _hash(repr((found.top, found.trace, found.smallest)))
-        for kind in ("sam", "asam"):
-            one = sharpness(loss, list(model.parameters()), rho=0.05, kind=kind)
-            yield f"probe {name} sharpness {kind}", _hash(repr((one.value, one.first_order)))
-
-
-def _tensor(value: Any) -> str:
-    return _hash(value.detach().cpu().numpy().tobytes().hex())
 
 
 def _hash(text: str) -> str:

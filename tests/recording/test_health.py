@@ -21,10 +21,8 @@ from sharpscope.config.run import HealthSpec
 from sharpscope.errors import UserError
 from sharpscope.memory import container_memory
 from sharpscope.policy import load_policy
-from sharpscope.recording.health import temperature_gap
-from sharpscope.rules.judging import EARLY, OfLastStep, judge, trend_p
+from sharpscope.rules.judging import EARLY, OfLastStep, judge, robust_z, sampler_values
 from sharpscope.rules.table import RULES
-from sharpscope.traces.rules import robust_z, sampler_values
 from sharpscope.training import loop, train
 from sharpscope.training import updates as updates_module
 from sharpscope.training.checkpoint import checkpoints
@@ -45,10 +43,7 @@ def unmoved(config) -> bool:
 SURE = {  # rule -> settings with which it fires at every step of the toy run
     "dead_groups": {"health__dead_groups__threshold": 0.0},
     "truncation": {"rollout__max_new_tokens": 2, "task__factory": "tests.toy_task:always_wrong"},
-    "near_uniform": {"health__near_uniform__threshold": 0.0},
     "weight_saturation": {"health__weight_saturation__threshold": 0.0, "method": "grpo-sg"},
-    "clipped_weights": {"health__clipped_weights__threshold": -1.0, "method": "tr-grpo"},
-    "logp_mismatch": {"health__logp_mismatch__threshold": -1.0},
     "memory": {"health__memory__threshold": 0.0},
 }
 
@@ -67,20 +62,16 @@ def test_skip_step_leaves_the_weights_as_they_are_and_records_the_tokens(toy_con
     assert re.search(rf"{rule} +2 +2 ", console.export_text())  # rule, times, last step
 
 
-@pytest.mark.parametrize("rule", ["truncation", "near_uniform"])
-def test_stop_ends_the_run_before_the_update_with_a_checkpoint(toy_config, rule):
-    config = toy_config(**(QUIET | SURE[rule] | {f"health__{rule}__action": "stop", "checkpoint__every": 0}))
+def test_stop_ends_the_run_before_the_update_with_a_checkpoint(toy_config):
+    config = toy_config(**(QUIET | SURE["truncation"] | {"health__truncation__action": "stop", "checkpoint__every": 0}))
     outcome = train(config)
-    assert (outcome.status, outcome.steps_done) == ("failed", 1) and outcome.reason.startswith(rule)
+    assert (outcome.status, outcome.steps_done) == ("failed", 1) and outcome.reason.startswith("truncation")
     assert unmoved(config)
     run = sharpscope.load_run(config.run_dir)
     assert run.status == "failed" and run.info["end"] == outcome.reason and len(run.steps) == 1
 
 
-@pytest.mark.parametrize(
-    ("value", "action"),
-    [(math.nan, "skip_step"), (math.inf, "skip_step"), (-math.inf, "skip_step"), (math.nan, "stop")],
-)
+@pytest.mark.parametrize(("value", "action"), [(-math.inf, "skip_step"), (math.nan, "stop")])
 def test_a_gradient_that_is_not_finite_is_left_out(toy_config, monkeypatch, value, action):
     """One entry of the second gradient is spoilt."""
     calls, plain = [], updates_module.gradient_norms
@@ -100,17 +91,6 @@ def test_a_gradient_that_is_not_finite_is_left_out(toy_config, monkeypatch, valu
     assert run.steps["updates"].tolist() == ([1, 0, 1] if action == "skip_step" else [1, 0])
     assert (outcome.status, outcome.steps_done) == (("finished", 3) if action == "skip_step" else ("failed", 2))
     assert all(torch.isfinite(w).all() for w in weights(checkpoints(outcome.run_dir)[-1]))
-
-
-def test_a_token_weight_that_is_not_finite_is_left_out(toy_config):
-    weight = {"kind": "custom", "function": "tests.toy_task:weight_nan"}
-    settings = {"method": "grpo-sg", "method__weight": weight, "health__non_finite": "skip_step"}
-    config = toy_config(**settings, evaluation__every=0)
-    assert train(config).status == "finished"
-    run = sharpscope.load_run(config.run_dir)
-    assert run.steps["updates"].tolist() == [1, 0, 1]
-    (event,) = run.events[run.events["rule"] == "non_finite"].to_dict("records")
-    assert event["step"] == 2 and "weights that are not finite" in event["message"]
 
 
 def test_a_sampler_that_disagrees_with_the_trainer_is_noticed(toy_config, monkeypatch):
@@ -168,27 +148,6 @@ def test_broken_weights_are_neither_measured_nor_saved_over_good_ones(toy_config
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-@pytest.mark.parametrize(("name", "same"), [("gspo", "grpo"), ("cispo", "bnpo"), ("grpo-sg", None)])
-def test_a_method_that_equals_another_at_one_update_says_so_before_training(toy_config, name, same):
-    """An event at step 0; with two updates there is none, and the runs differ from one another."""
-    settings = QUIET | ({"method__weight__preset": "calibrated"} if name == "grpo-sg" else {})
-    runs = {}
-    for updates in (1, 2):
-        for method, options in ((name, settings), (same or "grpo", QUIET)):
-            config = toy_config(method=method, name=f"{method}-{updates}", update__mini_batches=updates, **options)
-            runs[method, updates] = sharpscope.load_run(train(config).run_dir)
-    for updates in (1, 2):
-        mine, other = runs[name, updates], runs[same or "grpo", updates]
-        events = mine.events[mine.events["rule"] == "same_gradient"]
-        assert len(events) == (1 if same and updates == 1 else 0)
-        gap = np.abs(mine.steps["update_norm"] / other.steps["update_norm"] - 1).max()
-        if len(events):
-            assert events["step"].tolist() == [0] and f"{name} has the gradient of {same}" in events["message"].iloc[0]
-            np.testing.assert_allclose(mine.steps["grad_norm"], other.steps["grad_norm"], rtol=1e-4)
-        else:
-            assert gap > 1e-3
-
-
 def test_an_update_that_destroys_the_policy_is_noticed_after_one_step_and_can_stop_the_run(toy_config):
     """KL(π_old‖π) is that of the step's completions under the policy before and after it."""
     config = toy_config(**(QUIET | {"steps": 6, "optimizer__lr": 1.0, "health__policy_destroyed__action": "stop"}))
@@ -222,13 +181,6 @@ def test_the_kl_of_a_step_is_that_between_its_policies(toy_config):
         change = new - own["logp"].to_numpy()
         total, count = total + float((np.expm1(change) - change).sum()), count + len(own)
     assert run.steps["kl_step"].iloc[0] == pytest.approx(total / count, rel=1e-3)
-
-
-def test_greedy_and_sampled_accuracy_that_differ_are_reported():
-    row = {"split": "heldout", "level": "1"}
-    rows = [row | {"temperature": t, "accuracy": a} for t, a in ((0.0, 0.9), (0.6, 0.1), (1.0, 0.6))]
-    assert temperature_gap(rows) == pytest.approx(0.3)
-    assert temperature_gap(rows[:2]) is None
 
 
 def test_cut_completions_are_reported_at_steps_where_none_of_them_is_right(toy_config):
@@ -306,13 +258,13 @@ def histories(draw: st.DrawFn) -> dict[str, np.ndarray]:
 @given(histories(), st.integers(0, 149))
 @settings(max_examples=100, deadline=None)
 def test_no_measure_looks_ahead(history, at):
-    """A rule says the same of a step in a running training and in its log. (Two judge whole runs; one is three steps late.)"""
+    """A rule says the same of a step in a running training and in its log. (One judges whole runs; one is three steps late.)"""
     at = min(at, len(history["reward"]) - 1)
     cut = {name: values[: at + 1] for name, values in history.items()}
     for name, rule in RULES.items():
         now = rule.measure(cut)
         np.testing.assert_array_equal(rule.measure(OfLastStep(cut))[-1], now[-1], err_msg=name)
-        if name not in ("reward_plateau", "no_motion", "policy_destroyed"):
+        if name not in ("no_motion", "policy_destroyed"):
             np.testing.assert_allclose(now, rule.measure(history)[: at + 1], err_msg=name)
 
 
@@ -330,15 +282,6 @@ def test_spikes_are_those_of_the_robust_z_score(norms):
             assert found[at] == pytest.approx(
                 math.exp(logs[at] - np.median(logs[max(0, at - 50) : at])) if z > 4 else 0
             )
-
-
-@given(st.lists(st.integers(0, 20), min_size=10, max_size=60).filter(lambda y: len(set(y)) > 1))
-@settings(max_examples=50, deadline=None)
-def test_the_test_for_a_trend_is_kendalls(y):
-    from scipy.stats import kendalltau
-
-    expected = kendalltau(np.arange(len(y)), y, method="asymptotic").pvalue
-    assert trend_p(np.array(y, dtype=float)) == pytest.approx(expected, abs=1e-9)
 
 
 def last(name: str, **values: list[float]) -> float:
@@ -376,7 +319,14 @@ def test_the_samplers_values():
     equal = {"sampler_impossible": 0.0, "sampler_outside": 0.0, "mismatch": 0.0, "ratio_max": 1.0}
     assert sampler_values(logp, logp) == equal
     assert sampler_values(logp, off)["sampler_outside"] == 0.03
-    assert sampler_values(logp, np.zeros(100))["sampler_impossible"] == 1.0
+    for wrong, share in (
+        (np.zeros(100), 1.0),
+        (np.full(100, -1.5), 1.0),  # the same for all
+        (np.where(np.arange(100) < 25, 0.0, logp), 0.25),
+        (np.where(np.arange(100) < 10, 0.5, logp), 0.1),
+        (np.where(np.arange(100) < 10, 1e-5, logp), 0.0),  # rounding
+    ):
+        assert sampler_values(logp, wrong)["sampler_impossible"] == share
     half = np.where(np.arange(100) < 50, off, np.nan)  # the server gave half of them
     assert sampler_values(logp, half)["sampler_outside"] == 0.06
     healthy = {"sampler_outside": 0.08, "mismatch": 0.04}  # bfloat16 in chunks of 1 and of 8, without any sampler
