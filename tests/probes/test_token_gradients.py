@@ -12,7 +12,7 @@ from transformers.models.gemma2 import modeling_gemma2
 
 from sharpscope.errors import UserError
 from sharpscope.policy import Head
-from sharpscope.probes import attribute, failure_coefficients, logp_gradient, score_norms
+from sharpscope.probes import attribute, attribution, failure_coefficients, logp_gradient, score_norms
 from sharpscope.probes.token_gradients import norms, rows, structure
 from tests.models import ARCHITECTURES, COMMON, random_batch, tiny_model, without_experts
 from tests.oracles.token_gradients import (
@@ -432,6 +432,29 @@ def test_along_any_direction_without_normalising():
     direction = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in model.parameters()]
     expected = along(expect(token_gradients, model, batch)[0], coef, direction)
     torch.testing.assert_close(attributed(model, batch, coef, direction), expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
+def test_what_a_gradient_keeps_changes_no_share(architecture, monkeypatch):
+    model, batch = tiny_model(architecture), random_batch()
+    coef = coefficients(batch)
+    coef[1] = 0.0
+    expected = shares(model, batch, coef)
+    monkeypatch.setitem(rows.CHUNK_TOKENS, "cpu", 1)  # a row at a time
+    attributed(model, batch, coef)  # with the checks of a first call
+    passes, derivative = [], attribution.logp_derivative
+    monkeypatch.setattr(attribution, "logp_derivative", lambda *given: (passes.append(given[5]), derivative(*given))[1])
+
+    def kept(room):
+        """Numbers of outputs that were kept of each row."""
+        monkeypatch.setitem(attribution.KEPT_BYTES, "cpu", room)
+        assert off(attributed(model, batch, coef), expected) < 1e-6
+        return [len(known) for known in passes[-1]]
+
+    count = sum(isinstance(module, torch.nn.Linear) for module in model.base_model.modules())
+    assert kept(2**30) == [count, count]
+    assert kept(sum(x.nbytes for x in passes[-1][0]) + 1) == [count, 0]
+    assert kept(0) == [0, 0]
 
 
 def test_only_the_adapters_count():
