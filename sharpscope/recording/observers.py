@@ -26,7 +26,6 @@ from sharpscope.policy import Policy, Rollouts, completions_of
 from sharpscope.policy.forward import Scorer
 from sharpscope.policy.sharding import ModelView, copy_bytes, is_sharded, reshard
 from sharpscope.probes import (
-    CriticalSharpness,
     Estimate,
     ProbeSet,
     attribute,
@@ -274,78 +273,53 @@ class StepObserver:
         start: Tensor | float | None = None,
         clip_factor: float | None,
     ) -> None:
-        """Measure the critical sharpness of a step's first update, after clipping, if it is due."""
+        """Measure the critical sharpness of a step's first update and its threshold 2/lr, after clipping, if it is due.
+
+        Every process must call it.
+
+        Args:
+            model: as the optimizer has it; its `.grad` is what the optimizer gets.
+            optimizer: about to make the step.
+            loss_fn: the update's loss at the present weights, or one value for each prompt, (k,), with this mean.
+            start: its value, by prompt if `loss_fn` is, if already computed.
+            clip_factor: what clipping has multiplied the gradient by; None if `.grad` is not the gradient of the loss (SAM).
+        """
 
         def measure(_: Check) -> None:
-            clip = getattr(self.run.config.method.clip, "kind", None)
+            config = self.run.config
+            clip = getattr(config.method.clip, "kind", None)
             if clip in HELD_CONSTANT:
                 raise UserError(
                     f"method.clip.kind = {clip}: the loss has a factor that its gradient treats as constant, so its values along "
                     "the update are not those of what the update descends"
                 )
-            critical, rows = critical_rows(
-                model,
-                optimizer,
+            compute = self.run.policy.compute or next(model.parameters()).dtype
+            # The loss is near 0 and its terms are not; low precision averages out over tokens.
+            rounding = torch.finfo(compute).eps * (1 / 8 if compute in (torch.bfloat16, torch.float16) else 4)
+            lr = max(float(group["lr"]) for group in optimizer.param_groups)
+            direction = update_direction(optimizer, model)
+            found = critical_sharpness(
                 loss_fn,
+                model,
+                direction,
+                guess=self.run.critical_lr or GUESS * (lr or config.optimizer.lr),
+                slope=None if clip_factor is None else update_slope(model, direction, clip_factor),
+                noise=self._scale * rounding,
                 start=start,
-                clip_factor=clip_factor,
-                compute=self.run.policy.compute or next(model.parameters()).dtype,
-                scale=self._scale,
-                last=self.run.critical_lr,
-                usual_lr=self.run.config.optimizer.lr,
+                tolerance=TOLERANCE,
+                max_evaluations=EVALUATIONS,
             )
-            if critical.outcome == "found":
-                self.run.critical_lr = critical.lr
-            self._found += rows
-            if not critical.converged:
-                text = f"critical sharpness: {critical.why}"
+            if found.outcome == "found":
+                self.run.critical_lr = found.lr
+            threshold = [Estimate("critical", "critical_threshold", 2 / lr)] if lr > 0 else []
+            self._found += labeled([*found.estimates(), *threshold], functional="surrogate")
+            if not found.converged:
+                text = f"critical sharpness: {found.why}"
                 self.events.append(Event(self.step, "probe", "info", math.nan, math.nan, "none", text))
 
         if self.run.critical_due(self.step):
             with self._timed(CRITICAL):
                 self.fill("critical_sharpness", measure)
-
-
-def critical_rows(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss_fn: Callable[[], Tensor | float],
-    *,
-    start: Tensor | float | None,
-    clip_factor: float | None,
-    compute: torch.dtype,
-    scale: float,
-    last: float | None,
-    usual_lr: float,
-) -> tuple[CriticalSharpness, list[Estimate]]:
-    """The critical sharpness of the update that `optimizer` is about to make, and its rows, with the threshold 2/lr.
-
-    Args:
-        loss_fn: the update's loss at the present weights, or one value for each prompt, (k,), with this mean.
-        start: its value, by prompt if `loss_fn` is, if already computed.
-        clip_factor: what clipping has multiplied the gradient by; None if `.grad` is not the gradient of the loss (SAM).
-        scale: Σ_t |∂L/∂log π_t|, the size of the loss's terms, which sets that of its rounding in the dtype `compute`.
-        last: critical learning rate found last, to start from; `usual_lr`: if there is none, and the present is 0.
-    """
-    direction = update_direction(optimizer, model)
-    lr = max(float(group["lr"]) for group in optimizer.param_groups)
-    resolution = torch.finfo(compute).eps
-    critical = critical_sharpness(
-        loss_fn,
-        model,
-        direction,
-        guess=last or GUESS * (lr or usual_lr),
-        slope=None if clip_factor is None else update_slope(model, direction, clip_factor),
-        # The loss is near 0 and its terms are not; low precision averages out over tokens.
-        noise=scale * (resolution / 8 if compute in (torch.bfloat16, torch.float16) else 4 * resolution),
-        start=start,
-        tolerance=TOLERANCE,
-        max_evaluations=EVALUATIONS,
-    )
-    rows = critical.estimates()
-    if lr > 0:
-        rows.append(Estimate("critical", "critical_threshold", 2 / lr))
-    return critical, labeled(rows, functional="surrogate")
 
 
 class _UpdateProbes:
