@@ -33,7 +33,7 @@ class Spec(BaseModel):
     """Further fields by name, which are described once in lists of settings."""
 
 
-CONSTANTS = {"beta2": 0.999, "eps": 1e-8, "exclude": [], "penalty": 0.04}
+CONSTANTS = {"exclude": [], "penalty": 0.04}
 """Settings of earlier versions that change a training and are constants now, with these values."""
 
 

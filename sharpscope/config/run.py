@@ -66,10 +66,12 @@ class RolloutSpec(SamplingSpec):
 
 
 class OptimizerSpec(Spec):
-    """AdamW (decoupled weight decay, betas 0.9 and 0.999, epsilon 1e-8; arXiv 1711.05101) with warm-up, a schedule and global-norm clipping."""
+    """AdamW (decoupled weight decay, beta1 0.9; arXiv 1711.05101) with warm-up, a schedule and global-norm clipping."""
 
     lr: float = Field(1e-4, gt=0, le=1)
     """Peak learning rate [per update]; not given: 1e-4 for embedded policies, else 1e-6."""
+    beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second-moment average.")
+    eps: float = Field(1e-8, gt=0, description="Added to the square root of the second moment.")
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of matrices (not of norm gains and biases)."""
     warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up, from lr/warmup_steps; fewer than steps.")

@@ -325,7 +325,8 @@ def build_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
         for divided in (False, True)
         for matrices in (True, False)
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=spec.lr)
+    used = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(used, lr=spec.lr, betas=(0.9, spec.beta2), eps=spec.eps)
 
 
 def learning_rate(spec: OptimizerSpec, step: int, steps: int) -> float:

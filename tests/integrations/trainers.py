@@ -32,8 +32,8 @@ from sharpscope.policy import completions_of
 from sharpscope.policy.sharding import full_tensor
 from sharpscope.recording import observers
 from sharpscope.tasks import Reward
-from sharpscope.training import learner, loop, train
 from sharpscope.training import rollouts as drawing
+from sharpscope.training import train
 from tests.models import tiny_model
 
 PROMPTS = ["w2 w3", "w4", "w5 w6 w7", "w8 w9"]
@@ -235,7 +235,7 @@ def our_run(folder: Path, case: Case) -> Any:
     values = {"policy.model": str(folder / "model"), "out": str(folder / "ours"), "threads": 1, "steps": 1}
     values |= {"task.kind": "custom", "task.factory": "tests.toy_task:vowels", "rollout.max_new_tokens": 8}
     values |= {"rollout.prompts_per_step": len(given.prompts) // GROUP, "rollout.group_size": GROUP}
-    values |= {"update.mini_batches": 1, "update.inner_epochs": EPOCHS, "optimizer.lr": LR}
+    values |= {"update.mini_batches": 1, "update.inner_epochs": EPOCHS, "optimizer.lr": LR, "optimizer.eps": EPS}
     values |= {"evaluation.every": 0, "checkpoint.every": 0, "probes.preset": "off", "method.kl.coef": KL}
     values |= {"method.advantage.kind": "group", "method.advantage.scale": case.scale}
     values |= {"method.aggregate": case.aggregate, "recording.heldout_influence_every": 0}
@@ -248,15 +248,8 @@ def our_run(folder: Path, case: Case) -> Any:
         scored = made.with_reward(torch.tensor(given.rewards))
         return type(scored)(**{**vars(scored), "group": scored.group // GROUP}), rewards
 
-    def optimizer(*args: Any) -> torch.optim.AdamW:
-        made = learner.build_optimizer(*args)
-        for group in made.param_groups:
-            group["eps"] = EPS
-        return made
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drawing, "draw_group", drawn)
-        patch.setattr(loop, "build_optimizer", optimizer)
         train(config)
     return sharpscope.load_run(config.run_dir)
 
