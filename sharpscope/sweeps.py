@@ -129,11 +129,7 @@ class PlannedRun:
 
 
 def read_sweep(source: Path | Mapping[str, Any]) -> SweepSpec:
-    """Validate the configuration of a sweep, read from a file if `source` is one.
-
-    Raises:
-        UserError: a field is unknown or invalid.
-    """
+    """Validate the configuration of a sweep, read from a file if `source` is one."""
     spec: SweepSpec = validate(SweepSpec, read_yaml(source) if isinstance(source, Path) else source)
     return spec
 

@@ -385,10 +385,7 @@ class Measure:
         step: dict[str, Reading],
         wanted: float,
     ) -> tuple[dict[str, Reading], float, bool]:
-        """Outcomes at the scale at which the update has the KL `wanted`, the scale, and whether it was found.
-
-        `step` are the outcomes of the update as it is.
-        """
+        """Outcomes (`step`: as it is) at the scale at which the update has the KL `wanted`, the scale, and whether it was found."""
         present, heldout = step["kl"].value, sets["heldout"]
         if not (wanted > 0 and present > 0) or present == wanted:
             return step, 1.0, wanted > 0 and present == wanted

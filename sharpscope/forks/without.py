@@ -70,12 +70,7 @@ def without_tokens(
 
     A run that was recorded in another trainer needs `model`, its checkpoint before the step with AdamW's state (`optimizer.pt`);
     `task` has the held-out prompts that measure its accuracy. `settings`: `prompts` and `samples` of `ForkSpec`.
-
-    Returns:
-        The run with the rows, and the name of the fork.
-
-    Raises:
-        UserError: the input is wrong, the checkpoint is not that before the step, or the step has too few tokens with a gradient.
+    Returns the run with the rows, and the name of the fork.
     """
     tell = on_progress or (lambda text: None)
     loaded = load_run(run)

@@ -86,9 +86,7 @@ def newest(run_dir: Path) -> Path | None:
 
 
 def save(config: RunConfig, policy: Policy, optimizer: torch.optim.AdamW, progress: Progress) -> None:
-    """Write a checkpoint with unsharded weights and optimizer state, and remove those that are not kept.
-
-    Every process must call it.
+    """Write a checkpoint with unsharded weights and optimizer state; remove those that are not kept. Every process calls it.
 
     Raises:
         NonFiniteError: a parameter is not finite, so a run could not continue from it.
@@ -102,10 +100,7 @@ def save(config: RunConfig, policy: Policy, optimizer: torch.optim.AdamW, progre
 
 
 def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.AdamW) -> Progress:
-    """Restore the optimizer from `checkpoint`, from which the policy was loaded before.
-
-    Every process reads the folder, so several machines must share it.
-    """
+    """Restore the optimizer from `checkpoint`, which every process reads and from which the policy was loaded before."""
     if not is_sharded(policy.model):
         return load_checkpoint(checkpoint, policy.model, optimizer)
     gathered = gathered_copy(policy.model, optimizer, torch.device("cpu"))

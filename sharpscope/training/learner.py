@@ -114,10 +114,7 @@ class Learner:
         return Clipping(factors, factor * scaled / norm, {kind: average for kind, (_, average) in by_type.items()})
 
     def view(self) -> ModelView:
-        """The present model, gradients and optimizer for probes; of a sharded model a gathered copy.
-
-        Every process must call it, in the same order.
-        """
+        """The present model, gradients and optimizer for probes; of a sharded model a gathered copy, made by every process."""
         model = self.scorer.model
         if not self.scorer.sharded:
             return ModelView(model, self.parameters, self.optimizer)
