@@ -154,7 +154,8 @@ def score_numeric(text: str, truths: Sequence[str]) -> Reward:
 
 
 def score_value(text: str, truths: Sequence[str]) -> Reward:
-    """Like `score_numeric`, but the answer must be a number, or an equation with a number on the right."""
-    stated_answer = stated(final_answer(final_answer(text)))  # a box may be in the tags
-    answer = number_of(stated_answer.rpartition("=")[2], alone=True)
+    """Like `score_numeric`, but the answer must be a number, or one equation with a number on the right."""
+    answered = stated(final_answer(final_answer(text)))  # a box may be in the tags
+    # What was cut before its answer ends with the last step of its reasoning, which is no answer.
+    answer = None if re.search(r"[<;\n]", answered) else number_of(answered.rpartition("=")[2], alone=True)
     return _reward(answer is not None and any(answer == number_of(truth) for truth in truths))

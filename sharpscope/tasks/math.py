@@ -122,7 +122,7 @@ class _Worker:
 _workers: dict[int, _Worker] = {}
 """Worker by process. A forked process must not share the pipes and locks of its parent."""
 
-# -- questions# -- questions
+# -- questions
 
 LEVELS = (1, 2, 3, 4)
 LARGEST = 12

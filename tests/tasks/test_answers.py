@@ -122,6 +122,11 @@ def test_a_value_is_a_number_and_no_expression(answers, right):
             assert score_value(text, ["11", "12"] if right else ["12"]).correct is right, text
 
 
+@pytest.mark.parametrize("text", ["<think>3 + 9 = 12", "3 + 4 = 7; 7 + 5 = 12", "3 * 4 = 12\nx = 12"])
+def test_the_last_step_of_reasoning_that_was_cut_is_no_answer(text):
+    assert not score_value(text, ["12"]).correct
+
+
 EXACT = [
     ("Paris", "Paris", True),
     ("New York", "New\n York", True),
