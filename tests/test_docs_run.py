@@ -249,7 +249,7 @@ ELSEWHERE = {  # page -> the test that runs its Python
     "CONTRIBUTING.md": "tests/test_extending.py",
     "docs/guides/methods.md": "tests/test_extending.py",
     "docs/guides/model-and-task.md": "tests/tasks/test_datasets.py",
-    "docs/trainers/recipes.md": "tests/integrations/test_recipes.py",
+    "docs/trainers/recipes.md": "tests/integrations/test_loop.py",
 }
 HERE = {"README.md", "docs/fork.md", "docs/guides/probes.md", "docs/guides/report.md", "docs/trainers/loop.md"}
 HERE |= {"docs/guides/model-and-task.md", "docs/trainers/supervised.md", "docs/trainers/trl.md"}

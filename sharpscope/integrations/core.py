@@ -267,10 +267,7 @@ class Recorder(Guard):
         return folder, 1, False
 
     def stop(self, status: str, reason: str, problem: Exception | None = None) -> None:
-        """End the recording, because of a `problem` of the recorder if there is one.
-
-        Otherwise, of a step in progress the updates made so far are written.
-        """
+        """End the recording, because of a `problem` of the recorder, or with the updates made so far of a step in progress."""
         if not self.recording:
             return
         try:
@@ -286,16 +283,10 @@ class Recorder(Guard):
         try:
             self._stack.close()  # flushes and unlocks
         finally:
-            note(
-                self.run_dir,
-                status=status,
-                steps_done=self.step_number - 1,
-                finished=now(),
-                end=reason,
-                seconds=round(time.perf_counter() - self._started, 3),
-                measuring=self.observers.schedule.summary(),
-                peak_memory_bytes=run_folder.peak_memory_bytes(self.policy.device),
-            )
+            steps, seconds = self.step_number - 1, round(time.perf_counter() - self._started, 3)
+            cost = {"seconds": seconds, "measuring": self.observers.schedule.summary()}
+            cost["peak_memory_bytes"] = run_folder.peak_memory_bytes(self.policy.device)
+            note(self.run_dir, status=status, steps_done=steps, finished=now(), end=reason, **cost)
         _say(f"{self.step_number - 1} steps recorded to {self.run_dir} (try: sharpscope show {self.run_dir})")
 
     def in_step(self, work: Callable[[], T]) -> T | None:

@@ -15,13 +15,9 @@ T = TypeVar("T")
 
 
 class Guard(ABC):
-    """Does the work of a recorder.
+    """Does the work of a recorder."""
 
-    Attributes:
-        recording: whether it records now.
-    """
-
-    recording = False
+    recording = False  # whether it records now
     _problem: Exception | None = None  # of this process, not yet known to the others
 
     @abstractmethod

@@ -46,12 +46,9 @@ _KNOWN_INPUTS = {"input_ids", "attention_mask", "labels", "completion_mask", "us
 
 
 class TrainerRecorder(Recorder):
-    """Records a transformers Trainer by wrapping some of its methods and following its events.
+    """Records a transformers Trainer by wrapping some of its methods and following its events."""
 
-    Attributes:
-        wrapped: method of the trainer -> method of the recorder that replaces it.
-    """
-
+    # Method of the trainer -> method of the recorder that replaces it.
     wrapped: ClassVar[Mapping[str, str]] = {"train": "_train", "training_step": "_training_step"}
     fields = "trl"
 

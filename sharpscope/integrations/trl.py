@@ -89,9 +89,6 @@ class GrpoRecorder(TrainerRecorder):
     def __init__(self, trainer: Any, out: str | Path, *, critical: bool | int, **options: Any) -> None:
         args, loss, held = trainer.args, str(trainer.loss_type), trainer.loss_type in HELD_CONSTANT
         notes = [f"critical sharpness is not measured: loss_type '{loss}' holds factors constant"] if held else []
-        for name, off in (("min_p", None), ("repetition_penalty", 1.0)):
-            if (value := getattr(args, name, off)) not in (off, None):
-                notes.append(f"completions were drawn with {name} = {value:g}, which log-probabilities do not show")
         self.group_size, self.period = int(trainer.num_generations), generate_every(trainer)
         self._current: dict[str, Any] | None = None
         self._scored: tuple[Tensor, list[list[int]]] | None = None
@@ -137,11 +134,11 @@ class GrpoRecorder(TrainerRecorder):
         if advantage.dim() != 1:
             raise UserError(f"advantages have shape {tuple(advantage.shape)}; recording needs one a completion")
         # TRL has gathered the rewards, in the order of processes; rows and advantages are each process's own.
-        n, tokenizer = len(advantage), self.policy.tokenizer
+        n, device = len(advantage), advantage.device
         mine = torch.arange(n) + distributed.rank() * n
         prompt = mine // self.group_size  # a group may be in two processes
-        rollouts = rollouts_of(output, ids, total[mine], tokenizer, self.policy.eos_ids)
-        rollouts = replace(rollouts, group=(prompt - prompt[0]).to(advantage.device))
+        rollouts = rollouts_of(output, ids, total[mine].to(device), self.policy.tokenizer, self.policy.eos_ids)
+        rollouts = replace(rollouts, group=(prompt - prompt[0]).to(device))
         number = self._serial // distributed.world_size()  # of the batch, the same in all processes
         names = self.trainer.reward_func_names
         parts = [dict(zip(names, row, strict=True)) for row in rewards[mine].tolist()]
@@ -152,7 +149,7 @@ class GrpoRecorder(TrainerRecorder):
         self._reads_loss = self._can_read_loss and self.gap < SAME and not measured
         labels = [(number, group) for group in prompt.tolist()]
         self.open_batch(rollouts, advantage.detach(), labels, parts, measure=not self._reads_loss)
-        output[ROW] = torch.stack([torch.full((n,), self._serial), torch.arange(n)], 1).to(advantage.device)
+        output[ROW] = torch.stack([torch.full((n,), self._serial), torch.arange(n)], 1).to(device)
 
     # -- one micro-batch ---------------------------------------------------------------------------------------------
 

@@ -205,12 +205,8 @@ def truth(rng: np.random.Generator) -> list[dict[str, Any]]:
             mask = [1, 0, 0, 1, *[1] * row] if row == 2 else [1] * (4 + row)
             theta, mu, entropy = (-rng.uniform(0.1, 3, 4 + row).round(4) for _ in range(3))
             made.append({"step": step, "prompt": prompt, "ids": ids, "mask": mask, "theta": theta.tolist()})
-            made[-1] |= {
-                "mu": mu.tolist(),
-                "entropy": (-entropy).tolist(),
-                "advantage": float(row - 1.5),
-                "reward": 0.5 * row,
-            }
+            made[-1] |= {"mu": mu.tolist(), "entropy": (-entropy).tolist()}
+            made[-1] |= {"advantage": float(row - 1.5), "reward": 0.5 * row}
     return made
 
 
@@ -224,20 +220,10 @@ def write_nemo_rl(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
             def wide(values: list[Any], start: int = start, size: int = size) -> list[list[Any]]:
                 return [[0] * start + values + [0] * (12 - size)]
 
-            lines.append(
-                {
-                    "content": ["text"],
-                    "rewards": [row["reward"]],
-                    "input_lengths": [size],
-                    "token_ids": [row["prompt"] + row["ids"] + [0] * (12 - size)],
-                    "token_loss_mask": wide(row["mask"]),
-                    "sample_loss_mask": [1.0],
-                    "advantages": wide([row["advantage"]] * len(row["ids"])),
-                    "generation_logprobs": wide(row["mu"]),
-                    "prev_logprobs": wide(row["theta"]),
-                    "idx": index,
-                }
-            )
+            line = {"content": ["text"], "rewards": [row["reward"]], "input_lengths": [size], "sample_loss_mask": [1.0]}
+            line |= {"token_ids": [row["prompt"] + row["ids"] + [0] * (12 - size)], "idx": index}
+            line |= {"token_loss_mask": wide(row["mask"]), "advantages": wide([row["advantage"]] * len(row["ids"]))}
+            lines.append(line | {"generation_logprobs": wide(row["mu"]), "prev_logprobs": wide(row["theta"])})
         write_lines(folder / f"train_data_step{step}.jsonl", lines)
     return []
 
@@ -263,32 +249,18 @@ def write_slime(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
             }
             for index, row in enumerate(own)
         ]
-        whole = {
-            "format_version": 2,
-            "rollout_id": step - 1,
-            "samples": samples,
-            "raw_reward": [r["reward"] for r in own],
-        }
+        whole = {"format_version": 2, "rollout_id": step - 1, "samples": samples}
+        whole["raw_reward"] = [r["reward"] for r in own]
         torch.save(whole, folder / "train_data" / f"{step - 1}.pt")
     return ["entropy"]
 
 
 def write_open_instruct(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        {
-            "step": row["step"],
-            "sample_idx": index % 4,
-            "prompt_idx": index % 4 // 2,
-            "prompt_tokens": row["prompt"],
-            "response_tokens": row["ids"],
-            "reward": row["reward"],
-            "advantage": row["advantage"],
-            "finish_reason": "stop",
-            "dataset": "math",
-            "logprobs": row["mu"],
-        }
-        for index, row in enumerate(rows)
-    ]
+    lines = []
+    for index, row in enumerate(rows):
+        line = {"prompt_tokens": row["prompt"], "response_tokens": row["ids"], "logprobs": row["mu"]}
+        line |= {"sample_idx": index % 4, "prompt_idx": index % 4 // 2, "finish_reason": "stop", "dataset": "math"}
+        lines.append(line | {name: row[name] for name in ("step", "reward", "advantage")})
     write_lines(folder / "run_rollouts_000000.jsonl", lines[:5])
     write_lines(folder / "run_rollouts_000001.jsonl", lines[5:])
     return []
@@ -452,13 +424,8 @@ def test_other_mistakes(export, tmp_path: Path):
 def recorded(tiny_policy, tmp_path_factory):
     """(run of one recorded step, its rows for the writers of dumps)."""
     values = {**TOY, "policy.model": str(tiny_policy), "out": str(tmp_path_factory.mktemp("recorded") / "run")}
-    values |= {
-        "method": "dapo",
-        "steps": 1,
-        "evaluation.every": 0,
-        "recording.rotation_every": 1,
-        "checkpoint.every": 0,
-    }
+    values |= {"method": "dapo", "steps": 1, "recording.rotation_every": 1}
+    values |= {"evaluation.every": 0, "checkpoint.every": 0}
     assert train(build_config(values=values)).status == "finished"
     run = sharpscope.load_run(values["out"])
     assert run.steps["grad_norm"][0] > 0
@@ -511,12 +478,8 @@ WRITERS = [write_table, write_nemo_rl, write_slime, write_verifiers, write_open_
 def test_a_replayed_batch_has_the_numbers_of_the_recorded_step(recorded, tiny_policy, tmp_path, dump):
     run, rows = recorded
     dump(tmp_path / "dump", rows)
-    found = probe_rollouts(
-        tmp_path / "dump",
-        load_policy(PolicySpec(model=str(tiny_policy))),
-        tmp_path / "out",
-        method=parse_method("dapo"),
-    )
+    policy = load_policy(PolicySpec(model=str(tiny_policy)))
+    found = probe_rollouts(tmp_path / "dump", policy, tmp_path / "out", method=parse_method("dapo"))
     assert [one.attributed for one in found] == [True, True] and max(one.logp_gap for one in found) < 1e-4
     again = sharpscope.load_run(tmp_path / "out")
     here, there = run.tokens(steps=[1]), again.tokens(steps=[2])
@@ -569,10 +532,8 @@ def test_what_a_replay_lacks_is_named_with_what_writes_it(recorded, tiny_policy,
         probe_rollouts(tmp_path / "no_advantage.jsonl", policy, tmp_path / "out", method=method)
     with pytest.raises(UserError, match="give the method that trained on it"):
         probe_rollouts(tmp_path / "no_advantage.jsonl", policy, tmp_path / "out")
-    write_lines(
-        tmp_path / "shifted.jsonl",
-        [line | {"advantage": 1.0, "logp": [x - 0.7 for x in line["logp"]]} for line in lines],
-    )
+    shifted = [line | {"advantage": 1.0, "logp": [x - 0.7 for x in line["logp"]]} for line in lines]
+    write_lines(tmp_path / "shifted.jsonl", shifted)
     with pytest.raises(UserError, match=r"differ from the recorded ones by 0\.7 nats"):
         probe_rollouts(tmp_path / "shifted.jsonl", policy, tmp_path / "out", method=method)
     assert not (tmp_path / "out").exists()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import pad
 
 import sharpscope
 from sharpscope.analysis import explain_spikes
@@ -68,17 +69,19 @@ def test_every_number_of_a_token_is_autograds_in_float64(make, arguments, loss, 
     compare(run, keep.before, small_model(), loss)
 
 
+def rows_of(run: Any, step: int) -> tuple[Any, list[tuple[list[int], list[int]]]]:
+    """The tokens of a step, and prompt and completion of each row."""
+    tokens, rollouts = run.tokens(steps=[step]), run.rollouts[run.rollouts["step"] == step].sort_values("rollout")
+    ids = [tokens[tokens["rollout"] == row.rollout]["token_id"].tolist() for row in rollouts.itertuples()]
+    return tokens, list(zip((tokenizer()(prompt)["input_ids"] for prompt in rollouts["prompt"]), ids, strict=True))
+
+
 def compare(run: Any, before: list[dict[str, torch.Tensor]], made: Any, loss: Any, beta: float = 0.4) -> None:
     """Compare each step's tokens and gradient norm with the oracle at the weights `before` it; no `loss`: that of DPO."""
-    reference, model, words = copy.deepcopy(made).double(), copy.deepcopy(made).double(), tokenizer()
+    reference, model = copy.deepcopy(made).double(), copy.deepcopy(made).double()
     for step, weights in enumerate(before, 1):
         model.load_state_dict({name: value.double() for name, value in weights.items()})
-        tokens = run.tokens(steps=[step])
-        rollouts = run.rollouts[run.rollouts["step"] == step].sort_values("rollout")
-        rows = [
-            (words(row.prompt)["input_ids"], tokens[tokens["rollout"] == row.rollout]["token_id"].tolist())
-            for row in rollouts.itertuples()
-        ]
+        tokens, rows = rows_of(run, step)
         found = oracle.tokens_of(model, rows, loss or oracle.dpo(reference, rows, beta))
         np.testing.assert_allclose(tokens["logp"], found.logp, atol=1e-5)
         np.testing.assert_allclose(tokens["loss_coef"], found.coef, rtol=1e-5, atol=1e-8)
@@ -93,26 +96,18 @@ def check_critical(run: Any, weights: list[dict[str, torch.Tensor]], made: Any, 
     `weights` are those before each update and at the end. The loss of DPO (no `loss`) rises above its start several times, so
     the crossing found need not be the first, and its first update, after which it falls to 0, has none.
     """
-    reference, model, words = copy.deepcopy(made).double(), copy.deepcopy(made).double(), tokenizer()
+    reference, model = copy.deepcopy(made).double(), copy.deepcopy(made).double()
     critical = run.probes[run.probes["quantity"] == "critical_sharpness"]
-    assert (
-        list(critical["step"]) == [*range(1, len(weights))]
-        and critical["converged"].iloc[1 if loss is None else 0 :].all()
-    )
+    assert list(critical["step"]) == [*range(1, len(weights))]
+    assert critical["converged"].iloc[1 if loss is None else 0 :].all()
     critical, lr = critical[critical["converged"].astype(bool)], 0.01
     for step, found in zip(critical["step"], critical["value"], strict=True):
-        tokens, rollouts = run.tokens(steps=[step]), run.rollouts[run.rollouts["step"] == step].sort_values("rollout")
-        rows = [
-            (words(row.prompt)["input_ids"], tokens[tokens["rollout"] == row.rollout]["token_id"].tolist())
-            for row in rollouts.itertuples()
-        ]
+        _, rows = rows_of(run, step)
         of_logp = loss or oracle.dpo(reference, rows, beta)
         start = {name: value.double() for name, value in weights[step - 1].items()}
         along = {name: (start[name] - value.double()) / lr for name, value in weights[step].items()}
 
-        def total(
-            eta: float, rows: Any = rows, of_logp: Any = of_logp, start: Any = start, along: Any = along
-        ) -> float:
+        def total(eta, rows=rows, of_logp=of_logp, start=start, along=along) -> float:
             model.load_state_dict({name: value - eta * along[name] for name, value in start.items()})
             with torch.no_grad():
                 return float(of_logp([oracle.row_logp(model, row) for row in rows]))
@@ -217,9 +212,7 @@ def test_two_processes_of_grpo_make_one_trace(two_processes, name):
         with torch.no_grad():
             old, base = ([oracle.row_logp(one, row) for row in rows] for one in (model, reference))
 
-        def loss(
-            logp: list[torch.Tensor], old: Any = old, base: Any = base, advantage: Any = advantage
-        ) -> torch.Tensor:
+        def loss(logp, old=old, base=base, advantage=advantage) -> torch.Tensor:
             total = torch.zeros((), dtype=torch.float64)
             for lp, before, ref, a in zip(logp, old, base, advantage, strict=True):
                 ratio, delta = (lp - before).exp(), ref - lp
@@ -345,12 +338,7 @@ def test_other_trainers_and_mistakes_are_refused(tmp_path: Path):
     ("change", "message"),
     [
         (lambda batch: batch | {"position_ids": batch["input_ids"]}, "the input 'position_ids'"),
-        (
-            lambda batch: {
-                k: torch.nn.functional.pad(v, (1, 0)) for k, v in (batch | {"labels": batch["input_ids"]}).items()
-            },
-            "left-padded",
-        ),
+        (lambda batch: {k: pad(v, (1, 0)) for k, v in (batch | {"labels": batch["input_ids"]}).items()}, "left-padded"),
     ],
 )
 def test_batches_that_cannot_be_recorded_end_the_recording_alone(change, message, tmp_path: Path):

@@ -197,14 +197,11 @@ def test_updates_and_steps_count_every_use_of_a_token(watched):
 
     for update in range(6):
         values, row = of([update]), table.loc[(update // 4 + 1, update % 4)]
-        wanted = {
-            "tokens": len(values["ratio"]),
-            "kl_old_k3": float((values["log_ratio"].exp() - 1 - values["log_ratio"]).mean()),
-            "ratio_min": float(values["ratio"].min()),
-            "ratio_max": float(values["ratio"].max()),
-            "clip_fraction_low": float((values["clipped"] < 0).double().mean()),
-            "clip_fraction_high": float((values["clipped"] > 0).double().mean()),
-        }
+        ratio, change, clipped = (values[name] for name in ("ratio", "log_ratio", "clipped"))
+        wanted = {"tokens": len(ratio), "ratio_min": float(ratio.min()), "ratio_max": float(ratio.max())}
+        wanted |= {"kl_old_k3": float((change.exp() - 1 - change).mean())}
+        wanted |= {"clip_fraction_low": float((clipped < 0).double().mean())}
+        wanted |= {"clip_fraction_high": float((clipped > 0).double().mean())}
         assert dict(row[list(wanted)]) == pytest.approx(wanted, abs=1e-9)
     assert table["kl_old_k3"].max() > 1e-4 and (table["lr"] == 0.02).all()
     steps = run.steps
@@ -545,36 +542,17 @@ def test_trl_does_what_our_loop_does(name: str, tmp_path: Path):
     def generated(prompts: list[str], _: Any) -> dict[str, Any]:
         rows = [left[text].pop(0) for text in prompts]
         ids = [given.completions[row] for row in rows]
-        return {
-            "prompt_ids": [given.prompts[row] for row in rows],
-            "completion_ids": ids,
-            "logprobs": [[-1.0 - 0.1 * t for t in range(len(row))] for row in ids],
-        }
+        found = {"prompt_ids": [given.prompts[row] for row in rows], "completion_ids": ids}
+        return found | {"logprobs": [[-1.0 - 0.1 * t for t in range(len(row))] for row in ids]}
 
     def rewarded(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [given.rewards[given.completions.index(list(ids))] for ids in completion_ids]
 
-    one = trainer(
-        tmp_path / "t",
-        beta=KL,
-        loss_type=case.trl_loss,
-        scale_rewards=case.scale,
-        num_iterations=EPOCHS,
-        max_steps=EPOCHS,
-        learning_rate=LR,
-        adam_epsilon=EPS,
-        num_generations=GROUP,
-        use_bias_correction_kl=False,
-        prompts=list(left),
-        rewards=[rewarded],
-        rollout_func=generated,
-    )
-    record(
-        one,
-        out=tmp_path / "run",
-        recording={"token_gradients_every": 1, "exact_tokens": 100, "group_share": 1.0},
-        critical_sharpness=False,
-    )
+    options = {"beta": KL, "loss_type": case.trl_loss, "scale_rewards": case.scale, "num_iterations": EPOCHS}
+    options |= {"max_steps": EPOCHS, "learning_rate": LR, "adam_epsilon": EPS, "num_generations": GROUP}
+    options |= {"use_bias_correction_kl": False, "prompts": list(left), "rewards": [rewarded]}
+    one = trainer(tmp_path / "t", rollout_func=generated, **options)
+    record(one, out=tmp_path / "run", recording=ALL | {"exact_tokens": 100}, critical_sharpness=False)
     one.train()
     columns = ["loss_coef", "advantage", "ratio", "logp", "score_norm", "score_norm_local", "attribution"]
     check_equal(our_run(tmp_path, case), sharpscope.load_run(tmp_path / "run"), columns)

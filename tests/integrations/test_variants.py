@@ -30,6 +30,7 @@ from tests.integrations.trainers import dpo_trainer, evens, plain_trainer, sft_t
 from tests.oracles.objective import loss_coefficients
 
 ALL = {"token_gradients_every": 1, "exact_tokens": 1}
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
 LORA: dict[str, Any] = {"r": 8, "target_modules": "all-linear"}
 
 
@@ -181,28 +182,13 @@ def check(make: Any, arguments: dict[str, Any], folder: Path) -> None:
     [
         (trainer, lora(lora_dropout=0.1), "dropout of 0.1"),
         (trainer, {"kind": Penalized}, "a penalty"),
-        (
-            sft_trainer,
-            {"architecture": "qwen2_moe", "model": {"output_router_logits": True, "router_aux_loss_coef": 1.0}},
-            "an auxiliary loss",
-        ),
+        (sft_trainer, {"architecture": "qwen2_moe", "model": ROUTED}, "an auxiliary loss"),
         (trainer, {"architecture": "gpt2", "model": {"attn_pdrop": 0.1}}, "dropout of 0.1"),
         (sft_trainer, {"neftune_noise_alpha": 5.0}, "noise on embeddings"),
         (trainer, {"rewards": [nothing]}, "the gradient of an update is 0"),
         (trainer, {"loss_type": "cispo", "epsilon_high": 5.0}, "loss_type 'cispo' holds factors constant"),
         (trainer, {"loss_type": "vespo"}, "loss_type 'vespo' holds factors constant"),
         (trainer, {"num_iterations": 2, "max_steps": 4, "optim": "sgd"}, "AdamW"),
-    ],
-    ids=[
-        "LoRA dropout",
-        "penalty",
-        "router's loss",
-        "attention dropout",
-        "NEFTune",
-        "zero rewards",
-        "cispo",
-        "vespo",
-        "SGD",
     ],
 )
 def test_what_is_withheld_has_its_reason(make, arguments, reason, tmp_path: Path):
@@ -268,15 +254,9 @@ def test_a_bound_acts_where_the_loss_has_no_gradient(options, tmp_path: Path):
     mask = (torch.arange(6) < lengths[:, None]).long()
     old = -torch.rand(4, 6, generator=g)
     logp = old + 0.5 * torch.randn(4, 6, generator=g)
-    inputs = {
-        "prompt_ids": torch.full((4, 2), 3),
-        "prompt_mask": torch.ones(4, 2, dtype=torch.long),
-        "completion_ids": torch.full((4, 6), 5),
-        "completion_mask": mask,
-        "old_per_token_logps": old,
-        "advantages": torch.tensor([1.0, -1.0, 2.0, -0.5]),
-        "num_items_in_batch": mask.sum(),
-    }
+    inputs = {"prompt_ids": torch.full((4, 2), 3), "prompt_mask": torch.ones(4, 2, dtype=torch.long)}
+    inputs |= {"completion_ids": torch.full((4, 6), 5), "completion_mask": mask, "num_items_in_batch": mask.sum()}
+    inputs |= {"old_per_token_logps": old, "advantages": torch.tensor([1.0, -1.0, 2.0, -0.5])}
     found = token_loss(one, inputs, logp)
     ratio, clipped = found["ratio"], found["clipped"]
     coef = loss_coefficients(one, one._compute_loss, one.model, inputs, logp)
