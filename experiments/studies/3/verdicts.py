@@ -138,7 +138,7 @@ def read(folder: Path) -> pd.DataFrame:
     """Numbers of the runs in a folder: a row for each (arm, seed)."""
     tables = {name: dict(list(pd.read_parquet(folder / f"{name}.parquet").groupby("run"))) for name in TABLES}
     found = {}
-    for run in tables["steps"]:
+    for run in tables["probes"]:  # the runs of the collapse have none
         arm, seed = run.rsplit("-s", 1)
         found[arm, int(seed)] = numbers({name: rows[run] for name, rows in tables.items()})
     return pd.DataFrame(found).T
