@@ -1,16 +1,21 @@
-"""Shared fixtures: a tiny random policy on disk with a real tokenizer, and a small configuration that trains in a second."""
+"""Shared fixtures: a tiny random policy on disk with a real tokenizer, a small configuration, and two small recorded runs."""
 
 from __future__ import annotations
 
+import atexit
 import gc
+import json
 import os
 import shutil
 import tempfile
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+
+from sharpscope.traces import TABLES, TraceWriter, load_runs
 
 torch.set_num_threads(1)
 gc.disable()  # until all tests are collected: nothing that is imported before becomes garbage
@@ -62,7 +67,7 @@ def quick_curvature():
 @pytest.fixture(scope="session")
 def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a randomly initialised two-layer Qwen2 policy with a byte-level tokenizer."""
-    from tests.faults import setting
+    from tests.faults import conftest as setting
 
     return setting.tiny_policy(tmp_path_factory.mktemp("tiny_policy"), layers=2, width=32, feed_forward=48)
 
@@ -99,3 +104,23 @@ def quick():
     """Figures are saved as empty pictures."""
     with empty_pictures():
         yield
+
+
+ROOT = Path(__file__).parents[1]
+
+
+@cache
+def pair() -> Path:
+    """A temporary folder with the folders of both runs, which have the tokenizer of the policy that they began from."""
+    folder = Path(tempfile.mkdtemp(prefix="pair-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name, run in load_runs(ROOT / "tests/data/pair").by_name.items():
+        (folder / name / "tokenizer").mkdir(parents=True)
+        for file in (ROOT / "data/policies/knights_knaves").glob("tokenizer*.json"):
+            shutil.copy(file, folder / name / "tokenizer")
+        (folder / name / "run.json").write_text(json.dumps(run.info, indent=2))
+        (folder / name / "config.yaml").write_text(run.config_text)
+        with TraceWriter(folder / name, groups=False) as writer:
+            for table in TABLES:
+                writer.append_table(table, run.arrow(table))
+    return folder

@@ -19,9 +19,8 @@ import sharpscope
 from sharpscope.cli import app, main
 from sharpscope.config import build_config
 from sharpscope.training import train
-from tests.conftest import TOY
+from tests.conftest import TOY, pair
 from tests.integrations.test_importers import packed, rows_of, truth, write_lines, write_nemo_rl, write_table
-from tests.pair import pair
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

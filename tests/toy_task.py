@@ -6,7 +6,7 @@ import torch
 
 from sharpscope import weight_bounds
 from sharpscope.tasks import Example, Reward
-from tests.faults.setting import vowels
+from tests.faults.conftest import vowels
 
 
 def sometimes_nan():

@@ -20,7 +20,7 @@ from sharpscope.analysis.headline import moved_tokens
 from sharpscope.analysis.text import escape_markdown, percent
 from sharpscope.errors import UserError
 from sharpscope.traces import SCHEMA_VERSION, load_run, load_runs, update_run_info
-from tests.analysis.runs import SPIKE, STEPS, WORDS, ids_of, write_report_run
+from tests.analysis.conftest import SPIKE, STEPS, WORDS, ids_of, write_report_run
 from tests.traces.synthetic import Shape, new_run, write_run
 
 TINY = Shape(steps=3, prompts=2, group_size=2, length=4, eval_every=3, eval_prompts=10)

@@ -17,7 +17,7 @@ from sharpscope.analysis.text import shown
 from sharpscope.analysis.token_view import DIGITS, token_view
 from sharpscope.traces import TraceWriter, load_run, load_runs
 from sharpscope.traces.reader import pieces
-from tests.analysis.runs import HOSTILE, LONG, SPIKE, WORDS, ids_of, in_file, write_report_run
+from tests.analysis.conftest import HOSTILE, LONG, SPIKE, WORDS, ids_of, in_file, write_report_run
 from tests.faults.test_untrusted import Elements
 from tests.traces.synthetic import rows
 

@@ -9,7 +9,7 @@ import pytest
 
 from sharpscope.analysis.text import shown
 from sharpscope.traces import load_run
-from tests.analysis.runs import HOSTILE, SPIKE, STEPS
+from tests.analysis.conftest import HOSTILE, SPIKE, STEPS
 
 OPEN_ALL = "document.querySelectorAll('details').forEach((each) => { each.open = true; })"
 

@@ -19,8 +19,8 @@ from sharpscope.analysis.study import Study, studies
 from sharpscope.analysis.text import interval_text
 from sharpscope.errors import UserError
 from sharpscope.traces import RunLock, TraceWriter, load_run, load_runs, update_run_info
-from tests.analysis import runs as small
-from tests.analysis.runs import SPIKE, values_of, write_report_run, write_small
+from tests.analysis import conftest as small
+from tests.analysis.conftest import SPIKE, values_of, write_report_run, write_small
 from tests.traces.synthetic import new_run, rows
 
 

@@ -24,7 +24,7 @@ from sharpscope.analysis.spikes import (
 )
 from sharpscope.rules.judging import robust_z
 from sharpscope.traces import Runs, load_run
-from tests.analysis.runs import SPIKE, STEPS, write_report_run
+from tests.analysis.conftest import SPIKE, STEPS, write_report_run
 
 
 def test_a_planted_spike_is_found_by_the_rule():

@@ -13,7 +13,7 @@ from sharpscope.analysis import claims, compare_runs
 from sharpscope.analysis.headline import moved_tokens
 from sharpscope.cli import app
 from sharpscope.errors import UserError
-from tests.pair import pair
+from tests.conftest import pair
 
 EXAMPLE = pair()
 GRPO, GRPO_SG = str(EXAMPLE / "grpo-s0"), str(EXAMPLE / "grpo-sg-s0")

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from sharpscope.traces import load_run
 from sharpscope.training import train
-from tests.faults.setting import assert_same, tiny_config
+from tests.faults.conftest import assert_same, tiny_config
 
 CHILD = """
 import resource, sys
 from pathlib import Path
 import torch
 from sharpscope.training import train
-from tests.faults.setting import tiny_config
+from tests.faults.conftest import tiny_config
 torch.set_num_threads(1)
 if int(sys.argv[3]):
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)

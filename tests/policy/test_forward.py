@@ -17,7 +17,7 @@ from sharpscope.policy.head import layers_of
 from sharpscope.policy.token_stats import flat_entropy, flat_logp
 from tests.models import ARCHITECTURES, tiny_model
 from tests.oracles.generation import completion_logp
-from tests.policy.helpers import (
+from tests.policy.conftest import (
     COMPLETIONS,
     PROMPTS,
     completions_by_hand,

@@ -18,7 +18,7 @@ from sharpscope.policy.loading import add_adapters, make_policy
 from sharpscope.tasks import Example, Reward
 from tests.models import ARCHITECTURES, tiny_model
 from tests.oracles.generation import choose, log_softmax
-from tests.policy.helpers import (
+from tests.policy.conftest import (
     GROUP,
     PROMPTS,
     assert_matches_oracle,

@@ -22,7 +22,7 @@ from sharpscope.policy.head import check_head, output_head
 from sharpscope.policy.loading import embedded_policy, has_adapters
 from sharpscope.tasks import KnightsKnavesSpec, make_task
 from tests.models import tiny_model
-from tests.policy.helpers import adapted, logp, spec, stir, word_tokenizer
+from tests.policy.conftest import adapted, logp, spec, stir, word_tokenizer
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from sharpscope.errors import UserError
 from sharpscope.policy import Policy, SamplingSpec, draw_scored, load_policy, make_policy, render_prompts, with_openings
 from sharpscope.tasks import Example, Reward
 from tests.models import tiny_model
-from tests.policy.helpers import word_tokenizer
+from tests.policy.conftest import word_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}t10 {{ m['role'] | length }} {{ m['content'] }} t11 {% endfor %}"

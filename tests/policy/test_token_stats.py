@@ -24,7 +24,7 @@ from sharpscope.policy.token_stats import (
 )
 from tests.models import tiny_model
 from tests.oracles.token_gradients import token_statistics
-from tests.policy.helpers import token_stats, word_tokenizer
+from tests.policy.conftest import token_stats, word_tokenizer
 
 
 def stats_of_logits(z: torch.Tensor, y: torch.Tensor, temperature: float = 1.0) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ from sharpscope.recording import observers
 from sharpscope.recording.norms import clip_factor
 from sharpscope.training import train
 from sharpscope.training.checkpoint import STATE, checkpoints
-from tests.faults.setting import assert_same, tables
+from tests.faults.conftest import assert_same, tables
 from tests.models import keep_double_precision
 from tests.training.test_learner import learn, learner_of, method_of, world  # noqa: F401 - a fixture
 from tests.training.test_loop import StopAfter

@@ -14,8 +14,8 @@ from sharpscope.tasks import knights_knaves as room
 from sharpscope.tasks.base import Example, content_id
 from sharpscope.tasks.knights_knaves import content_key, sample_puzzle, score_logic_rl, solve, word_puzzle
 from sharpscope.traces import load_run
+from tests.conftest import pair
 from tests.oracles import puzzles as oracle
-from tests.pair import pair
 
 OPERATORS = ("and", "or", "->", "<=>", "not")
 

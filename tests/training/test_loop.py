@@ -28,7 +28,7 @@ from sharpscope.training import Display, evaluate_model, loop, train
 from sharpscope.training.checkpoint import Progress, checkpoints, damage, save, step_of
 from sharpscope.training.learner import build_optimizer, learning_rate
 from sharpscope.training.rollouts import DataOrder, draw_rollouts
-from tests.faults.setting import assert_same, tables
+from tests.faults.conftest import assert_same, tables
 from tests.models import ARCHITECTURES, tiny_model
 from tests.oracles.objective import mass_percentile
 
