@@ -224,3 +224,16 @@ def test_every_row_of_a_file_is_evaluated_on_request(tiny_policy: Path, tmp_path
     (some,) = evaluate_model(str(tiny_policy), **asked)
     (every,) = evaluate_model(str(tiny_policy), splits=("all",), **asked)
     assert some["split"] == "heldout" and 0 < some["n"] < every["n"] == 40
+
+
+def test_imports_without_torch():
+    """One process imports them in turn and names the first after which torch is there."""
+    modules = ("config", "traces", "cli", "sweeps", "analysis.output", "analysis.reduction")
+    code = (
+        "import importlib, sys\n"
+        f"for module in {modules}:\n"
+        "    importlib.import_module('sharpscope.' + module)\n"
+        "    if {'torch', 'transformers'} & set(sys.modules): sys.exit(module)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
