@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import METHODS, Model, Set, Task, print_sections, split, tell
+from sharpscope.cli.console import METHODS, Model, Set, Task, check_names, print_sections, split, tell
 
 if TYPE_CHECKING:
     from sharpscope.analysis.sections import Section
@@ -43,10 +43,12 @@ def fork(
       sharpscope fork runs/first --checkpoint 0 --checkpoint 50 --methods grpo,strong=grpo-sg+weight.U=4
       sharpscope fork runs/first --step 40 --without-tokens top:12
     """
-    from sharpscope.config import parse_overrides
+    from sharpscope.config import ForkSpec, parse_overrides
 
     own = [text for text in set_ or [] if text.startswith("fork.")]
-    given: dict[str, Any] = {"model": model, "task": task, "on_progress": tell, **parse_overrides(own).get("fork", {})}
+    given: dict[str, Any] = parse_overrides(own).get("fork", {})
+    check_names("--set", [f"fork.{name}" for name in given], [f"fork.{name}" for name in ForkSpec.model_fields])
+    given |= {"model": model, "task": task, "on_progress": tell}
     given["overrides"] = [text for text in set_ or [] if text not in own]
     arms: dict[str, Any] = {"methods": split(methods), "outcomes": split(outcomes), "batches": batches}
     arms = {name: value for name, value in {**arms, "checkpoint": checkpoint, "out": out}.items() if value}

@@ -113,6 +113,10 @@ def run(
         values = command_values(**options) | ({} if out is None else {"out": str(out)})
         _train(make_config(config_data(content, set_ or (), values)), quiet)
         return
+    if seeds is not None and not (split(seeds) and all(one.isdecimal() for one in split(seeds))):
+        raise UserError(f"--seeds {seeds}: must be whole numbers separated by commas, such as 0,1,2")
+    if methods is not None and not split(methods):
+        raise UserError("--methods: names nothing; list them (sharpscope methods)")
     content = content if SWEEP_FIELDS & set(content) else _as_sweep(content)
     content |= {} if out is None else {"out": str(out)}
     if methods is not None or method is not None:

@@ -87,7 +87,9 @@ def test_run_show_and_resume_from_an_empty_folder(tiny_policy: Path, tmp_path: P
     ("arguments", "says"),
     [
         (["run", "--method", "grop"], "did you mean 'grpo'"),
-        (["run", "--seeds", "0,one"], "input should be a valid integer"),
+        (["run", "--seeds", "0,one"], "--seeds 0,one: must be whole numbers separated by commas"),
+        (["run", "--methods", ","], "--methods: names nothing"),
+        (["fork", "--set", "fork.model=x"], "--set fork.model: unknown"),
         (["run", "--task", "datset"], "did you mean 'dataset'"),
         (["run", "--model", "/no/such/model"], "no such folder"),
         (["run", "--resume", "x", "--steps", "3"], "--resume uses the settings of the run"),
