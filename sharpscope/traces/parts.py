@@ -259,10 +259,13 @@ def _array(label: str, column: Column, value: Any) -> pa.Array:
     plain = isinstance(value, np.ndarray) and value.dtype.kind not in "OU"
     try:
         array = pa.array(np.ma.getdata(value) if plain else [_plain(item) for item in value], mask=mask)
-        if pa.types.is_string(array.type) != (column.type in ("string", "json")) and array.null_count < len(array):
+        wanted, known = ARROW_TYPES[column.type], array.null_count < len(array)
+        if known and any(
+            is_kind(array.type) != is_kind(wanted) for is_kind in (pa.types.is_string, pa.types.is_boolean)
+        ):
             raise pa.ArrowTypeError(f"got {array.type}")
-        return array.cast(ARROW_TYPES[column.type])
-    except pa.ArrowException as error:
+        return array.cast(wanted, safe=not pa.types.is_floating(wanted))  # large integers are rounded
+    except (pa.ArrowException, OverflowError) as error:
         raise SchemaError(f"{label} is {column.type}: {_one_line(error)}") from error
 
 

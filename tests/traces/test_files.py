@@ -88,6 +88,8 @@ def test_null_is_not_recorded_and_nan_is_recorded(tmp_path):
         ("tokens", {"logp": np.zeros((4, 1))}, "tokens.logp is float32"),
         ("rollouts", {"prompt": [1, 2, 3, 4]}, "rollouts.prompt is string: got int64"),
         ("rollouts", {"reward": ["1", "2", "3", "4"]}, "rollouts.reward is float64: got string"),
+        ("rollouts", {"reward": [True] * 4}, "rollouts.reward is float64: got bool"),
+        ("rollouts", {"correct": [0, 1, 2, 0]}, "rollouts.correct is bool: got int64"),
     ],
 )
 def test_rows_that_do_not_fit_are_refused_by_name(tmp_path, table, changes, words):
@@ -97,6 +99,15 @@ def test_rows_that_do_not_fit_are_refused_by_name(tmp_path, table, changes, word
         writer.append(table, rows(table, 1) | changes)
     assert words in str(error.value)
     assert writer.flush() == []
+
+
+def test_integers_too_long_for_a_float_are_rounded(tmp_path):
+    run = new_run(tmp_path / "a")
+    with TraceWriter(run) as writer:
+        writer.append("rollouts", rows("rollouts", 1) | {"reward": [2**60 + 1, None, 0, 1]})
+        writer.append("tokens", token_rows(1) | {"entropy": [2**24 + 1, 0, 0, 0]})
+    assert load_run(run).rollouts["reward"].tolist()[0] == 2.0**60
+    assert load_run(run).tokens()["entropy"].tolist() == [2.0**24, 0, 0, 0]
 
 
 def test_text_without_utf8_and_parts_that_are_not_finite_survive(tmp_path):
