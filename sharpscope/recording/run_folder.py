@@ -108,6 +108,18 @@ def wind_back(folder: Path, step: int | None) -> list[str]:
     return notes + [f"{name} is set aside: {why}" for name, why in damaged.items()]
 
 
+def check_reference(folder: Path, fingerprint: str) -> None:
+    """Keep the fingerprint of the reference policy in run.json; on resume, refuse one with other weights."""
+    known = read_run_info(folder).get("reference_sha256")
+    if known is None:
+        update_run_info(folder, reference_sha256=fingerprint)
+    elif known != fingerprint:
+        raise UserError(
+            f"run '{folder}': policy.model has other weights than when this run began, so its KL reference is lost; put "
+            "the first model back, or start a new run"
+        )
+
+
 def refused_write(error: OSError, folder: Path) -> str:
     """A message on a write that the disk refused, with what to do; empty for any other error."""
     number = error.errno

@@ -6,6 +6,7 @@ never loaded. Random draws are functions of (seed, purpose, step) and need no st
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import zlib
@@ -164,6 +165,16 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW
         optimizer.state[parameter][entry] = value if entry == "step" else value.to(parameter.device)
     state.pop("score", None)  # of version 0.2
     return Progress(**state)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256 of a model's parameters (names, shapes, bytes) without adapters, which a reference does not have."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+            digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _checksum(path: Path) -> list[int]:

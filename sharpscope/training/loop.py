@@ -33,7 +33,7 @@ from sharpscope.rules.judging import Event, judge
 from sharpscope.tasks import Task, make_task
 from sharpscope.traces import RunLock, create_run_dir, read_run_info
 from sharpscope.traces.files import RUN_FILE
-from sharpscope.training.checkpoint import Progress, newest, restore, save, step_of
+from sharpscope.training.checkpoint import Progress, fingerprint, newest, restore, save, step_of
 from sharpscope.training.evaluate import evaluate, present_splits
 from sharpscope.training.learner import (
     build_optimizer,
@@ -184,6 +184,7 @@ class _Run:
         self.config, self.policy, self.task, self.display = config, policy, task, display
         self.method = config.resolved_method
         reference = reference_policy(config, policy) if self.method.needs_reference else None
+        self.reference_mark = None if reference is None else fingerprint(reference)
         for model in (policy.model, reference) if launch.sharded else ():
             if model is not None:
                 shard(model, launch.reshard)
@@ -203,7 +204,9 @@ class _Run:
 
     def run(self, checkpoint: Path | None) -> Outcome:
         """Make all steps after `checkpoint` (None: all)."""
-        config, run_dir = self.config, self.config.run_dir
+        config, run_dir, mark = self.config, self.config.run_dir, self.reference_mark
+        if mark is not None:
+            distributed.rank_zero_call(lambda: run_folder.check_reference(run_dir, mark))
         done = restored = 0 if checkpoint is None else self._restore(checkpoint)
         kept = None if checkpoint is None else done
         notes = distributed.rank_zero_call(lambda: run_folder.wind_back(run_dir, kept))

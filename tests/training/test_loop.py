@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 import sharpscope
@@ -306,6 +307,18 @@ def test_a_finished_run_goes_on_to_more_steps(cut_off, tmp_path):
     assert train(whole.model_copy(update={"steps": 8}), resume=True).status == "finished"
     after = tables(whole.run_dir)["steps"]
     assert after["step"].tolist() == list(range(1, 9)) and after.iloc[:7].equals(before)
+
+
+def test_another_reference_policy_is_noticed(toy_config, tiny_policy, tmp_path):
+    policy = tmp_path / "policy"
+    shutil.copytree(tiny_policy, policy)
+    config = toy_config(policy__model=str(policy), method__kl__coef=0.01, steps=3, evaluation__every=0)
+    train(config, StopAfter(2))
+    tensors = load_file(policy / "model.safetensors")
+    tensors[min(tensors)] += 1e-3
+    save_file(tensors, policy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="other weights than when this run began"):
+        train(config, resume=True)
 
 
 def test_weights_that_are_not_finite_are_not_saved(toy_config):
