@@ -222,7 +222,7 @@ def run_step(config: RunConfig, run: Path, step: int, spec: ForkSpec, tell: Tell
     """Step `step` of one of our runs, from the nearest checkpoint before it; the steps between are made again."""
     found = {step_of(folder): folder for folder in checkpoints(run) if damage(folder) is None}
     nearest = max((at for at in found if at < step), default=0)
-    start = Start(config, {"own": config.method}, found.get(nearest))
+    start = Start(config, {"own": config.method}, found.get(nearest), calibrating=1)
     if nearest + 1 < step:
         tell(f"the nearest checkpoint is of step {nearest}: steps {nearest + 1} to {step - 1} are made again")
     start.advance(step - 1 - nearest, tell)

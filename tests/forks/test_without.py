@@ -70,6 +70,15 @@ def test_the_state_before_a_step_is_that_of_the_run(spiked):
     assert all(torch.equal(named[name], value) for name, value in saved.items() if name in named)
 
 
+def test_from_the_start_the_constants_are_those_that_the_run_calibrated(tiny_policy, tmp_path):
+    values = {**TOY, "policy.model": str(tiny_policy), "out": str(tmp_path / "run"), "steps": 2, "evaluation.every": 0}
+    config = build_config(values=values | {"method": "grpo-sg+weight.preset=calibrated"})
+    assert train(config).status == "finished"
+    updates = run_step(config, config.run_dir, 2, ForkSpec(**SMALL, warm_up=0), lambda text: None).update(None, None)
+    recorded = sharpscope.load_run(config.run_dir).updates.query("step == 2")["grad_norm"]
+    assert [update.grad_norm for update in updates] == recorded.tolist()
+
+
 def test_without_tokens_the_gradient_is_that_of_the_other_coefficients(spiked):
     """Against the sum of c·∇log π over the other tokens, by autograd."""
     own = run_step(spiked, spiked.run_dir, STEP, ForkSpec(**SMALL, warm_up=0), lambda text: None)
