@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sharpscope.errors import UserError, nearest
 
@@ -32,8 +32,36 @@ class Spec(BaseModel):
     similar_fields: ClassVar[Mapping[str, type[BaseModel]]] = {}
     """Further fields by name, which are described once in lists of settings."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, data: Any) -> Any:
+        """Pydantic would take true as the number 1."""
+        for name, value in data.items() if isinstance(data, Mapping) else ():
+            types_ = set(plain_types(cls.model_fields[name].annotation)) if name in cls.model_fields else set()
+            if isinstance(value, bool) and types_ & {int, float} and not types_ & {bool, Any}:
+                raise ValueError(f"{name} = {value}: must be a number, not true or false")
+        return data
 
-CONSTANTS = {"exclude": [], "penalty": 0.04}
+
+CONSTANTS: dict[str, Any] = {
+    "L": 0.0,
+    "U": 1.0,
+    "beta1": 0.9,
+    "coef": 1.0,
+    "exclude": [],
+    "input": "logit",
+    "kind": "linear",
+    "penalty": 0.04,
+    "probability": 0.002,
+    "quantile": 0.75,
+    "radius": 0.05,
+    "share": 0.1,
+    "sign": "positive",
+    "target_modules": "all-linear",
+    "threshold": 0.5,
+    "top_k": 0,
+    "truncated": "keep",
+}
 """Settings of earlier versions that change a training and are constants now, with these values."""
 
 

@@ -71,6 +71,12 @@ class ProbesSpec(Spec):
     def _preset(cls, data: Any) -> Any:
         return PRESETS.get(str(data.get("preset")), {}) | dict(data) if isinstance(data, Mapping) else data
 
+    @model_validator(mode="after")
+    def _off_is_off(self) -> ProbesSpec:
+        if self.preset == "off" and self.every != 0:  # such as preset off in a sweep whose base has an interval
+            raise ValueError(f"every = {self.every}: preset off probes nothing; set another preset, or every to 0")
+        return self
+
     def interval(self, steps: int) -> int:
         """Interval between probes in a run of `steps` steps [steps]; 0: never."""
         return steps if self.every is None else self.every

@@ -42,9 +42,16 @@ _Loader.yaml_implicit_resolvers = {
     first: [one for one in known if one[0] != "tag:yaml.org,2002:bool" or first in "tTfF"]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$"), list("+-0123456789")
-)
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper, which puts text in quotes that `_Loader` reads as a number."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$"), list("+-0123456789")
+    )
 
 
 def load_yaml(text: str) -> Any:
@@ -88,7 +95,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 def to_yaml(config: BaseModel) -> str:
     """Return the configuration as YAML; `build_config` reads it back to the same value."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:

@@ -92,6 +92,9 @@ def test_ablations_get_names_of_their_own():
         (["method=[1]"], "method = [1]"),
         (["optimizer.warmup_steps=5", "steps=5"], "optimizer.warmup_steps = 5 must be less than steps = 5"),
         (["method=capo", "policy.lora={r: 4}"], "method.tokens.kind = curvature"),
+        (["optimizer.lr=true"], "lr = True: must be a number, not true or false"),
+        (["method=grpo-sg", "method.weight.u0=true"], "u0 = True: must be a number"),
+        (["probes.preset=off", "probes.every=75"], "preset off probes nothing"),
         (["method=grpo", "method.tokens.kind=bins"], "method.tokens.include: field required"),
         (["method=wapo", "method.correction.kind=truncate"], "ratio.to=sampler needs correction=null"),
         (["health.memry.action=off"], "health.memry: unknown field; did you mean 'memory'"),
@@ -169,6 +172,8 @@ def test_yaml_words_and_exponents_are_read_as_in_yaml_1_2(tmp_path: Path):
     config = build_config(tmp_path / "a.yaml", ["update.gradient_checkpointing=yes", "method.kl.coef=1e-2"])
     assert config.probes.preset == config.health.memory.action == "off" and config.update.gradient_checkpointing
     assert (config.optimizer.lr, config.method.kl.coef) == (1e-3, 0.01)
+    (tmp_path / "b.yaml").write_text(to_yaml(labeled := build_config(None, ["method.label='1e5'"])))
+    assert build_config(tmp_path / "b.yaml") == labeled
     with pytest.raises(UserError, match=r"probes\.preset"):
         build_config(None, ["probes.preset=true"])
 
