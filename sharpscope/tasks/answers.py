@@ -103,7 +103,8 @@ def normalize_words(text: str) -> str:
     A text of which this leaves nothing ("A", "The The") is only in folded case and without surrounding punctuation.
     """
     words = " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
-    return words or " ".join(text.casefold().split()).strip(_AROUND)
+    folded = " ".join(text.casefold().split())
+    return words or folded.strip(_AROUND) or folded
 
 
 def score_exact_match(text: str, truths: Sequence[str]) -> Reward:
@@ -122,7 +123,7 @@ def number_of(text: str, alone: bool = False) -> Fraction | None:
     text = _MIXED.sub(_as_improper, _FRACTION.sub(_as_quotient, text))
     text = _SPACED.sub(lambda match: "".join(match.group().split()), text)
     text = _APART_SIGN.sub(r"\1-", text)
-    last = _NUMBER.fullmatch(text.strip(" \n.$(){}")) if alone else None
+    last = _NUMBER.fullmatch(text.replace("\\%", "%").strip(" \n.$(){}[]\\")) if alone else None
     for match in _NUMBER.finditer("" if alone else text):
         last = match
     if last is None or len(last.group()) > LONGEST_NUMBER or abs(int(last["exponent"] or 0)) > LARGEST_EXPONENT:

@@ -141,10 +141,11 @@ def splits_by_level(
 
     `spec` has the sizes, and `make(split, level, size)` the examples.
     """
+    seen, new = dict.fromkeys(levels), dict.fromkeys(unseen)  # a level that is given twice counts once
     splits = {
-        "train": [example for level in levels for example in make("train", level, spec.train_size)],
-        "heldout": [example for level in levels for example in make("heldout", level, spec.heldout_size)],
-        "unseen": [example for level in unseen for example in make("unseen", level, spec.unseen_size)],
+        "train": [example for level in seen for example in make("train", level, spec.train_size)],
+        "heldout": [example for level in seen for example in make("heldout", level, spec.heldout_size)],
+        "unseen": [example for level in new for example in make("unseen", level, spec.unseen_size)],
     }
     return {split: examples for split, examples in splits.items() if examples}
 

@@ -263,7 +263,7 @@ class MathTask:
     def _level(self, split: str, level: int, count: int) -> Iterator[Example]:
         """`count` questions of each family; families alternate, so that the first questions cover all of them."""
         without = self._heldout_forms if split == "train" else ()
-        streams = [self._stream(split, family, level) for family in self.spec.families]
+        streams = [self._stream(split, family, level) for family in dict.fromkeys(self.spec.families)]
         taken = [take(stream, split, level, count, without) for stream in streams]
         return chain.from_iterable(zip(*taken, strict=True))
 

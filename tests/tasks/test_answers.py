@@ -109,9 +109,7 @@ def test_numeric(truth, text, right):
 
 
 # Of the question 3 * 4 = ?, whose answer cannot be had by copying.
-VALUES = (
-    "12; +12; 12.0; x = 12; 3 * 4 = 12; $12$; (12); {12}; 24/2; \\frac{24}{2}; \\boxed{12}; 1.2e1; The answer is 12."
-)
+VALUES = "12; +12; 12.0; x = 12; 3 * 4 = 12; $12$; (12); {12}; 24/2; \\frac{24}{2}; \\boxed{12}; \\(12\\); \\[12\\]; 12\\%; 1.2e1; The answer is 12."
 EXPRESSIONS = "3 * 4; 3 \\cdot 4; 3(4); 7 + 5; 24 - 12; 12 = 3 * 4; \\boxed{3 * 4}; sqrt(144); 25 mod 13; 6 6; 12 12; 11; 12x; * 12; "
 
 
@@ -150,6 +148,7 @@ MATCH = [
     ("Zürich", "zürich", True),
     ("A", "<answer> a. </answer>", True),  # the normal form leaves nothing of these truths
     ("A", "", False),
+    ("?", "<answer>?</answer>", True),
     ("A", "the", False),
     ("A+", "a+", True),
     ("The The", "the  the", True),

@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from sharpscope.errors import UserError
-from sharpscope.tasks import Example, ToolQaSpec, make_task
+from sharpscope.tasks import Example, MathSpec, ToolQaSpec, make_task
 from sharpscope.tasks.tool_qa import (
     FEEDBACK,
     INSTRUCTION,
@@ -242,6 +242,15 @@ def test_questions_of_a_file_have_their_own_template_and_scorer(
     reward = task.score(example, f"<think>a</think><answer>{answer}</answer>")
     assert (reward.total, reward.correct, reward.parts["answer"]) == (float(right), right, float(right))
     assert task.score(example, "42").total == 0.0  # an answer has its tags, whatever compares it
+
+
+def test_a_level_that_is_given_twice_counts_once():
+    sizes = {"train_size": 3, "heldout_size": 2}
+    for once, twice in (
+        (ToolQaSpec(**sizes), ToolQaSpec(hops=(1, 1), **sizes)),
+        (MathSpec(levels=(1,), **sizes), MathSpec(levels=(1, 1), families=("arithmetic", "arithmetic"), **sizes)),
+    ):
+        assert make_task(once).splits() == make_task(twice).splits()
 
 
 def test_questions_need_passages():
