@@ -20,7 +20,7 @@ from sharpscope.warm_start.__main__ import main
 from sharpscope.warm_start.pretraining import MOMENTUM, accumulate, muon_step, orthogonal, settings_of, tokenized
 from tests.models import tiny_model
 
-SMALL = {"corpus": 10, "batch": 8, "micro_tokens": 400, "questions": 20, "worlds": 1}
+SMALL = {"corpus": 10, "batch": 8, "micro_tokens": 400, "questions": 20}
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +48,13 @@ def test_the_same_seed_gives_the_same_weights_bit_for_bit(made, tmp_path):
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(pretraining, "settings_of", lambda name: settings_of(name) | SMALL | {"steps": 2})
+    monkeypatch.setattr(pretraining, "settings_of", lambda name: settings_of(name) | SMALL | {"steps": 2, "worlds": 1})
     main(["tool_qa", "--out", str(tmp_path / "new"), "--threads", "1"])
     assert "update 2 of 2: loss " in capsys.readouterr().out
     with pytest.raises(UserError, match="not an empty folder"):
         main(["--out", str(tmp_path)])
+    with pytest.raises(UserError, match="stepz: no setting of math"):
+        warm_start("math", tmp_path / "other", stepz=2)
 
 
 def test_the_gradient_is_that_of_the_mean_loss_however_the_batch_is_cut():

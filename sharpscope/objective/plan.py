@@ -95,6 +95,8 @@ class StepTensors(ByRow):
 
         A column that is missing is NaN, so that a weighting that needs it raises; a missing advantage is 1.
         """
+        if not columns or columns.keys() - set(TOKEN_COLUMNS):
+            raise ValueError(f"columns must be some of {', '.join(TOKEN_COLUMNS)}, not {', '.join(columns) or 'none'}")
         like = next(iter(columns.values()))
         missing = torch.full_like(like, torch.nan)
         n = like.shape[0]

@@ -150,7 +150,7 @@ def critical_sharpness(
         line.place(0.0)
     why, root = _reason(outcome, loss, search, noise, rounding), search.root
     slope = search.first_slope if slope is None else slope
-    prompts = len(line.by_prompt[0.0]) if line.by_prompt else None
+    prompts = next(map(len, line.by_prompt.values()), None)
     measured = (loss, search.depth, line.evaluations, rounding, why, time.perf_counter() - began, prompts, std_error)
     return CriticalSharpness(2 / root, root, search.lower, search.upper, outcome, slope, *measured)
 

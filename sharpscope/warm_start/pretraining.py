@@ -55,9 +55,13 @@ def warm_start(policy: str, out_dir: Path | str, **changes: Any) -> dict[str, An
     `changes` replace settings of the shipped policy (see `settings_of`). Returns the content of the new `warm_start.json`.
 
     Raises:
-        UserError: `out_dir` is not empty.
+        UserError: `out_dir` is not empty, or a setting is unknown.
     """
     out, spec = Path(out_dir), settings_of(policy) | changes
+    if unknown := spec.keys() - settings_of(policy).keys() - {"logit_scale"}:
+        raise UserError(
+            f"{', '.join(sorted(unknown))}: no setting of {policy}; it has {', '.join(settings_of(policy))}"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"out = '{out}': exists and is not an empty folder; choose another")
     disable_progress_bar()  # transformers' own bars

@@ -212,6 +212,8 @@ def test_wrong_arguments_are_named():
     ):
         with pytest.raises(UserError, match=words):
             critical_sharpness(loss, [x], direction, guess=guess)
+    found = critical_sharpness(lambda: 1.5 * x**2, [x], [3 * x.detach()], guess=0.1, start=1.5)  # start not by prompt
+    assert found.prompts == 2 and math.isnan(found.std_error)
 
 
 SHAPES = [(7, 3), (5,), (2, 2, 4), ()]

@@ -328,6 +328,15 @@ def plain(q, k, v, mask, cap):
     return torch.softmax(scores, -1) @ v.repeat_interleave(HEADS // KEY_HEADS, 1)
 
 
+def test_a_boolean_mask_says_what_is_seen():
+    draw = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(B, heads, L, D, generator=draw) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
+    seen = torch.ones(1, 1, L, L, dtype=torch.bool).tril()
+    added = torch.zeros(1, 1, L, L).masked_fill(~seen, torch.finfo(torch.float32).min)
+    out = [structure._attention(torch.nn.Identity(), q, k, v, mask, cut=True)[0] for mask in (seen, added, None)]
+    assert torch.equal(out[0], out[1]) and torch.allclose(out[0], out[2])
+
+
 @pytest.mark.parametrize(("mask", "cap"), [("causal", None), ("causal", 3.0), ("shared", None), ("heads", 3.0)])
 def test_attention_leaves_out_other_positions_keys_and_values(mask, cap, monkeypatch):
     """Position by position, with all keys and values constant but the position's own."""

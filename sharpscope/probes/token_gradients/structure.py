@@ -437,6 +437,8 @@ def _attention(
         raise AttentionError(f"{type(module).__name__} has attention with `{unknown[0]}`")
     if attention_mask is not None and attention_mask.requires_grad:
         raise AttentionError(f"{type(module).__name__} has a trainable attention mask")
+    if attention_mask is not None and attention_mask.dtype == torch.bool:  # True: seen
+        attention_mask = torch.where(attention_mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
     _callers.add(type(module).__name__)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     out = attend(query, key, value, attention_mask, scale, softcap, cut)
