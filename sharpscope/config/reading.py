@@ -48,10 +48,9 @@ class _Dumper(yaml.SafeDumper):
     """PyYAML's safe dumper, which puts text in quotes that `_Loader` reads as a number."""
 
 
-for _side in (_Loader, _Dumper):
-    _side.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$"), list("+-0123456789")
-    )
+_EXPONENT: Any = ("tag:yaml.org,2002:float", re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$"), list("+-0123456789"))
+_Loader.add_implicit_resolver(*_EXPONENT)
+_Dumper.add_implicit_resolver(*_EXPONENT)
 
 
 def load_yaml(text: str) -> Any:
