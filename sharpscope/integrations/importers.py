@@ -287,6 +287,11 @@ def jsonl(records: Iterator[Record], options: Options, told: Told) -> Iterator[R
     for where, record in records:
         values = {ours: record[name] for ours, name in theirs.items() if name in record}
         told.dropped |= set(record) - set(theirs.values())
+        place = record.get("position")
+        if isinstance(place, list) and place != list(range(len(place))):
+            raise UserError(
+                f"{where}: position leaves out tokens; give all of the sequence, with mask 0 on those not in the loss"
+            )
         for ours in ("token_id", "logp", *sorted(options.columns)):
             if ours not in values:
                 raise UserError(f"{where}: no column '{theirs[ours]}'; name the file's column: --columns {ours}=NAME")
@@ -299,6 +304,9 @@ def jsonl(records: Iterator[Record], options: Options, told: Told) -> Iterator[R
 def nemo_rl(records: Iterator[Record], _: Options, told: Told) -> Iterator[Record]:
     """NeMo-RL's train_data_step{N}.jsonl (written by default): rows padded to one width, each value in a list of length 1."""
     columns = "advantage=advantages behavior_logp=generation_logprobs logp=prev_logprobs reward=rewards"
+    columns += (
+        " reward=filtered_rewards"  # of the rows that dynamic sampling left; `rewards` are then those of all it drew
+    )
     for where, record in records:
         row = {k: v[0] if isinstance(v, list) and len(v) == 1 else v for k, v in record.items()}
         for name in ("token_ids", "token_loss_mask", "prev_logprobs"):

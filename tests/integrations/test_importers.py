@@ -220,7 +220,8 @@ def write_nemo_rl(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
             def wide(values: list[Any], start: int = start, size: int = size) -> list[list[Any]]:
                 return [[0] * start + values + [0] * (12 - size)]
 
-            line = {"content": ["text"], "rewards": [row["reward"]], "input_lengths": [size], "sample_loss_mask": [1.0]}
+            line = {"content": ["text"], "rewards": [9.0], "filtered_rewards": [row["reward"]]}  # dynamic sampling
+            line |= {"input_lengths": [size], "sample_loss_mask": [1.0]}
             line |= {"token_ids": [row["prompt"] + row["ids"] + [0] * (12 - size)], "idx": index}
             line |= {"token_loss_mask": wide(row["mask"]), "advantages": wide([row["advantage"]] * len(row["ids"]))}
             lines.append(line | {"generation_logprobs": wide(row["mu"]), "prev_logprobs": wide(row["theta"])})
@@ -382,6 +383,11 @@ def test_the_temperature_is_that_of_probes(tmp_path: Path):
         ({"logp": [-1.0], "token_id": [2**31]}, {}, "token_id is not made of whole numbers from 0"),
         ({"logp": -1.0, "token_id": 1}, {}, "token_id is not made of whole numbers from 0; write a list of them"),
         ({"logp": [-1.0], "token_id": [1], "mask": [1, 1]}, {}, "mask has not one value"),
+        (
+            {"logp": [-1.0], "token_id": [1], "position": [2]},
+            {},
+            "position leaves out tokens; give all of the sequence",
+        ),
         ({"logp": [-1.0], "token_id": [1], "step": -1}, {}, "step = '-1' is not a whole number from 0"),
         ({"logp": [-1.0], "token_id": [1], "prompt": 3}, {}, "prompt is a int; write a text"),
         ({"logp": [-1.0], "token_id": [1]}, {"lopg": "x"}, "--columns lopg: unknown; did you mean 'logp'"),
