@@ -252,12 +252,12 @@ class Recorder(Guard):
 
     def _open_folder(self, done_updates: int) -> tuple[Path, int, bool]:
         """The run's folder, its next step and whether it goes on; rows of updates that a resumed training makes again are removed."""
-        if done_updates and (self.out / RUN_FILE).exists():
-            with RunLock(self.out):
-                counts = load_run(self.out).updates.groupby("step").size().cumsum()
+        if done_updates and (self.run_dir / RUN_FILE).exists():  # of this trainer's last training, if it had one
+            with RunLock(self.run_dir):
+                counts = load_run(self.run_dir).updates.groupby("step").size().cumsum()
                 step = int(counts.index[counts <= done_updates].max()) if (counts <= done_updates).any() else 0
-                rewind(self.out, step)
-            return self.out, step + 1, True
+                rewind(self.run_dir, step)
+            return self.run_dir, step + 1, True
         folder = create_run_dir(free_name(self.out))
         self.policy.tokenizer.save_pretrained(folder / "tokenizer")
         launch = distributed.Launch(distributed.world_size(), is_sharded(self.model))

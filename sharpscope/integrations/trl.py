@@ -89,6 +89,9 @@ class GrpoRecorder(TrainerRecorder):
     def __init__(self, trainer: Any, out: str | Path, *, critical: bool | int, **options: Any) -> None:
         args, loss, held = trainer.args, str(trainer.loss_type), trainer.loss_type in HELD_CONSTANT
         notes = [f"critical sharpness is not measured: loss_type '{loss}' holds factors constant"] if held else []
+        for name, off in (("min_p", None), ("repetition_penalty", 1.0)):
+            if (value := getattr(args, name, off)) not in (off, None):
+                notes.append(f"completions were drawn with {name} = {value:g}, which log-probabilities do not show")
         self.group_size, self.period = int(trainer.num_generations), generate_every(trainer)
         self._current: dict[str, Any] | None = None
         self._scored: tuple[Tensor, list[list[int]]] | None = None

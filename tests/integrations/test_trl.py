@@ -369,12 +369,13 @@ def unrecorded(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
 
 
 def test_a_second_run_gets_a_name_of_its_own_and_a_resumed_one_goes_on(tmp_path: Path, capsys):
-    whole = trainer(tmp_path / "t", max_steps=4, save_strategy="steps", save_steps=1)
+    whole = trainer(tmp_path / "t", max_steps=4, save_strategy="steps", save_steps=1, repetition_penalty=1.1)
     record(whole, out=tmp_path / "run", recording=ALL)
     whole.train()
     told = capsys.readouterr().err
     assert f"recording to {tmp_path / 'run'} " in told and f"try: sharpscope show {tmp_path / 'run'}" in told
     before = sharpscope.load_run(tmp_path / "run")
+    assert any("repetition_penalty = 1.1" in note for note in before.info["notes"])
     steps, tokens = before.steps, before.tokens()
     again = trainer(tmp_path / "t", max_steps=4, save_strategy="steps", save_steps=1)
     record(again, out=tmp_path / "run", recording=ALL)
@@ -383,10 +384,14 @@ def test_a_second_run_gets_a_name_of_its_own_and_a_resumed_one_goes_on(tmp_path:
     assert run.steps["step"].tolist() == [1, 2, 3, 4] and run.info["status"] == "finished"
     assert run.steps.iloc[:2].equals(steps.iloc[:2]) and "resumed" in set(run.events["rule"])
     assert run.tokens(steps=[1, 2]).equals(tokens[tokens["step"] <= 2])
-    third = trainer(tmp_path / "u", max_steps=1)
+    third = trainer(tmp_path / "u", max_steps=2, save_strategy="steps", save_steps=1)
     record(third, out=tmp_path / "run")
     third.train()
-    assert sharpscope.load_run(tmp_path / "run-2").steps["step"].tolist() == [1]
+    assert sharpscope.load_run(tmp_path / "run-2").steps["step"].tolist() == [1, 2]
+    third.train(resume_from_checkpoint=str(tmp_path / "u" / "checkpoint-1"))  # in its own trace, not in `out`
+    runs = [sharpscope.load_run(tmp_path / name) for name in ("run", "run-2")]
+    assert ["resumed" in set(one.events["rule"]) for one in runs] == [True, True]
+    assert [one.steps["step"].tolist() for one in runs] == [[1, 2, 3, 4], [1, 2]]
 
 
 def test_rewards_that_no_function_gave_are_not_zero(tmp_path: Path):
