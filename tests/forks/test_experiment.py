@@ -249,8 +249,8 @@ def test_several_processes_and_a_run_that_is_written_are_refused(trained, monkey
         sharpscope.fork(trained.run_dir)
 
 
-def test_a_repeated_call_adds_what_is_missing_and_reads_the_same(trained):
-    options = {"checkpoint": [2], "methods": ["grpo", "ar"], "prompts": 3}
+def test_a_repeated_call_adds_what_is_missing_and_reads_the_same(trained, tmp_path):
+    options = {"checkpoint": [2], "methods": ["grpo", "ar"], "prompts": 3, "out": tmp_path / "forks"}
     once = sharpscope.fork(trained.run_dir, batches=1, **options).forks
     more = sharpscope.fork(trained.run_dir, batches=2, **options).forks
     assert len(more) == 2 * len(once)
