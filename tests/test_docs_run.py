@@ -309,7 +309,7 @@ def test_the_fork_of_the_guide(folder):
 
 def test_the_documented_probes_run():
     """The code of docs/guides/probes.md, with the names it presumes."""
-    from tests.probes.surfaces import small_model
+    from tests.models import small_model
 
     torch.manual_seed(0)
     model = small_model()

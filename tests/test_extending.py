@@ -20,16 +20,16 @@ from sharpscope.analysis import study as study_of_runs
 from sharpscope.analysis.claims import base, registry
 from sharpscope.cli import main
 from sharpscope.config import describe, methods, named_method
-from sharpscope.config.probes import ProbesSpec
+from sharpscope.config.run import ProbesSpec
 from sharpscope.config.token_weights import Weighting
 from sharpscope.probes import runner
 from sharpscope.probes.estimate import Estimate
 from tests.analysis.claims.planted import frame_run
 from tests.analysis.claims.planted import study as planted
+from tests.models import all_scored, small_model
 from tests.objective.data import as_batch, make_case, step_of, weights_of
 from tests.objective.test_objective import compare
 from tests.oracles import objective as oracle
-from tests.probes.surfaces import all_scored, small_model
 
 ROOT = Path(__file__).parents[1]
 

@@ -15,7 +15,7 @@ from sharpscope.cli.console import Json, check_names, print_json, print_sections
 if TYPE_CHECKING:
     import pandas as pd
 
-    from sharpscope.config.probes import ProbesSpec
+    from sharpscope.config.run import ProbesSpec
     from sharpscope.probes import Measured
 
 Found = Iterator[tuple[str, int, "Measured"]]
@@ -54,7 +54,7 @@ def probe(
     """
     from sharpscope.config import parse_overrides, validate
     from sharpscope.config.methods import parse_method
-    from sharpscope.config.probes import Backend, ProbesSpec
+    from sharpscope.config.run import Backend, ProbesSpec
     from sharpscope.errors import UserError
     from sharpscope.traces import check_free, free_name
 

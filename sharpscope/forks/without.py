@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sharpscope.config import ForkSpec, RunConfig, validate
-from sharpscope.config.probes import ProbesSpec
-from sharpscope.config.run import PolicySpec
+from sharpscope.config.run import PolicySpec, ProbesSpec
 from sharpscope.errors import UserError
 from sharpscope.forks.experiment import FixedRollouts, Reading, greedy_success, heldout_order, outcome_rows
 from sharpscope.forks.start import Snapshot, Start, Tell, as_recorded, resolve

@@ -6,7 +6,7 @@ loss, `critical_sharpness` along an update, `run` for the probes of a `ProbesSpe
 
 from __future__ import annotations
 
-from sharpscope.config.probes import ProbesSpec
+from sharpscope.config.run import ProbesSpec
 from sharpscope.probes.attribution import attribute, coming_step, failure_coefficients, logp_gradient
 from sharpscope.probes.critical import CriticalSharpness, critical_sharpness, update_direction, update_slope
 from sharpscope.probes.directions import NOISE_BOUND, Rotation, noise_rotation, rotation

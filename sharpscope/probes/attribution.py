@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from sharpscope.config.probes import Check
+from sharpscope.config.run import Check
 from sharpscope.errors import UserError
 from sharpscope.policy.token_stats import flat_logp
 from sharpscope.probes.guard import guarded

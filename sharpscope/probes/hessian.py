@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sharpscope.config.probes import Backend, Check
+from sharpscope.config.run import Backend, Check
 from sharpscope.errors import UserError, first_line
 from sharpscope.memory import require_memory
 from sharpscope.probes.estimate import Estimate, with_prompts

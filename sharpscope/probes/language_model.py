@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sharpscope.config.probes import Check, ObjectiveName
+from sharpscope.config.run import Check, ObjectiveName
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy import Rollouts, backbone, bare, check_head, completions_of, length_buckets, output_head
 from sharpscope.policy.token_stats import flat_logp

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from sharpscope.config.probes import Check, SharpnessKind
+from sharpscope.config.run import Check, SharpnessKind
 from sharpscope.errors import UserError, nearest
 from sharpscope.probes.estimate import Estimate, with_prompts
 from sharpscope.probes.surface import (

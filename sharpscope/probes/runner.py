@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sharpscope.config.probes import Backend, ObjectiveName, ProbesSpec, SharpnessKind
+from sharpscope.config.run import Backend, ObjectiveName, ProbesSpec, SharpnessKind
 from sharpscope.errors import UserError, first_line, nearest
 from sharpscope.policy import render_prompts
 from sharpscope.probes.estimate import Estimate, attempted, labeled, with_prompts

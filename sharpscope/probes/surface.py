@@ -19,7 +19,7 @@ from sharpscope.errors import CheckError, UserError
 from sharpscope.probes.guard import gradients, random_state, remembered_closure
 
 if TYPE_CHECKING:
-    from sharpscope.config.probes import Check
+    from sharpscope.config.run import Check
 
 LossFn = Callable[[], Tensor]
 TOLERANCE = 0.01

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sharpscope.config.method import Method
-from sharpscope.config.probes import Check
+from sharpscope.config.run import Check
 from sharpscope.errors import UserError
 from sharpscope.objective import (
     calibrate,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope import distributed
-from sharpscope.config.probes import Check
+from sharpscope.config.run import Check
 from sharpscope.errors import UserError
 from sharpscope.memory import require_memory
 from sharpscope.policy import Policy, Rollouts, completions_of

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.smollm2.sums import sums
 from sharpscope.config.run import LoraSpec, PolicySpec, SamplingSpec
 from sharpscope.errors import UserError
-from sharpscope.policy import decoding, load_policy, score_completions
+from sharpscope.policy import (
+    decoding,
+    generate,
+    load_policy,
+    render_prompts,
+    score_completions,
+)
 from sharpscope.policy.decoding import _StopStrings, as_text, can_decode_directly, completion_uniforms, draw
-from sharpscope.policy.generation import generate, left_pad
+from sharpscope.policy.generation import left_pad
 from sharpscope.policy.loading import add_adapters, make_policy
 from sharpscope.tasks import Example, Reward
 from tests.models import ARCHITECTURES, tiny_model
@@ -282,3 +290,38 @@ def test_stop_strings_of_several_bytes_are_found():
         found = [rows.add([0], [token])[0] for token in ids]
         first = next(i for i in range(1, len(ids) + 1) if stop in as_text(policy, ids[:i]))
         assert found.index(True) == first - 1
+
+
+FOLDER = os.environ.get("SHARPSCOPE_SMOLLM2", "")
+
+
+def test_sums_are_right_and_held_out_in_both_orders():
+    splits = sums().splits()
+    pairs = {name: {e.prompt.splitlines()[-1] for e in examples} for name, examples in splits.items()}
+    assert {name: len(lines) for name, lines in pairs.items()} == {name: len(splits[name]) for name in splits}
+    assert len(pairs["train"] | pairs["heldout"]) == 8100
+    for line in pairs["heldout"]:
+        a, _, b, _ = line.split()
+        assert f"{b} + {a} =" not in pairs["train"]
+    for example in splits["train"][:50]:
+        a, _, b, _ = example.prompt.splitlines()[-1].split()
+        assert int(a) + int(b) == int(example.answer)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not FOLDER, reason="SHARPSCOPE_SMOLLM2 names no folder with SmolLM2")
+def test_generation_is_that_of_transformers_and_scored_alike():
+    smollm2 = load_policy(PolicySpec(model=FOLDER, device="cpu"))
+    prompts = render_prompts(
+        [Example("What is 10 + 28? Answer with the number only.", ""), Example("Name a color.", "")], smollm2
+    )
+    ours = generate(smollm2, prompts, 2, SamplingSpec(temperature=0, max_new_tokens=12), torch.Generator())
+    ids, attention = left_pad(prompts, smollm2.pad_id)
+    theirs = smollm2.model.generate(ids, attention_mask=attention, do_sample=False, max_new_tokens=12)[
+        :, ids.shape[1] :
+    ]
+    for row in range(4):
+        n = int(ours.lengths[row])
+        assert ours.completion_ids[row, :n].tolist() == theirs[row // 2, :n].tolist()
+    again = score_completions(smollm2.model, ours, 1.0, share_prompt=True, with_grad=False).logp
+    torch.testing.assert_close(again, ours.behavior_logp, atol=2e-4, rtol=1e-4)

@@ -18,8 +18,7 @@ from sharpscope.errors import UserError
 from sharpscope.probes import critical_sharpness, noise_rotation, rotation, update_direction, update_slope
 from sharpscope.probes.directions import inner
 from sharpscope.recording.norms import total_norm
-from tests.models import tiny_model
-from tests.probes.surfaces import generator, sloped
+from tests.models import generator, sloped, tiny_model
 
 
 def along(form, guess, **options):

@@ -17,8 +17,16 @@ from sharpscope.errors import CheckError, UserError
 from sharpscope.probes import lm_surface
 from sharpscope.probes.hessian import Krylov, eigenpairs, hutchpp, inner
 from sharpscope.probes.surface import Operator, Surface, check_derivatives, length
-from tests.models import tiny_model
-from tests.probes.surfaces import OpaqueCube, all_scored, generator, net_and_dense, operator, quadratic, with_spectrum
+from tests.models import (
+    OpaqueCube,
+    all_scored,
+    generator,
+    net_and_dense,
+    operator,
+    quadratic,
+    tiny_model,
+    with_spectrum,
+)
 
 
 def test_tied_frozen_unused_and_linear_parameters():

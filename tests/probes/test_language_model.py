@@ -34,9 +34,7 @@ from sharpscope.probes import (
 )
 from sharpscope.probes.language_model import Objective, completion_batch, lm_surface, rollout_batch, token_batch
 from sharpscope.tasks.base import Example
-from tests.models import random_batch, tiny_model
-from tests.oracles.token_gradients import all_completions, dense_hessian, flat, functional_value, logp_of, row_logp
-from tests.probes.surfaces import (
+from tests.models import (
     OBJECTIVES,
     SMALL,
     TEMPERATURE,
@@ -45,9 +43,12 @@ from tests.probes.surfaces import (
     all_scored,
     generator,
     objective,
+    random_batch,
     rewards,
     small_model,
+    tiny_model,
 )
+from tests.oracles.token_gradients import all_completions, dense_hessian, flat, functional_value, logp_of, row_logp
 from tests.probes.test_self_check import assert_same, disturbed, snapshot
 
 

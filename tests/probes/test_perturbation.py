@@ -14,7 +14,7 @@ from sharpscope.probes import Objective, lm_surface, problems
 from sharpscope.probes.language_model import token_batch
 from sharpscope.probes.perturbation import find_radius
 from sharpscope.probes.surface import moved
-from tests.probes.surfaces import sloped, small_model, with_spectrum
+from tests.models import sloped, small_model, with_spectrum
 
 
 def quadratic(values, gradient):

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from sharpscope.config.probes import Check
+from sharpscope.config.run import Check
 from sharpscope.errors import UserError, nearest
 from sharpscope.probes.guard import guarded
 from sharpscope.probes.token_gradients.norms import NormMethod, ScoreNorms

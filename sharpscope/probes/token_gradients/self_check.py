@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from sharpscope.config.probes import Check
+from sharpscope.config.run import Check
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy import bare
 from sharpscope.policy.cache import cache_keyword
