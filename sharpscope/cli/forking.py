@@ -45,11 +45,11 @@ def fork(
     """
     from sharpscope.config import ForkSpec, parse_overrides
 
-    own = [text for text in set_ or [] if text.startswith("fork.")]
-    given: dict[str, Any] = parse_overrides(own).get("fork", {})
+    of_fork = [text for text in set_ or [] if text.startswith("fork.")]
+    given: dict[str, Any] = parse_overrides(of_fork).get("fork", {})
     check_names("--set", [f"fork.{name}" for name in given], [f"fork.{name}" for name in ForkSpec.model_fields])
     given |= {"model": model, "task": task, "on_progress": tell}
-    given["overrides"] = [text for text in set_ or [] if text not in own]
+    given["overrides"] = [text for text in set_ or [] if text not in of_fork]
     arms: dict[str, Any] = {"methods": split(methods), "outcomes": split(outcomes), "batches": batches}
     arms = {name: value for name, value in {**arms, "checkpoint": checkpoint, "out": out}.items() if value}
     try:

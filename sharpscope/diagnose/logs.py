@@ -252,7 +252,7 @@ def _canonical(
 
 
 @dataclass(frozen=True)
-class Quantity:
+class LogQuantity:
     """One canonical quantity; an entry of quantities.yaml."""
 
     name: str  # here, in `--map` and in the JSON output
@@ -264,8 +264,8 @@ class Quantity:
 
 _ENTRIES = package_yaml("sharpscope.diagnose", "quantities.yaml")
 _SIGNATURES: dict[str, list[str]] = _ENTRIES.pop("trainers")
-BY_NAME: dict[str, Quantity] = {name: Quantity(name, **entry) for name, entry in _ENTRIES.items()}
-QUANTITIES: tuple[Quantity, ...] = tuple(BY_NAME.values())
+BY_NAME: dict[str, LogQuantity] = {name: LogQuantity(name, **entry) for name, entry in _ENTRIES.items()}
+QUANTITIES: tuple[LogQuantity, ...] = tuple(BY_NAME.values())
 
 
 def framework_of(keys: Iterable[str]) -> str | None:
@@ -277,7 +277,7 @@ def framework_of(keys: Iterable[str]) -> str | None:
     return next(fits, None)
 
 
-def keys_of(quantity: Quantity, framework: str | None, keys: Iterable[str]) -> tuple[bool, tuple[str, ...]]:
+def keys_of(quantity: LogQuantity, framework: str | None, keys: Iterable[str]) -> tuple[bool, tuple[str, ...]]:
     """The keys of a log that hold a quantity, whose values are added up, and whether one minus their sum is meant.
 
     Without a known trainer a key counts if it, or its part after the last "/", is the name of the quantity.

@@ -243,8 +243,8 @@ class _Start(Start):
         }
         if after is not None:
             key = "curvature", advantage.cpu().numpy().tobytes()  # CAPO's m_F, once for each choice of advantages
-            own = self._once(key, lambda: self._learner.curvature(batch.rollouts, advantage, CurvatureTokens()))
-            row |= self._changes(tensors, tokens, used, stats, after, own[..., 1].cpu().double())
+            curvature = self._once(key, lambda: self._learner.curvature(batch.rollouts, advantage, CurvatureTokens()))
+            row |= self._changes(tensors, tokens, used, stats, after, curvature[..., 1].cpu().double())
         return row, rotation.noise if plain else math.nan
 
     def _compared(

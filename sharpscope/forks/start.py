@@ -174,9 +174,9 @@ class Start:
             progress = restore(checkpoint, self.policy, self.optimizer)
             self.step, self._cursor = progress.step, progress.cursor
             self._state = dict(progress.entropy_control)
-            method, own = config.resolved_method.unlabeled, known_settings(Method, progress.method)
+            method, recorded = config.resolved_method.unlabeled, known_settings(Method, progress.method)
             for name, one in self.methods.items():
-                self.methods[name] = Method.model_validate(own) if one.unlabeled == method else one
+                self.methods[name] = Method.model_validate(recorded) if one.unlabeled == method else one
         self.lr = positive_learning_rate(config, min(self.step + 1, config.steps))
         set_learning_rate(self.optimizer, self.lr)
         self._order = DataOrder(split_examples(self.task, "train"), config.seed)

@@ -111,7 +111,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Use:
+class TokenUse:
     """What a micro-batch of the present update does with n rows of a batch.
 
     `columns` (n, T) are those of UpdateTokens, kl_coef and, where known, correction and ref_logp; on the CPU.
@@ -142,8 +142,8 @@ class Step:
     corrected: bool = False  # whether the trainer multiplies the loss by a factor for the sampler's policy
     losses: list[Tensor] = field(default_factory=list)  # of the present update's micro-batches
     gaps: list[Tensor] = field(default_factory=list)  # |ln π of the trainer − ln π of our forward pass| [nats]
-    pending: list[Use] = field(default_factory=list)  # of the present update
-    again: list[tuple[int, Use, Tensor]] = field(default_factory=list)  # update, use, (n, T): tokens used before
+    pending: list[TokenUse] = field(default_factory=list)  # of the present update
+    again: list[tuple[int, TokenUse, Tensor]] = field(default_factory=list)  # update, use, (n, T): tokens used before
 
     def batch(self, serial: int) -> Batch:
         """The batch with this serial number."""
@@ -180,7 +180,7 @@ class Step:
                 stopped = mask & (tokens.coef == 0) & (batch.tokens.advantage[rows][:, :width] != 0)
                 tokens.clipped = torch.where(stopped, tokens.log_ratio.sign(), 0).to(torch.int8)
             kl_coef = torch.where(mask, tokens.coef * share, 0.0)
-            self.pending.append(Use(serial, rows, {**vars(tokens), **values, "kl_coef": kl_coef}))
+            self.pending.append(TokenUse(serial, rows, {**vars(tokens), **values, "kl_coef": kl_coef}))
 
         return keep
 
@@ -205,7 +205,7 @@ class Step:
     def settle(self) -> None:
         """Give each token of the present update, whose gradient is complete, the columns of its first use."""
         index = len(self.updates)
-        settled: list[Use] = []
+        settled: list[TokenUse] = []
         for use in self.pending:
             tokens, rows = self.batch(use.serial).tokens, use.rows
             each = {name: widened(value, tokens.update.shape[1]) for name, value in use.columns.items()}
