@@ -103,7 +103,10 @@ def sharpness() -> None:
         p = {arm: ttest_1samp(line.dropna(), 0.0).pvalue for arm, line in change.iterrows()}
         order = sorted(p, key=lambda arm: p[arm])
         adjusted = np.maximum.accumulate([p[arm] * (len(order) - place) for place, arm in enumerate(order)])
-        print(f"\nSharpness at step {step}, {rows['batch'].nunique()} batches; grpo: {wide.loc['grpo'].mean():.4g}\n")
+        plain = found[found["arm"] == "grpo"]
+        moved = 100 * (plain["value"] / plain["start"] - 1)
+        print(f"\nSharpness at step {step}, {rows['batch'].nunique()} batches; grpo: {wide.loc['grpo'].mean():.4g}")
+        print(f"before: {plain['start'].mean():.4g}, changed by {moved.min():+.0f} to {moved.max():+.0f} %\n")
         print("| arm | batches | 100·ln of the ratio to grpo | p, adjusted |\n|---|---|---|---|")
         for arm, line in change.iterrows():
             mean, low, high = interval(line.dropna().to_numpy())
